@@ -1,4 +1,4 @@
-"""peftkit: parameter-efficient fine-tuning of transformers, by roles.
+"""peftkit: parameter-efficient fine-tuning of transformers.
 
     from peftkit import CausalLM, DataConfig, LoRA, TrainConfig
     from peftkit import attach, fit, load_base, save_adapter
@@ -9,7 +9,7 @@
     fit(base.model, task, task.load("train.jsonl"), config=TrainConfig(output_dir="runs/demo"))
     save_adapter(adapter, "runs/demo")
 
-Names are imported when they are first used, so that importing peftkit itself costs nothing.
+Names are imported on first use: `import peftkit` alone loads no torch.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ if TYPE_CHECKING:
     from peftkit.tasks.pairs.reward import RewardConfig as RewardConfig
     from peftkit.tasks.retrieval.embedding import EmbeddingConfig as EmbeddingConfig
     from peftkit.tasks.retrieval.reranker import RerankerConfig as RerankerConfig
-    from peftkit.tasks.rewards.grpo import GRPOConfig as GRPOConfig
+    from peftkit.tasks.rewards.grpo_config import GRPOConfig as GRPOConfig
     from peftkit.tasks.rewards.reward_functions import RewardTerm as RewardTerm
     from peftkit.tasks.text.masked_lm import MaskedLM as MaskedLM
     from peftkit.tasks.text.masked_lm import MaskedLMConfig as MaskedLMConfig
@@ -123,7 +123,7 @@ if TYPE_CHECKING:
 
 
 def _homes() -> dict[str, tuple[str, str]]:
-    """Return each public name's module and its name there: the imports above, read as text."""
+    """Map each public name to its module and its name there, from the source of the imports."""
     source = __spec__.loader.get_source(__name__)  # type: ignore[union-attr]
     homes: dict[str, tuple[str, str]] = {}
     for node in ast.walk(ast.parse(source)):

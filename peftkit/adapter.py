@@ -25,8 +25,8 @@ class Adapter:
     Attributes:
         model: The model, changed in place.
         method: The adapter's config.
-        modules: Module path to adapter module, in the order of the model; then those of `full`.
-        full: Paths of modules outside of the method: modules trained in full, and modules with
+        modules: Module path to adapter module, in the order of the model, then the `full` ones.
+        full: Paths of modules outside of the method: fully trained modules, and modules with
             trained token rows.
     """
 
@@ -65,9 +65,9 @@ class Adapter:
     def prepare_training(self) -> None:
         """Compute layers that read one input together in training mode, if the method supports it.
 
-        `fit` groups layers itself, in autocast's precision. In a custom training loop, the layers
-        follow changes in place and the steps of any optimizer; after a change through `.data` call
-        this again. Call `end_training` before the model is moved or cast.
+        `fit` calls it, in autocast's precision. In a custom training loop, the layers follow
+        in-place changes and the steps of any optimizer; after a change through `.data`, call it
+        again. Call `end_training` before the model is moved or cast.
         """
         self.end_training()
         group_modules(self.model)
@@ -155,18 +155,18 @@ def attach(
         model: Any transformer; changed in place.
         method: The method; `method.targets` selects the modules, by default without vision and
             audio towers.
-        sites: The result of `method.sites`, if already computed.
+        sites: The sites to adapt; by default `method.sites(model)`.
         starts: Initial values by module path, from the function that `method.initializer` names.
         fresh: Whether to set initial values; False if a state is loaded next.
         seed: Seed of the initial values, which are the same on every device.
 
     Raises:
         TargetError: A target is not in this model, or the method cannot adapt it.
-        AdapterError: The model carries an adapter already, or `starts` are for another method.
+        AdapterError: The model already has an adapter, or `starts` are for another method.
     """
     if any(unwrap_adapter(m) is not m for m in model.modules()):  # also a bank's layers
         raise AdapterError(
-            f"{type(model).__name__} carries an adapter already",
+            f"{type(model).__name__} already has an adapter",
             fix="Call its detach() first, or merge it.",
         )
     outermost: list[str] = []
@@ -183,10 +183,13 @@ def attach(
             grouped.setdefault(site.path, []).append(site)
     _check_sites(method, grouped, rows)
     full |= rows
-    modules = {
-        path: _wrapped(method, model.get_submodule(path), path_sites)
-        for path, path_sites in grouped.items()
-    }
+    modules: dict[str, AdapterModule] = {}
+    for path, path_sites in grouped.items():
+        base, first = model.get_submodule(path), path_sites[0]
+        is_linear = first.parameter is None
+        modules[path] = (
+            method.wrap(base, first) if is_linear else method.wrap_experts(base, path_sites)
+        )
     if fresh:
         _check_starts(method, modules, starts)
     method.share(modules)
@@ -218,7 +221,7 @@ def group_modules(model: nn.Module, *, serves: bool = False) -> None:
 
 
 def ungroup_modules(model: nn.Module) -> None:
-    """Undo `group_modules`: every adapter module computes alone."""
+    """Undo `group_modules`: each adapter module computes separately."""
     for module in _adapter_modules(model):
         module.group = None
 
@@ -246,7 +249,7 @@ def prepared_for_training(model: nn.Module, plan: ExecutionPlan) -> Iterator[Non
 
 
 def refresh_copies(model: nn.Module) -> None:
-    """Update the copies of trained values in groups, and drop the groups' pending outputs.
+    """Update the groups' copies of trained values, and drop their pending outputs.
 
     Call it after an optimizer step, and after a forward pass without a backward pass.
     """
@@ -297,8 +300,8 @@ def _check_sites(method: Method, sites: Collection[str], rows: Collection[str]) 
     if not sites:
         raise TargetError(
             f"there are no modules to adapt with {method.type}",
-            found="all of its targets are in modules that are trained in full",
-            fix="Remove these from train_fully.",
+            found="All of its targets are in fully trained modules.",
+            fix="Remove these modules from train_fully.",
         )
     if overlap := [path for path in sites if path in rows]:
         raise TargetError(
@@ -315,21 +318,15 @@ def _check_starts(
     if initializer and starts is None:
         raise AdapterError(
             f"attach(...) does not compute the initial values of this {method.type} adapter",
-            fix=f"Compute them with {initializer}(...), then: attach(model, method, starts=...).",
+            fix=f"Compute them with {initializer}(...), then call attach(..., starts=...).",
         )
     if starts is not None and not (initializer and starts.keys() >= set(modules)):
         missing = sorted(set(modules) - starts.keys())
         raise AdapterError(
-            f"these starts are not for this {method.type} adapter",
-            found=f"there is none for {missing[0]}" if initializer else "it accepts none",
+            f"these starts do not fit this {method.type} adapter",
+            found=f"Missing: {missing[0]}" if initializer else "The method accepts none.",
             fix=f"Compute them with {initializer}(...)." if initializer else "Remove starts.",
         )
-
-
-def _wrapped(method: Method, base: nn.Module, sites: list[Site]) -> AdapterModule:
-    if sites[0].parameter is None:
-        return method.wrap(base, sites[0])
-    return method.wrap_experts(base, sites)
 
 
 def _replace(model: nn.Module, path: str, module: nn.Module) -> None:

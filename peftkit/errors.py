@@ -1,6 +1,6 @@
-"""Every error a user can meet says three things: what was asked, what was found, what to do.
+"""Errors for users: each has a problem, the actual state (`found`), and a fix.
 
-The exit codes are the command line's: 2 the input is wrong, 1 something broke while it was right.
+Exit codes of the command line: 2 for wrong input, 1 for a failure with valid input.
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ class PeftkitError(ValueError):
     """The user's input is wrong.
 
     Args:
-        asked: One sentence: what was asked and did not work.
-        found: What was found instead, one line or several.
-        fix: What to do, one line or several.
+        problem: The request that failed, in one sentence.
+        found: The actual state, in one or several lines.
+        fix: What to do, in one or several lines.
     """
 
     exit_code = 2
 
-    def __init__(self, asked: str, *, found: str = "", fix: str = "") -> None:
-        self.asked, self.found, self.fix = asked, found, fix
-        details = [line for part in (found, fix) for line in part.splitlines()]
-        super().__init__("\n".join([asked, *(f"  {line}" for line in details)]))
+    def __init__(self, problem: str, *, found: str = "", fix: str = "") -> None:
+        self.problem, self.found, self.fix = problem, found, fix
+        details = [*found.splitlines(), *fix.splitlines()]
+        super().__init__("\n".join([problem, *(f"  {line}" for line in details)]))
+
+    @property
+    def asked(self) -> str:
+        """The former name of `problem` (deprecated)."""
+        return self.problem
 
 
 def silence(error: Exception) -> None:
@@ -46,7 +51,7 @@ class BaseError(PeftkitError):
 
 
 class TargetError(PeftkitError):
-    """A role or pattern does not fit this model."""
+    """A role or pattern of `targets` does not fit this model."""
 
 
 class DataError(PeftkitError):
@@ -62,7 +67,7 @@ class MergeError(PeftkitError):
 
 
 class OutputError(PeftkitError):
-    """The output path is not writable, is taken, or its disk is full."""
+    """The output path is not writable, exists already, or its disk is full."""
 
 
 class CheckpointError(PeftkitError):
@@ -70,7 +75,7 @@ class CheckpointError(PeftkitError):
 
 
 class RunError(PeftkitError):
-    """The input was right and the run broke: non-finite numbers, a full disk, no memory."""
+    """The input is valid and the run failed: non-finite numbers, a full disk, no memory."""
 
     exit_code = 1
 
@@ -80,14 +85,14 @@ class DiskFullError(RunError):
 
 
 class EndedTogetherError(RunError):
-    """What ended one process of a run, raised by all of them."""
+    """The error that ended one process of a run, raised by all of them."""
 
 
 def first_few(items: Iterable[str], limit: int, separator: str = "\n") -> str:
-    """Return the first items, joined, and how many more there are: "a, b, and 3 more"."""
+    """Join the first items, and count the rest: "a, b, and 3 more"."""
     items = list(items)
-    more = [f"and {len(items) - limit:,} more"] if len(items) > limit else []
-    return separator.join([*items[:limit], *more])
+    rest = [f"and {len(items) - limit:,} more"] if len(items) > limit else []
+    return separator.join([*items[:limit], *rest])
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
@@ -97,26 +102,25 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
 
 
 def neighbours(path: Path, pattern: str = "*/") -> str:
-    """List what is in the folder where `path` should be, and suggest the nearest name.
+    """List the folder of a missing path, and suggest the nearest name.
 
     Args:
-        path: What is not there.
-        pattern: Of the names to list; one that ends in a slash means folders.
+        path: The missing file or folder.
+        pattern: Glob of the names to list; a trailing slash lists folders.
     """
     folder = path.parent
     if not folder.is_dir():
-        return f"The folder '{folder}' is not there either."
-    # Before Python 3.11 a pattern that ends in a slash matches files too.
+        return f"The folder '{folder}' does not exist either."
+    # Before Python 3.11, a pattern with a trailing slash also matches files.
     names = sorted(
         entry.name
         for entry in folder.glob(pattern)
         if not entry.name.startswith(".") and (entry.is_dir() or not pattern.endswith("/"))
     )
     where = f"'{folder}'" if folder != Path(".") else "This folder"
-    listed = first_few(names, 8, ", ")
     if not names:
         return ""
-    stems = {name.removesuffix(path.suffix): name for name in names}  # alike in more than the end
+    stems = {name.removesuffix(path.suffix): name for name in names}  # a shared suffix is no match
     near = did_you_mean(path.stem, stems)
     hint = near and f"Did you mean '{stems[near.split(chr(39))[1]]}'?"
-    return f"{where} holds: {listed}. {hint}".rstrip()
+    return f"{where} contains: {first_few(names, 8, ', ')}. {hint}".rstrip()

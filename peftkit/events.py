@@ -1,4 +1,4 @@
-"""Events of a run: small facts for whoever listens.
+"""Events that a run passes to its listeners.
 
 The command line draws them, `metrics.jsonl` records them, tests collect them in a list.
 Sizes are bytes, times are seconds, counts are `num_*`.
@@ -18,14 +18,14 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Stage(Event):
-    """A long piece of work begins: one line, present participle ("Loading the base ...")."""
+    """Start of a long operation: one line, present participle ("Loading the base ...")."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Progress(Event):
-    """A long piece of work advances; `unit` is "B" where bytes are counted, not pieces."""
+    """Progress of a long operation; `unit` is "B" if `done` and `total` are bytes."""
 
     text: str
     done: int
@@ -35,7 +35,7 @@ class Progress(Event):
 
 @dataclass(frozen=True, slots=True)
 class Notice(Event):
-    """Something that the user should know during the run; never instead of an error."""
+    """A remark for the user; a failure is always an error instead."""
 
     text: str
 
@@ -68,10 +68,10 @@ class Table(Event):
     """A table to print once: the audit of the base, the counts of the data.
 
     Attributes:
-        summary: The table in one line, for where it would be too long.
-        source: The file of rows that it describes, if any.
-        counts: Its numbers for code that reads them, since words in cells may change. Of a file of
-            rows: num_read, num_cut, num_dropped.
+        summary: One line that replaces the table on a brief screen.
+        source: The file of rows that the table describes, if any.
+        counts: The numbers for code, since the text of cells may change. For a file of rows:
+            num_read, num_cut, num_dropped.
     """
 
     title: str
@@ -84,7 +84,7 @@ class Table(Event):
 
 @dataclass(frozen=True, slots=True)
 class RunStarted(Event):
-    """Training is about to begin; `plan` and `paths` say in words how the model is computed."""
+    """Training begins; `plan` and `paths` describe how the model is computed."""
 
     num_steps: int
     start_step: int
@@ -150,7 +150,7 @@ class Sampled(Event):
 
 @dataclass(frozen=True, slots=True)
 class ScoredAnswer:
-    """A completion in a step of on-policy training, and its rewards; NaN: not scored."""
+    """A completion in a step of on-policy training, and its rewards; NaN if not scored."""
 
     prompt: str
     completion: str
@@ -163,7 +163,7 @@ class ScoredAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RolledOut(Event):
-    """The completions that a step trains on, and the seconds that generating them took."""
+    """The completions that a step trains on, and the time of generating them in seconds."""
 
     step: int
     seconds: float
@@ -172,7 +172,7 @@ class RolledOut(Event):
 
 @dataclass(frozen=True, slots=True)
 class Saved(Event):
-    """A checkpoint, adapter, or merged model is on disk, complete."""
+    """A checkpoint, adapter, or merged model is completely on disk."""
 
     kind: str
     path: Path
@@ -200,14 +200,14 @@ Listener = Callable[[Event], None]
 
 
 def ignore(event: Event) -> None:
-    """Listen to nothing."""
+    """Discard an event."""
 
 
 def to_all(*listeners: Listener) -> Listener:
-    """Return a listener that passes events on to several, in their order."""
+    """Return a listener that passes each event to all `listeners`, in order."""
 
-    def pass_on(event: Event) -> None:
+    def on_event(event: Event) -> None:
         for listener in listeners:
             listener(event)
 
-    return pass_on
+    return on_event

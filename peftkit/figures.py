@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Format counts, sizes, durations and metrics for people."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ RECENT_STEPS = 10
 
 
 def loss_name(steps: int = RECENT_STEPS) -> str:
-    """Return what a table calls the training loss of a run of so many steps; see `recent_mean`."""
+    """Return the label of the training loss (see `recent_mean`) of a run with `steps` steps."""
     number = min(steps, RECENT_STEPS)
     return f"loss (mean of the last {number} steps)" if number > 1 else "loss (of one step)"
 
 
 def recent_mean(losses: Sequence[float]) -> float | None:
-    """Return a run's training loss: the mean of its last RECENT_STEPS steps; None without any."""
+    """Return the mean of the last RECENT_STEPS losses; None for no losses."""
     recent = losses[-RECENT_STEPS:]
     return sum(recent) / len(recent) if recent else None
 
 
 def count(value: float) -> str:
-    """Return a count as a text: 4.88M, 135.2M."""
+    """Format a count: 4.88M, 135.2M."""
     for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if value >= factor:
             return f"{value / factor:,.{2 if value < 10 * factor else 1}f}{unit}"
@@ -28,7 +28,7 @@ def count(value: float) -> str:
 
 
 def size(num_bytes: float, decimals: int = 1) -> str:
-    """Return bytes as a text, 1.3 GB; 1 GB is 10^9 bytes, as in `train.memory` and on disks."""
+    """Format a number of bytes: 1.3 GB. 1 GB is 10^9 bytes, as in `train.memory` and on disks."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:,.{decimals}f} {unit}"
@@ -36,7 +36,7 @@ def size(num_bytes: float, decimals: int = 1) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as a text: 42 s, 3:07, 1:02:45."""
+    """Format seconds: 42 s, 3:07, 1:02:45."""
     total = round(seconds)
     if total < 60:
         return f"{total} s"
@@ -46,7 +46,7 @@ def duration(seconds: float) -> str:
 
 
 def rough_duration(seconds: float) -> str:
-    """Return an estimate of seconds with about one figure: 0.3 s, 40 s, 6 min, 1.5 h."""
+    """Format an estimate of seconds to about one digit: 0.3 s, 40 s, 6 min, 1.5 h."""
     for unit, length in (("h", 3600), ("min", 60)):
         if seconds >= length:
             number = seconds / length
@@ -55,16 +55,12 @@ def rough_duration(seconds: float) -> str:
     return f"{float(f'{seconds:.1g}'):g} s"
 
 
-def metric(name: str, value: float, more: int = 0) -> str:
-    """Return a metric's value: bytes as sizes, counts whole, the rest with four figures.
-
-    Args:
-        more: Figures, beyond the usual ones.
-    """
+def metric(name: str, value: float, extra_digits: int = 0) -> str:
+    """Format a metric: bytes as a size, counts as integers, the rest with four digits."""
     if name.endswith("_bytes"):
-        return size(value, 1 + more)
+        return size(value, 1 + extra_digits)
     is_count = float(value).is_integer() and abs(value) >= 2
-    return f"{value:,.0f}" if is_count else f"{value:.{4 + more}g}"
+    return f"{value:,.0f}" if is_count else f"{value:.{4 + extra_digits}g}"
 
 
 _NAMES = {
@@ -76,10 +72,10 @@ _NAMES = {
 
 
 def metric_name(name: str) -> str:
-    """Return a metric's name as people read it: peak memory, eval loss."""
+    """Return the display name of a metric: peak memory, eval loss."""
     return _NAMES.get(name, name.replace("_", " "))
 
 
 def short(value: float | None) -> str:
-    """Return a loss or a score with four figures; "-" for None."""
+    """Format a loss or a score with four digits; "-" for None."""
     return "-" if value is None else f"{value:.4g}"

@@ -1,6 +1,6 @@
-"""The recipe: everything that `peftkit train` needs to know, and settings that conflict.
+"""The recipe: all settings of `peftkit train`, and the conflicts between them.
 
-`check_settings` runs when a recipe is made, and again before a run, with the launched processes.
+`check_settings` runs when a recipe is parsed, and again before a run, with the launched processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from peftkit.tasks.table import TASKS, AnyTask
 
 
 class Recipe(Config):
-    """Everything that `peftkit train` needs to know."""
+    """All settings of `peftkit train`."""
 
     task: AnyTask = Field("causal_lm", validate_default=True)
     """What the model is trained to do: a name, or a section with that name as its type."""
@@ -38,17 +38,6 @@ class Recipe(Config):
     def _settings_go_together(self) -> Recipe:
         self.method.check_quantize(self.base.quantize)
         check_settings(self)
-        self._check_data()
-        return self
-
-    @property
-    def packs_beside_virtual_tokens(self) -> bool:
-        """Whether rows would share the virtual tokens before them."""
-        packs = self.data.packing and "packing" in self.task.data_fields
-        return self.method.acts_on_input and packs
-
-    def _check_data(self) -> None:
-        """Refuse settings of rows that the task does not read."""
         read = {"train", "eval", *self.task.data_fields}
         for name, field in DataConfig.model_fields.items():
             if name not in read and getattr(self.data, name) != field.default:
@@ -58,17 +47,18 @@ class Recipe(Config):
                     found=f"Tasks that use it: {', '.join(users)}.",
                     fix="Leave it out.",
                 )
+        return self
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe; refuse one that came with an adapter and names functions to run.
+    """Read a recipe; refuse functions named in a recipe that is stored with an adapter.
 
     Args:
         path: A YAML file.
         overrides: "section.key=value" each; they go through the same validation.
 
     Raises:
-        ConfigError: Every error at once, each with its file and line.
+        ConfigError: Lists all errors, each with its file and line.
     """
     recipe = schema.load(Recipe, Path(path), overrides)
     code = {
@@ -78,10 +68,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     }
     if code and (Path(path).parent / "adapter_config.json").exists():
         raise ConfigError(
-            f"the recipe {path} came with an adapter, and names functions: these are not run "
-            "unasked.",
+            f"the recipe {path} came with an adapter and names functions, which are not run "
+            "without your consent.",
             found="; ".join(f"{setting}: {', '.join(uses)}" for setting, uses in code.items()),
-            fix="Name your own: " + " ".join(f"--set '{setting}=...'" for setting in code),
+            fix="Name the functions: " + " ".join(f"--set '{setting}=...'" for setting in code),
         )
     return recipe
 
@@ -97,7 +87,7 @@ def check_settings(recipe: Any, processes: int | None = None) -> None:
         processes: Number of launched processes; None if the recipe is only read.
 
     Raises:
-        ConfigError: Names the first two that do not.
+        ConfigError: Names the first conflict.
     """
     conflicts = chain(
         _of_base(recipe), _of_data(recipe), _of_evaluation(recipe), _of_processes(recipe, processes)
@@ -120,8 +110,8 @@ def _of_base(r: Any) -> Iterator[Conflict]:
     if r.base.placement == "stream" and r.train.shards_base:
         yield (
             f"base.placement: stream does not go with train.shard: {r.train.shard}.",
-            "Both say where the weights of blocks are.",
-            "Leave one of them out; train.shard: offload keeps parts in main memory.",
+            "Both place the weights of blocks.",
+            "Leave one of them out; train.shard: offload keeps the shards in main memory.",
         )
     setting = f"base.quantize_embeddings: {r.base.quantize_embeddings} is not possible here."
     if r.base.quantize_embeddings != "none" and r.base.quantize == "none":
@@ -131,28 +121,29 @@ def _of_base(r: Any) -> Iterator[Conflict]:
     if r.base.new_tokens and r.method.start_from:
         yield (
             "base.new_tokens does not go with method.start_from.",
-            "The adapter that is gone on with has the rows that it has.",
-            "Leave base.new_tokens out; tokens that the adapter knows are there.",
+            "The rows of new tokens are fixed by the adapter that the run continues.",
+            "Leave base.new_tokens out; the adapter adds its tokens.",
         )
     if r.base.new_tokens and r.method.token_rows:
         yield (
-            "base.new_tokens says which rows are trained.",
-            "method.token_rows does so too.",
+            "base.new_tokens selects the token rows to train.",
+            "method.token_rows selects them too.",
             LEAVE_ONE,
         )
 
 
 def _of_data(r: Any) -> Iterator[Conflict]:
-    if r.packs_beside_virtual_tokens and r.data.packing_is_explicit:
+    packs = r.data.packing_is_explicit and "packing" in r.task.data_fields
+    if packs and r.method.acts_on_input:
         yield (
             f"data.packing does not go with method.type: {r.method.type}.",
-            "Every row of text wants virtual tokens of its own before it.",
+            "The method prepends virtual tokens to each row of text.",
             "Set data.packing: false.",
         )
     if r.method.reads_rows and r.task.makes_answers:
         yield (
             f"{r.method.reads_rows} reads the training rows.",
-            f"{r.task.makes_answers}, which gives them their answers afterwards.",
+            f"{r.task.makes_answers}, which generates their answers later.",
             "Set another method.init, or task.answers: data.",
         )
 
@@ -164,22 +155,18 @@ def _of_evaluation(r: Any) -> Iterator[Conflict]:
     generates = r.train.sample_every or r.train.eval_generate
     reason = "train.sample_every or train.eval_generate is set."
     if generates and not r.task.writes_text:
-        yield f"the task {r.task.type} writes no text to look at.", reason, "Leave it out."
+        yield f"the task {r.task.type} generates no text.", reason, "Leave it out."
 
 
 def _of_processes(r: Any, processes: int | None) -> Iterator[Conflict]:
     shards = r.train.shards_base
     if shards and not r.method.wraps_linear_layers:
+        methods = [name for name, kind in METHODS.items() if kind.wraps_linear_layers]
         yield (
             f"train.shard: {r.train.shard} does not go with method.type: {r.method.type}",
-            _methods_beside(),
+            f"Methods that support it: {', '.join(methods)}.",
             "Set train.shard: none, or use one of these.",
         )
     if shards and processes == 1:
         setting = f"train.shard: {r.train.shard} shards the base over several processes"
         yield setting, "There is one process.", LAUNCH.format(2)
-
-
-def _methods_beside() -> str:
-    names = [name for name, kind in METHODS.items() if kind.wraps_linear_layers]
-    return f"Methods that do: {', '.join(names)}."

@@ -227,16 +227,15 @@ def save_result(record: RunRecord, result: Result, *, on_event: Listener = ignor
     result = _with_best(record.recipe, result, weights, on_event)
     if not result.is_main:
         return _with_metrics(record, result, ignore)
-    weights.save(record.folder)
-    forget_overwritten(record.folder)
-
+    folder = record.folder
+    weights.save(folder)
+    forget_overwritten(folder)
     if warning := refused_by_peft(record.adapter):
         on_event(Notice(warning))
     result = _with_metrics(record, result, on_event)
-    folder = record.folder
     _try_to_write(folder / RECIPE, lambda: schema.dump_yaml(record.recipe), on_event)
     _try_to_write(folder / CARD, lambda: record.card(result), on_event)
-    on_event(Saved("adapter", record.folder))
+    on_event(Saved("adapter", folder))
     return result
 
 
@@ -249,13 +248,12 @@ def _with_best(
         return result
     if best != result.step:
         weights.load(result.best_checkpoint)
-        on_event(
-            Notice(
-                f"The adapter has the weights of step {best} with the best loss on the eval rows, "
-                f"{result.metrics['best_eval_loss']:.4g}. The weights of the last step, "
-                f"{result.step}, are in {result.checkpoint}."
-            )
+        text = (
+            f"The adapter has the weights of step {best} with the best loss on the eval rows, "
+            f"{result.metrics['best_eval_loss']:.4g}. The weights of the last step, "
+            f"{result.step}, are in {result.checkpoint}."
         )
+        on_event(Notice(text))
     metrics = {**result.metrics, "adapter_step": float(best)}
     loss = metrics["eval_loss"] = metrics["best_eval_loss"]
     if "eval_perplexity" in metrics:
@@ -267,7 +265,7 @@ def _try_to_write(path: Path, content: Callable[[], str], on_event: Listener) ->
     """Write a file that the adapter does not need; if this fails, emit a Notice."""
     try:
         write_text(content(), path)
-    except Exception as error:  # no failure here may end the run
+    except Exception as error:  # such a failure must not end the run
         on_event(Notice(f"{path.name} was not written; the adapter does not need it. {error}"))
 
 
@@ -276,7 +274,7 @@ def _with_metrics(run: RunRecord, result: Result, on_event: Listener) -> Result:
     if not run.eval or (run.task.predicts_tokens and not run.settings.measures_before):
         return result
     metrics = run.task.metrics(run.base.model, run.eval, on_event=on_event)
-    if not metrics:  # the evaluations of the run have computed them
+    if not metrics:  # computed by the run's evaluations
         return result
     on_event(_metrics_table("The eval rows", metrics))
     named = {f"eval_{name}": value for name, value in metrics.items()}

@@ -18,7 +18,13 @@ from peftkit.errors import ConfigError
 from peftkit.events import Event, Listener, Notice, Table, ignore, to_all
 from peftkit.execution.environment import default_device, world_size
 from peftkit.execution.plan import ExecutionPlan, compute_dtype, plan_of
-from peftkit.execution.signals import Interrupted, stop_requests, stopping_at_once
+from peftkit.execution.signals import (
+    SAVING,
+    STOPPING,
+    Interrupted,
+    stop_requests,
+    stopping_immediately,
+)
 from peftkit.execution.state import Result
 from peftkit.execution.world import World, joined_ranks
 from peftkit.figures import size
@@ -84,7 +90,7 @@ def run(
         stack.enter_context(locked(folder))
         if is_new:
             stack.enter_context(removed_if_empty(folder))
-        with stopping_at_once("stopped before the first step; the output folder is unchanged."):
+        with stopping_immediately("stopped before the first step; the output folder is unchanged."):
             early_events: list[Event] = []
             recorder = to_all(early_events.append, on_event)
             record = prepare(recipe, base=base, resume=resume, world=world, on_event=recorder)
@@ -92,7 +98,7 @@ def run(
             record = replace(record, events=early_events)
             watch = _watch(record, metrics, on_event)
             base_metrics = {} if resume else metrics_before_training(record, recorder)
-        with stop_requests(waits_for="this step and its checkpoint") as stop:
+        with stop_requests(message=STOPPING) as stop:
             training = new_run(
                 record.base.model,
                 record.task,
@@ -107,18 +113,18 @@ def run(
             weights, identity = record.adapter_folder(), record.identity()
             result = train(training, **start, weights=weights, identity=identity, watch=watch)
         if result.is_main or is_sharded(record.base.model):  # all processes run a sharded model
-            with stop_requests(waits_for="the adapter is saved") as stop:
+            with stop_requests(message=SAVING) as stop:
                 result = replace(result, metrics={**base_metrics, **result.metrics})
                 result = save_result(record, result, on_event=on_event)
             if stop.signum:
-                raise Interrupted(stop.signum, f"all is done; the adapter is in {folder}.")
+                raise Interrupted(stop.signum, f"the run is complete; the adapter is in {folder}.")
         if base is not None:
             record.adapter.detach()
         return result
 
 
 def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> None:
-    """Check everything up to the first step, and emit the first rows with their target tokens.
+    """Check a recipe up to the first step, and emit the first rows with their target tokens.
 
     Raises:
         PeftkitError: The first error that would have stopped the run.
@@ -132,8 +138,8 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
         spans = tuple(record.task.spans(row))
         on_event(Table(f"{row.source}, as the loss sees it", ("", "text"), spans))
     num_steps = recipe.train.num_steps(len(record.train))
-    on_event(Notice(f"Plan: {plan.describe()}."))
-    verdict = "It would run" if _warn_if_short(record, 1, on_event) else "All is well"
+    on_event(Notice(f"Execution plan: {plan.describe()}."))
+    verdict = "Valid, but short" if _warn_if_short(record, 1, on_event) else "Ready to train"
     on_event(Notice(f"{verdict}: {len(record.train)} rows, {num_steps} optimizer steps."))
 
 
@@ -141,10 +147,9 @@ def _warn_if_short(record: RunRecord, processes: int, on_event: Listener) -> boo
     """Return whether a run has too few steps to train well, and emit the reason."""
     rows = record.train
     num_documents = len(getattr(rows, "documents", rows))
-    why = why_too_short(record.recipe.train, len(rows), num_documents, processes)
-    if why:
-        on_event(Notice(why))
-    return bool(why)
+    if warning := why_too_short(record.recipe.train, len(rows), num_documents, processes):
+        on_event(Notice(warning))
+    return bool(warning)
 
 
 def prepare(
@@ -201,7 +206,7 @@ def prepare(
     data, fields = recipe.data, settings.data_fields
     if data.packing and "packing" in fields and adapter.method.acts_on_input:
         data = data.without_packing()
-        reason = f"with {adapter.method.type} each has its own virtual tokens"
+        reason = f"{adapter.method.type} prepends virtual tokens to each row"
         on_event(Notice(f"Rows are not packed: {reason}."))
     style = continued.style if continued and "chat_template" in fields else None
     task = settings.on(
@@ -226,11 +231,11 @@ def prepare(
     rows, eval_rows = loader.load_splits(loader.data)
     new_style = loader.style
     if style and new_style and replace(style, system=new_style.system) != new_style:
-        text = "As the data section requests, training continues with another prompt style"
-        on_event(Notice(f"{text} than the adapter's: {new_style.kind} instead of {style.kind}."))
+        text = "The data section changes the prompt style of the adapter"
+        on_event(Notice(f"{text}: {new_style.kind} instead of {style.kind}."))
     if world is not None:
         world.check_equal_across_ranks(rows={"train": _digest(rows), "eval": _digest(eval_rows)})
-    recipe = recipe.model_copy(update={"data": loader.data})  # the rows decided about packing
+    recipe = recipe.model_copy(update={"data": loader.data})  # packing is resolved by the rows
     return RunRecord(recipe, plan, base, adapter, task, settings, rows, eval_rows, continued)
 
 
@@ -296,7 +301,5 @@ def _watch(record: RunRecord, metrics: Mapping[str, Any] | None, on_event: Liste
     from peftkit.evaluation.text_watch import TextWatch
     from peftkit.tasks.completions import CompletingTask
 
-    assert isinstance(record.task, CompletingTask), (
-        "check_settings refuses tasks that write no text"
-    )
+    assert isinstance(record.task, CompletingTask)  # see check_settings
     return TextWatch(record.base, record.task, record.eval, config, metrics, on_event)

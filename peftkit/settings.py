@@ -66,7 +66,7 @@ class DataConfig(Config):
     train: str | tuple[Source, ...]
     """A .jsonl, .json, .csv, .tsv or .parquet file, a folder or a hub data set: "org/name",
     "org/name:split", "org/name:config:split", each also with "@revision" after the name; files by a
-    pattern ("data/*.jsonl"); or a list of these: [{path: a.jsonl, weight: 2}, {path: b.jsonl}]."""
+    pattern ("data/*.jsonl"); or a list: [{path: a.jsonl, weight: 2}, {path: b.jsonl}]."""
     eval: str | Annotated[float, Field(gt=0, lt=1)] | None = None
     """Rows to evaluate on: a file or data set; or a share of the training rows, 0.02, split by a
     hash of each row's content, which stays stable when rows are added; null: none."""
@@ -80,7 +80,7 @@ class DataConfig(Config):
     an error and the default becomes false, with a notice; also if fewer than 192 rows would
     remain."""
     chat_template: str | None = None
-    """Template that renders conversations; null: the tokenizer's; "chatml": ChatML; else a .jinja
+    """Template that renders conversations; null: the tokenizer's; "chatml": ChatML; or a .jinja
     file."""
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     """Variables of the chat template: {enable_thinking: false}. Saved with the adapter."""
@@ -98,8 +98,9 @@ class DataConfig(Config):
     @property
     def names_style(self) -> bool:
         """Whether the section fixes the prompt style, instead of the rows or the adapter."""
-        is_left = self.format == "auto" and self.chat_template is None
-        return not is_left or self.chat_template_kwargs is not None or self.reasoning != "learn"
+        has_default_format = self.format == "auto" and self.chat_template is None
+        has_default_options = self.chat_template_kwargs is None and self.reasoning == "learn"
+        return not (has_default_format and has_default_options)
 
     @property
     def train_name(self) -> str:
@@ -220,10 +221,10 @@ class TrainConfig(Config):
     def evaluates(self) -> tuple[str, ...]:
         """The settings in use that need eval rows."""
         names = ("eval_before", "eval_generate", "early_stopping", "keep_best")
-        names_in_use = [name for name in names if getattr(self, name)]
+        used = [name for name in names if getattr(self, name)]
         if self.sample_every is not None and not self.sample_prompts:
-            names_in_use.append("sample_every, without sample_prompts,")
-        return tuple(names_in_use)
+            used.append("sample_every, without sample_prompts,")
+        return tuple(used)
 
     def rows_per_step(self, num_processes: int = 1) -> int:
         """Return the number of rows of an optimizer step."""

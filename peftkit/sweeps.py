@@ -1,7 +1,7 @@
-"""A sweep: several runs over one base, one after the other, each in a folder below the sweep's.
+"""Sweeps: several runs over one base, one after the other, each in a subfolder of the sweep.
 
-sweep.json has every member's settings, state and losses, report.html all curves, and best/ a copy
-of the best member's adapter. A member's folder is that of a run: NAME/ can be resumed alone.
+sweep.json has the settings, state and losses of each member, report.html all curves, and best/ a
+copy of the best member's adapter. A member's folder is an ordinary run: it can be resumed alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from peftkit.errors import ConfigError, OutputError, PeftkitError, RunError
 from peftkit.events import Event, Listener, Notice, Saved, Stage, Table, ignore, to_all
 from peftkit.execution.environment import world_size
 from peftkit.execution.out_of_memory import release_memory
-from peftkit.execution.signals import Interrupted, stopping_at_once
+from peftkit.execution.signals import Interrupted, stopping_immediately
 from peftkit.figures import duration, loss_name
 from peftkit.files.disk import LOCKS, new_folder, read_json, writable_folder, write_json
 from peftkit.formats.folders import SWEEP
@@ -46,7 +46,7 @@ MAX_MEMBERS = 256
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One run of a sweep: the name of its folder, and its own settings by dotted key."""
+    """One run of a sweep: its folder name, and the settings that it changes, by dotted key."""
 
     name: str
     recipe: Recipe
@@ -60,16 +60,10 @@ class Member:
     def has_checkpoints(self) -> bool:
         return bool(Checkpoints(self.folder, keep=1).steps())
 
-    def lock(self) -> ExitStack:
-        """Lock the folder; raise OutputError if another process trains into it."""
-        lock = ExitStack()
-        lock.enter_context(locked(writable_folder(self.folder)))
-        return lock
-
 
 @dataclass(slots=True)
 class Outcome:
-    """The state of a member, as sweep.json has it; losses as in the run's `Result`."""
+    """An entry of sweep.json: the state of a member, with the losses of its `Result`."""
 
     name: str
     settings: Mapping[str, Any]
@@ -94,17 +88,18 @@ def grid(
     """Return a member for each combination of values, named "rank-8_learning_rate-1e-4".
 
     Args:
-        path: The recipe; with overrides "section.key=value" for all members.
+        path: The recipe.
         over: "section.key=value,value,..." each.
+        overrides: "section.key=value" each, for all members.
         out: Folder of the sweep.
 
     Raises:
-        ConfigError: A recipe is not valid; or a key has no values, or is given twice.
+        ConfigError: A recipe is not valid, or a key has no values or occurs twice.
     """
     axes = {key: written_values(listed) for key, _, listed in (o.partition("=") for o in over)}
     if not axes or len(axes) < len(over):
         raise ConfigError(
-            "a sweep varies at least one setting, each once",
+            "a sweep varies at least one setting, and each once",
             found=f"--over: {', '.join(over) or 'nothing'}",
             fix="peftkit sweep RECIPE --over method.rank=8,16 --over train.learning_rate=1e-4,3e-4",
         )
@@ -128,7 +123,7 @@ def pick(
     """Return the members that a YAML file defines: {small: {method.rank: 8}, ...}.
 
     Raises:
-        ConfigError: A recipe is not valid; or the file has another form.
+        ConfigError: A recipe is not valid, or the file has another format.
     """
     try:
         text = Path(file).read_text(encoding="utf-8")
@@ -136,21 +131,19 @@ def pick(
         raise ConfigError(f"cannot read {file}: {error}") from None
     parsed = parse(text, lambda line: SourceLocation(str(file), line))
     by_name = parsed.data if isinstance(parsed.data, dict) and not parsed.problems else {}
-    if not by_name or not all(isinstance(one, dict) for one in by_name.values()):
-        raise ConfigError(
-            f"{file} does not name the members of a sweep",
-            fix="Write a line for each: NAME: {method.rank: 8, train.learning_rate: 1e-4}",
-        )
-    return [_member(str(name), path, one, overrides, out) for name, one in by_name.items()]
+    if not by_name or not all(isinstance(settings, dict) for settings in by_name.values()):
+        fix = "Write a line for each: NAME: {method.rank: 8, train.learning_rate: 1e-4}"
+        raise ConfigError(f"{file} does not name the members of a sweep", fix=fix)
+    return [_member(str(name), path, values, overrides, out) for name, values in by_name.items()]
 
 
 def _member(
     name: str, path: str | Path, settings: Mapping[str, Any], overrides: Sequence[str], out: Path
 ) -> Member:
     """Return a member; its settings are YAML texts or values."""
-    if not re.fullmatch(r"\w[\w.-]*", name) or ".." in name:  # also the name that serve gives it
+    if not re.fullmatch(r"\w[\w.-]*", name) or ".." in name:  # a name that serve accepts too
         fix = "Use letters, digits, '_', '-' and single dots."
-        raise ConfigError(f"'{name}' cannot be the name of a member, and of its folder", fix=fix)
+        raise ConfigError(f"'{name}' is not a valid name of a member and its folder", fix=fix)
     texts = {str(k): v if isinstance(v, str) else json.dumps(v) for k, v in settings.items()}
     changes = (f"{key}={text}" for key, text in texts.items())
     folder = f"train.output_dir={json.dumps(str(out / name))}"
@@ -160,13 +153,13 @@ def _member(
 
 
 def check_members(members: Sequence[Member]) -> Purpose:
-    """Check that all members share one base; return the purpose that it is loaded for.
+    """Check that all members share one base; return the purpose for which it is loaded.
 
     Raises:
         ConfigError: Names the first setting that differs, and in which members.
     """
     if not 2 <= len(members) <= MAX_MEMBERS:
-        found = f"There are {len(members)}."
+        found = f"This one has {len(members)}."
         raise ConfigError(f"a sweep has from 2 to {MAX_MEMBERS} members", found=found)
     if world_size() > 1:
         fix = "Start it without accelerate launch or torchrun."
@@ -177,8 +170,8 @@ def check_members(members: Sequence[Member]) -> Purpose:
         recipe = member.recipe
         check_settings(recipe, 1)
         pairs = {f"base.{key}": (value, getattr(recipe.base, key)) for key, value in first.base}
-        task = recipe.task.resolve(recipe.data).purpose
-        pairs["what the task loads the base for"] = purpose, replace(task, task=purpose.task)
+        other = recipe.task.resolve(recipe.data).purpose
+        pairs["the task's form of the base"] = purpose, replace(other, task=purpose.task)
         for key, (expected, value) in pairs.items():
             if value != expected:
                 raise ConfigError(
@@ -203,13 +196,13 @@ def sweep(
         resume: Continue the sweep in that folder; failed members run again.
 
     Returns:
-        The members, the best first: by eval loss, or by training loss without eval rows.
+        The members, best first: by eval loss, or without eval rows by training loss.
 
     Raises:
-        ConfigError: The members do not have one base.
+        ConfigError: The members have different bases.
         PeftkitError: From `peftkit.run.run`, before any member has taken a step.
-        RunError: Every member failed.
-        Interrupted: SIGINT or SIGTERM came; all progress is saved.
+        RunError: All members failed.
+        Interrupted: SIGINT or SIGTERM arrived; all progress is saved.
     """
     purpose = check_members(members)
     out, on_event = Path(out), _without_repeats(on_event)
@@ -219,12 +212,18 @@ def sweep(
         prepare_output(member.folder, resume=resume and member.has_checkpoints)
         require_trackers(member.recipe.train.log_to)
     for recipe in {m.recipe.method.model_dump_json(): m.recipe for m in waiting}.values():
-        if not recipe.method.start_from:  # whose method is that of its adapter
+        if not recipe.method.start_from:
             model, revision = recipe.base.model, recipe.base.revision
             check_fits(skeleton(model, revision=revision, purpose=purpose), recipe.method)
     base: Base | None = None
     with locked(out), ExitStack() as stack:
-        locks = {member.name: stack.enter_context(member.lock()) for member in members}
+        locks = {member.name: stack.enter_context(ExitStack()) for member in members}
+
+        def lock(member: Member) -> None:
+            locks[member.name].enter_context(locked(writable_folder(member.folder)))
+
+        for member in members:
+            lock(member)
         _write(out, outcomes)
         for number, member in enumerate(waiting, 1):
             on_event(Stage(f"Preparing {member.name} ({number} of {len(waiting)})"))
@@ -233,44 +232,44 @@ def sweep(
             try:
                 if base is None:
                     release_memory()
-                    with stopping_at_once("stopped before the base was loaded."):
-                        plans = [resolve_plan(each.recipe, on_event) for each in waiting]
+                    with stopping_immediately("stopped before the base was loaded."):
+                        plans = [resolve_plan(m.recipe, on_event) for m in waiting]
                         plan = next((p for p in plans if p.placement == "stream"), plans[-1])
                         base = open_base(member.recipe.base, purpose, plan, on_event=on_event)
                 locks[member.name].close()  # the run locks its folder itself
-                again = resume and member.has_checkpoints
-                result = run(member.recipe, resume=again, base=base, on_event=listener)
+                resumes = resume and member.has_checkpoints
+                result = run(member.recipe, resume=resumes, base=base, on_event=listener)
             except Interrupted as error:
-                text = f"all that the members of {out} reached is saved. Go on with --resume."
+                text = f"the progress of all members of {out} is saved. Continue with --resume."
                 raise Interrupted(error.signum, text) from None
             except PeftkitError as error:
                 outcome.steps = read_history(member.folder).step if is_run(member.folder) else 0
-                if not any(each.steps for each in outcomes.values()):
+                if not any(o.steps for o in outcomes.values()):
                     (out / SWEEP).unlink()
                     raise
                 outcome.state, outcome.error = "failed", str(error)
-                on_event(Notice(f"{member.name} has failed, the others go on. {error}"))
+                on_event(Notice(f"{member.name} failed; the sweep continues. {error}"))
             else:
                 outcome.state, outcome.steps, outcome.seconds = "done", result.step, result.seconds
                 outcome.loss, outcome.error = result.metrics["loss"], ""
                 outcome.eval_loss = result.metrics.get("eval_loss")
             _write(out, outcomes)
-            stack.enter_context(member.lock())
+            lock(member)
             has_tokens = member.recipe.base.new_tokens or member.recipe.method.start_from
             if has_tokens or outcome.state == "failed":
-                base = None  # changed: more tokens, or the failed run's adapter on it
+                base = None  # it has more tokens, or the failed run's adapter
         return _finish(out, outcomes, on_event)
 
 
 def _without_repeats(on_event: Listener) -> Listener:
-    """Pass on each notice and table once: members share most of them."""
-    passed: list[Event] = []
+    """Emit equal notices and tables of several members once."""
+    emitted: list[Event] = []
 
     def listener(event: Event) -> None:
-        if event not in passed:
+        if event not in emitted:
             on_event(event)
         if isinstance(event, Notice | Table):
-            passed.append(event)
+            emitted.append(event)
 
     return listener
 
@@ -284,16 +283,14 @@ def _outcomes_in(out: Path, members: Sequence[Member], resume: bool) -> dict[str
         writable_folder(out)
         return fresh
     if not resume:
-        fix = "Go on with it (--resume), or give another folder (--out DIR)."
+        fix = "Continue it (--resume), or choose another folder (--out DIR)."
         raise OutputError(f"{out} already holds a sweep", fix=fix)
     saved = {entry["name"]: Outcome(**entry) for entry in read_json(out / SWEEP)["members"]}
-    if {name: one.settings for name, one in saved.items()} != {m.name: m.settings for m in members}:
-        raise OutputError(
-            f"the sweep in {out} has other members",
-            found=", ".join(saved),
-            fix="Resume it with the settings that it was begun with, or give another folder.",
-        )
-    return fresh | {name: one for name, one in saved.items() if one.state == "done"}
+    if {name: o.settings for name, o in saved.items()} != {m.name: m.settings for m in members}:
+        fix = "Resume it with its original settings, or choose another folder (--out DIR)."
+        found = ", ".join(saved)
+        raise OutputError(f"the sweep in {out} has other members", found=found, fix=fix)
+    return fresh | {name: outcome for name, outcome in saved.items() if outcome.state == "done"}
 
 
 def _write(out: Path, outcomes: Mapping[str, Outcome], best: str | None = None) -> None:
@@ -311,21 +308,20 @@ def _finish(out: Path, outcomes: Mapping[str, Outcome], on_event: Listener) -> l
         on_event(Notice(f"{REPORT} was not written: {error}"))
     best = ranked[0]
     if best.state == "failed":
-        fix = f"See {out}/{SWEEP}"
+        fix = f"See {out}/{SWEEP}."
         raise RunError("every member of the sweep failed", found=best.error, fix=fix)
     _write(out, outcomes, best.name)
-    left_out = shutil.ignore_patterns("checkpoints", "metrics.jsonl", LOCKS)
+    ignored = shutil.ignore_patterns("checkpoints", "metrics.jsonl", LOCKS)
     with new_folder(out / BEST, last="adapter_config.json") as folder:
-        shutil.copytree(best.folder, folder, ignore=left_out, dirs_exist_ok=True)
-    keys = list(dict.fromkeys(key for one in ranked for key in one.settings))
+        shutil.copytree(best.folder, folder, ignore=ignored, dirs_exist_ok=True)
+    keys = list(dict.fromkeys(key for outcome in ranked for key in outcome.settings))
     names = [key.rpartition(".")[2] for key in keys]
     columns = ("member", *names, "eval loss, last", loss_name(), "steps", "time", "state")
     rows = []
-    for one in ranked:
-        losses = ("-" if loss is None else f"{loss:.4f}" for loss in (one.eval_loss, one.loss))
-        settings = (str(one.settings.get(key, "")) for key in keys)
-        cells = (one.name, *settings, *losses, str(one.steps), duration(one.seconds), one.state)
-        rows.append(cells)
+    for o in ranked:
+        losses = ("-" if loss is None else f"{loss:.4f}" for loss in (o.eval_loss, o.loss))
+        settings = (str(o.settings.get(key, "")) for key in keys)
+        rows.append((o.name, *settings, *losses, str(o.steps), duration(o.seconds), o.state))
     on_event(Table("The sweep, best first", columns, tuple(rows)))
     on_event(Saved("best adapter", out / BEST))
     return ranked

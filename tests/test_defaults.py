@@ -9,12 +9,12 @@ import pytest
 
 from peftkit.defaults import (
     EPOCH_STEPS,
-    FEWEST_STEPS,
-    OF_PREFERENCES,
+    MIN_STEPS,
+    PREFERENCE_RATE,
     batch_of,
     defaults_for,
-    is_worth_packing,
     learning_rate_of,
+    should_pack,
     why_too_short,
 )
 from peftkit.recipe import load
@@ -23,7 +23,7 @@ from peftkit.settings import TrainConfig
 
 @pytest.mark.parametrize("num_rows", [100, 180, 300, 640, 1_000, 5_000, 60_000])
 @pytest.mark.parametrize("tokens", [30, 400])
-def test_an_epoch_has_dozens_of_steps_whatever_the_rows(num_rows: int, tokens: int) -> None:
+def test_an_epoch_has_dozens_of_steps_whatever_the_rows(num_rows, tokens):
     settings = defaults_for(num_rows, num_rows * tokens, 2_048)
     rows = math.ceil(num_rows * tokens / 2_048) if settings.packing else num_rows
     epoch_steps = math.ceil(rows / settings.batch_size)
@@ -31,22 +31,22 @@ def test_an_epoch_has_dozens_of_steps_whatever_the_rows(num_rows: int, tokens: i
     assert settings.num_steps == epoch_steps * settings.epochs >= 100
 
 
-def test_few_rows_are_not_packed_and_many_are() -> None:
+def test_few_rows_are_not_packed_and_many_are():
     assert not defaults_for(180, 180 * 60, 2_048).packing
     assert defaults_for(60_000, 60_000 * 60, 2_048).packing
-    assert is_worth_packing(192)
-    assert not is_worth_packing(191)
+    assert should_pack(192)
+    assert not should_pack(191)
     assert [batch_of(number) for number in (9, 100, 300, 1_000, 10**6)] == [4, 4, 8, 16, 16]
 
 
 @pytest.mark.parametrize(
     ("width", "rate"), [(384, 2e-3), (576, 1e-3), (1_536, 6e-4), (4_096, 3e-4), (None, 3e-4)]
 )
-def test_the_learning_rate_falls_with_the_width(width: int | None, rate: float) -> None:
+def test_the_learning_rate_falls_with_the_width(width, rate):
     assert learning_rate_of(width) == rate
 
 
-def test_the_newcomers_recipe_is_called_too_short() -> None:
+def test_the_newcomers_recipe_is_called_too_short():
     config = TrainConfig(epochs=5, batch_size=4, gradient_accumulation=4)
     told = why_too_short(config, 6, 180)
     assert "5 optimizer steps" in told
@@ -55,10 +55,10 @@ def test_the_newcomers_recipe_is_called_too_short() -> None:
     assert changes in told
     cured = TrainConfig(epochs=5, batch_size=4)
     assert why_too_short(cured, 180, 180) == ""
-    assert cured.num_steps(180) >= FEWEST_STEPS
+    assert cured.num_steps(180) >= MIN_STEPS
 
 
-def test_a_number_of_steps_that_was_asked_for_is_not_short() -> None:
+def test_a_number_of_steps_that_was_asked_for_is_not_short():
     assert why_too_short(TrainConfig(max_steps=2, batch_size=2), 9, 9) == ""
     told = why_too_short(TrainConfig(max_steps=2, batch_size=32), 9, 9)
     assert told.startswith("The batch is larger than the data")
@@ -66,14 +66,14 @@ def test_a_number_of_steps_that_was_asked_for_is_not_short() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 12, 19, 40, 99])
-def test_no_recipe_of_the_rules_is_called_too_short(num_rows: int) -> None:
+def test_no_recipe_of_the_rules_is_called_too_short(num_rows):
     rules = defaults_for(num_rows)
     config = TrainConfig(epochs=rules.epochs, batch_size=min(rules.batch_size, num_rows))
-    assert rules.num_steps >= FEWEST_STEPS
+    assert rules.num_steps >= MIN_STEPS
     assert why_too_short(config, num_rows, num_rows) == ""
 
 
-def test_what_is_told_of_too_few_rows_makes_the_fewest_steps() -> None:
+def test_what_is_told_of_too_few_rows_makes_the_fewest_steps():
     told = why_too_short(TrainConfig(epochs=5, batch_size=2), 3, 3)
     assert told.endswith("For 24 steps: --set train.batch_size=3 --set train.epochs=24")
 
@@ -84,11 +84,11 @@ RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_ready_made_recipes_keep_the_rule_of_the_learning_rate(file: Path) -> None:
+def test_ready_made_recipes_keep_the_rule_of_the_learning_rate(file):
     recipe = load(file)
     if recipe.task.type not in ("causal_lm", "distill", "preference"):
         return
     rate = learning_rate_of(WIDTHS[recipe.base.model.split("/")[-1]])
-    rate *= OF_PREFERENCES if recipe.task.type == "preference" else 1
+    rate *= PREFERENCE_RATE if recipe.task.type == "preference" else 1
     assert rate / 2.6 <= recipe.train.learning_rate <= rate * 2.6
     assert recipe.train.rows_per_step() <= 16

@@ -20,10 +20,10 @@ from peftkit.figures import metric_name, rough_duration
         (100_000, "30 h"),
     ],
 )
-def test_an_estimate_has_about_one_figure(seconds: float, text: str) -> None:
+def test_an_estimate_has_about_one_figure(seconds, text):
     assert rough_duration(seconds) == text
 
 
-def test_metrics_have_names_without_underscores() -> None:
+def test_metrics_have_names_without_underscores():
     names = ("peak_bytes", "tokens_per_second", "eval_loss", "num_tokens")
     assert [*map(metric_name, names)] == ["peak memory", "tokens/s", "eval loss", "tokens"]

@@ -77,7 +77,7 @@ def call(*command: object, cwd: Path) -> str:
     return done.stdout
 
 
-def test_a_wheel_has_the_packages_recipes_types_and_extras(built: Built) -> None:
+def test_a_wheel_has_the_packages_recipes_types_and_extras(built):
     with zipfile.ZipFile(built.wheel) as wheel:
         names = set(wheel.namelist())
         (about,) = (name for name in names if name.endswith(".dist-info/METADATA"))
@@ -90,9 +90,7 @@ def test_a_wheel_has_the_packages_recipes_types_and_extras(built: Built) -> None
 
 
 @pytest.mark.parametrize("way", ["script", "module"])
-def test_the_command_line_works_without_the_checkout(
-    way: str, installed: Path, tmp_path: Path
-) -> None:
+def test_the_command_works_without_a_checkout(way, installed, tmp_path):
     peftkit = {"script": ["peftkit"], "module": ["python", "-m", "peftkit_cli"]}[way]
     peftkit[0] = installed / peftkit[0]
     assert call(*peftkit, "--version", cwd=tmp_path).startswith("peftkit 0.")
@@ -102,16 +100,14 @@ def test_the_command_line_works_without_the_checkout(
     assert call(*peftkit, *init, "--memory", "cpu", cwd=tmp_path) == "recipe.yaml\n"
 
 
-def test_the_installed_library_is_the_wheel(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_library_is_the_wheel(installed, tmp_path):
     code = "import peftkit; print(peftkit.__file__); print(peftkit.LoRA(rank=4).rank)"
     place, rank = call(installed / "python", "-c", code, cwd=tmp_path).splitlines()
     assert Path(place).is_relative_to(installed.parent)
     assert rank == "4"
 
 
-def test_a_shell_completes_commands(
-    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_completions_work(installed, tmp_path, monkeypatch):
     monkeypatch.setenv("_PEFTKIT_COMPLETE", "source_bash")
     assert "complete_bash" in call(installed / "peftkit", cwd=tmp_path)
     monkeypatch.setenv("_PEFTKIT_COMPLETE", "complete_bash")

@@ -284,7 +284,7 @@ def _cycles(edges: Mapping[str, Mapping[str, str]]) -> list[str]:
     return told
 
 
-def test_imports_keep_the_rules() -> None:
+def test_imports_keep_the_rules():
     told = breaches(modules())
     assert not told, "\n".join(told)
 
@@ -327,17 +327,14 @@ def test_imports_keep_the_rules() -> None:
         ),
         ({"peftkit.nowhere": ""}, "peftkit.nowhere: is in no layer"),
         ({"peftkit.train.loop": "from bitsandbytes import optim"}, "not be (quant/, train/optim)"),
-        (
-            {"peftkit.recipe": "import rich.table"},
-            "peftkit/recipe.py:1: imports rich where it may",
-        ),
+        ({"peftkit.recipe": "import rich.table"}, "peftkit/recipe.py:1: imports rich where it may"),
         (
             {"peftkit.recipe": 'import_module("peft.tuners")'},
             "imports peft where it may not be (nowhere)",
         ),
     ],
 )
-def test_each_rule_names_file_and_line(sources: dict[str, str], told: str) -> None:
+def test_each_rule_names_file_and_line(sources, told):
     packages = {"peftkit.__init__": "", "peftkit.data.__init__": "", "peftkit_cli.__init__": ""}
     modules = dict.fromkeys(
         ("peftkit.model.targets", "peftkit.methods.lora", "peftkit.data.load"), ""
@@ -346,7 +343,7 @@ def test_each_rule_names_file_and_line(sources: dict[str, str], told: str) -> No
     assert told in breach
 
 
-def test_what_the_rules_allow_is_no_breach() -> None:
+def test_what_the_rules_allow_is_no_breach():
     assert not breaches(
         {
             "peftkit.errors": "from __future__ import annotations\nimport os.path",
@@ -360,7 +357,7 @@ def test_what_the_rules_allow_is_no_breach() -> None:
     )
 
 
-def test_the_main_path_names_no_leaf() -> None:
+def test_the_main_path_names_no_leaf():
     sources = modules()
     main_path = (*MAIN_PATH, *NAMES_SUFFICE)
     missing = [name for name in main_path if f"peftkit.{name.replace('/', '.')}" not in sources]
@@ -377,14 +374,14 @@ def test_the_main_path_names_no_leaf() -> None:
     assert not named, "\n".join(named)
 
 
-def test_the_main_path_stays_within_its_lines() -> None:
+def test_the_main_path_stays_within_its_lines():
     sources = modules()
     names = ["peftkit_cli.train", *(f"peftkit.{name.replace('/', '.')}" for name in MAIN_PATH)]
     lines = {name: len(sources[name].splitlines()) for name in names}
     assert sum(lines.values()) <= MAIN_PATH_LINES, lines
 
 
-def test_every_allowed_importer_imports_its_package() -> None:
+def test_every_allowed_importer_imports_its_package():
     importers: dict[str, set[str]] = {package: set() for package in IMPORTERS}
     for found in imports(modules()):
         importers.get(found.target.split(".")[0], set()).add(short_name(found.importer))
@@ -397,7 +394,7 @@ def test_every_allowed_importer_imports_its_package() -> None:
     assert not unused, unused
 
 
-def test_training_names_no_method() -> None:
+def test_training_names_no_method():
     sources = modules()
     named = [
         f"{each.where}: {target}"
@@ -410,7 +407,7 @@ def test_training_names_no_method() -> None:
 
 
 @pytest.mark.parametrize("module", CLOSURES)
-def test_a_recipe_and_its_run_import_what_they_need(module: str) -> None:
+def test_a_recipe_and_its_run_import_what_they_need(module):
     sources = modules()
     edges: dict[str, set[str]] = {name: set() for name in sources}
     for found in imports(_at_import(sources)):
@@ -444,7 +441,7 @@ def _at_import(sources: Mapping[str, str]) -> dict[str, str]:
 OTHERS = ("transformers", "datasets", "accelerate", "torch._dynamo")
 
 
-def test_importing_it_leaves_slow_libraries_unloaded() -> None:
+def test_importing_it_leaves_slow_libraries_unloaded():
     code = f"""
 import sys, {", ".join(WITHOUT_TORCH)}
 print([name for name in ("torch", *{OTHERS!r}) if name in sys.modules])

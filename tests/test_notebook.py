@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ def cells(kind: str) -> list[str]:
     return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == kind]
 
 
-def test_it_has_no_outputs_and_its_cells_are_python() -> None:
+def test_it_has_no_outputs_and_its_cells_are_python():
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
@@ -35,9 +34,7 @@ def test_it_has_no_outputs_and_its_cells_are_python() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # minutes of training, on a busy machine
 @pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2-135m", marks=NO_SMOLLM2)])
-def test_it_runs_from_top_to_bottom(
-    model: str, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_runs_from_top_to_bottom(model, model_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     base = str(model_folder) if model == "tiny" else model
     namespace: dict[str, Any] = {"__name__": "notebook"}

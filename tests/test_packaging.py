@@ -24,7 +24,7 @@ def pyproject() -> dict[str, Any]:
     return loaded
 
 
-def test_every_package_is_packed(pyproject: dict[str, Any]) -> None:
+def test_every_package_is_packed(pyproject):
     found = {
         ".".join(init.parent.relative_to(top).parts)
         for top, package in ((ROOT, "peftkit"), (ROOT / "cli", "peftkit_cli"))
@@ -33,7 +33,7 @@ def test_every_package_is_packed(pyproject: dict[str, Any]) -> None:
     assert set(pyproject["tool"]["setuptools"]["packages"]) == found | {"peftkit_cli.recipes"}
 
 
-def test_every_file_that_code_reads_is_packed(pyproject: dict[str, Any]) -> None:
+def test_every_file_that_code_reads_is_packed(pyproject):
     told = pyproject["tool"]["setuptools"]["package-data"]
     for top, package in ((ROOT, "peftkit"), (ROOT / "cli", "peftkit_cli")):
         for path in (top / package).rglob("*.*"):
@@ -42,7 +42,7 @@ def test_every_file_that_code_reads_is_packed(pyproject: dict[str, Any]) -> None
                 assert any(path.match(pattern) for pattern in patterns), path
 
 
-def test_the_container_has_all_that_the_package_is_built_from(pyproject: dict[str, Any]) -> None:
+def test_the_container_has_all_that_the_package_is_built_from(pyproject):
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     assert [line.split()[0] for line in lines[:2]] == ["ARG", "FROM"]
@@ -59,7 +59,7 @@ def test_the_container_has_all_that_the_package_is_built_from(pyproject: dict[st
     assert set(extras.split(",")) <= set(pyproject["project"]["optional-dependencies"])
 
 
-def test_the_container_compiles_what_triton_compiles(tmp_path: Path) -> None:
+def test_the_container_compiles_what_triton_compiles(tmp_path):
     if which("gcc") is None:
         pytest.skip("there is no C compiler")
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
@@ -73,7 +73,7 @@ def test_the_container_compiles_what_triton_compiles(tmp_path: Path) -> None:
     assert (tmp_path / "helper.so").is_file()
 
 
-def test_run_time_dependencies_are_the_agreed_ones(pyproject: dict[str, Any]) -> None:
+def test_run_time_dependencies_are_the_agreed_ones(pyproject):
     names = {re.split(r"[<>=]", text)[0] for text in pyproject["project"]["dependencies"]}
     assert names == {
         "torch", "transformers", "bitsandbytes", "accelerate", "datasets", "huggingface_hub",
@@ -81,7 +81,7 @@ def test_run_time_dependencies_are_the_agreed_ones(pyproject: dict[str, Any]) ->
     }  # fmt: skip
 
 
-def test_constraints_pin_versions_that_pyproject_allows(pyproject: dict[str, Any]) -> None:
+def test_constraints_pin_versions_that_pyproject_allows(pyproject):
     requirements = pytest.importorskip("packaging.requirements")
     project = pyproject["project"]
     lines = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
@@ -96,31 +96,20 @@ def test_constraints_pin_versions_that_pyproject_allows(pyproject: dict[str, Any
     assert "torch==2.13.0" in pinned
 
 
-def test_the_oldest_constraints_are_the_lowest_versions_that_pyproject_allows(
-    pyproject: dict[str, Any],
-) -> None:
+def test_the_oldest_constraints_are_the_floors_of_pyproject(pyproject):
     requirements = pytest.importorskip("packaging.requirements")
-    versions = pytest.importorskip("packaging.version")
     project = pyproject["project"]
     lines = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
-    floors = {r.name: r.specifier for r in map(requirements.Requirement, lines)}
-    pins = {}
-    for line in (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            name, _, version = line.partition("==")
-            pins[name] = version
+    floors = {r.name: str(r.specifier) for r in map(requirements.Requirement, lines)}
+    text = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8")
+    pins = dict(line.split("==") for line in text.splitlines() if not line.startswith("#"))
     assert set(pins) >= {re.split("[<>=]", text)[0] for text in project["dependencies"]}
     for name in set(pins) - {"torch", "click"}:
-        (floor,) = (str(floor) for floor in floors[name])
-        assert versions.Version(pins[name]).release[:2] == _release(versions, floor)[:2], name
+        floor = floors[name].removeprefix(">=")
+        assert f"{pins[name]}.".startswith(f"{floor}."), name
 
 
-def _release(versions: Any, floor: str) -> tuple[int, ...]:
-    release: tuple[int, ...] = versions.Version(floor.removeprefix(">=")).release
-    return (*release, 0)
-
-
-def test_ci_runs_the_tests_and_builds_the_guide() -> None:
+def test_ci_runs_the_tests_and_builds_the_guide():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     commands = script.read_text(encoding="utf-8").splitlines()
@@ -130,7 +119,7 @@ def test_ci_runs_the_tests_and_builds_the_guide() -> None:
     ]
 
 
-def test_the_workflow_tests_each_system_as_make_does() -> None:
+def test_the_workflow_tests_each_system_as_make_does():
     yaml = pytest.importorskip("yaml")
     text = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
     jobs = yaml.safe_load(text)["jobs"]
@@ -147,7 +136,7 @@ def test_the_workflow_tests_each_system_as_make_does() -> None:
 
 
 @pytest.mark.parametrize("target", ["test", "quickstart", "lint"])
-def test_make_refuses_an_old_python_with_a_message(target: str, tmp_path: Path) -> None:
+def test_make_refuses_an_old_python_with_a_message(target, tmp_path):
     (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text(encoding="utf-8"))
     for name in ("pyproject.toml", "constraints.txt", "constraints-oldest.txt"):
         (tmp_path / name).touch()

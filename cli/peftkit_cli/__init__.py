@@ -1,1 +1,1 @@
-"""The `peftkit` command: argv in, one call into `peftkit`, a screen out."""
+"""The `peftkit` command."""

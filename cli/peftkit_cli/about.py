@@ -1,4 +1,4 @@
-"""`peftkit recipes`, `quickstart`, `base`, `env` and `schema`: what is there to work with."""
+"""`peftkit recipes`, `quickstart`, `base`, `env` and `schema`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ import typer
 from peftkit.errors import ConfigError, OutputError, did_you_mean, neighbours
 from peftkit_cli.arguments import Json, note
 
-recipes = typer.Typer(help="Ready-made recipes: list, show or copy them.", no_args_is_help=False)
-base = typer.Typer(
-    help="Quantised bases in the cache: list, remove or add one.", no_args_is_help=True
-)
+recipes = typer.Typer(help="List, show or copy ready-made recipes.", no_args_is_help=False)
+base = typer.Typer(help="List, remove or add quantised bases in the cache.", no_args_is_help=True)
 MAX_BYTES = 1_000_000
 LIBRARIES = (
     "torch", "transformers", "bitsandbytes", "accelerate", "datasets", "safetensors", "tokenizers",
@@ -29,17 +27,17 @@ RecipeName = Annotated[str, typer.Argument(metavar="NAME")]
 
 
 def recipes_folder() -> Path:
-    """Return the folder of the recipes, in the installed package or in a checkout."""
+    """Return the folder of the recipes in the installed package or a checkout."""
     here = Path(__file__).resolve()
     installed = here.parent / "recipes"
     return installed if installed.is_dir() else here.parents[2] / "recipes"
 
 
 def recipe_file(name: str) -> Path:
-    """Return the shipped recipe of this name.
+    """Return the file of a ready-made recipe.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no recipe with this name.
     """
     files = {file.stem: file for file in sorted(recipes_folder().glob("*.yaml"))}
     stem = name.removesuffix(".yaml")
@@ -47,24 +45,24 @@ def recipe_file(name: str) -> Path:
         raise ConfigError(
             f"there is no recipe named '{name}'.",
             found=f"The recipes are: {', '.join(files)}. {did_you_mean(stem, files)}".rstrip(),
-            fix="What each is for: peftkit recipes ls",
+            fix="To list them with their purpose: peftkit recipes ls",
         )
     return files[stem]
 
 
 def check_recipe_exists(path: Path) -> None:
-    """Refuse the path of a recipe that does not exist; it may be a ready-made recipe's name.
+    """Check that a path is an existing recipe; suggest a ready-made recipe with its name.
 
     Raises:
-        ConfigError: There is no such file.
+        ConfigError: There is no such file, or it is not a recipe.
     """
     if path.exists():
         _check_is_recipe(path)
         return
-    fix = "Start from a ready-made one: peftkit recipes ls"
+    fix = "To list ready-made recipes: peftkit recipes ls"
     name = path.name.removesuffix(".yaml")
     if (recipes_folder() / f"{name}.yaml").is_file():
-        fix = f"To get the ready-made recipe of this name: peftkit recipes cp {name} {name}.yaml"
+        fix = f"To copy the ready-made recipe of this name: peftkit recipes cp {name} {name}.yaml"
     raise ConfigError(
         f"there is no recipe file '{path}'.", found=neighbours(path, "*.yaml"), fix=fix
     )
@@ -78,36 +76,29 @@ OTHERS = {
     "lora_parameters": "mlx-lm",
     "adapter_path": "mlx-lm",
 }
-"""A key of other programs' YAML, and whose it is."""
+"""Keys in the YAML of other programs, and the program."""
 
 
 def _check_is_recipe(path: Path) -> None:
-    """Refuse rows, a run's folder and other programs' YAML, and name the command for each.
-
-    Raises:
-        ConfigError: It is one of these.
-    """
+    """Refuse rows, the folder of a run and YAML of other programs, with the command for each."""
+    problem, quoted = f"'{path}' is not a recipe.", shlex.quote(str(path))
+    write = f"To write a recipe for it: peftkit init --data {quoted}"
     if path.suffix.lower() in DATA:
-        raise ConfigError(
-            f"'{path}' is no recipe.",
-            found="It is a file of rows.",
-            fix=f"Write a recipe for it: peftkit init --data {shlex.quote(str(path))}",
-        )
+        raise ConfigError(problem, found="It is a data file.", fix=write)
     if path.is_dir() and (path / "recipe.yaml").is_file():
         raise ConfigError(
-            f"'{path}' is no recipe.",
+            problem,
             found="It is the folder of a run.",
-            fix=f"Its recipe is {path / 'recipe.yaml'}; a new run from it: "
-            f"peftkit train --from {shlex.quote(str(path))} --out DIR",
+            fix=f"Its recipe is {path / 'recipe.yaml'}; to start a new run from it: "
+            f"peftkit train --from {quoted} --out DIR",
         )
+    if path.is_dir() and any(file.suffix.lower() in DATA for file in path.iterdir()):
+        raise ConfigError(problem, found="It is a folder with data files.", fix=write)
     if path.is_dir():
-        has_rows = any(file.suffix.lower() in DATA for file in path.iterdir())
         raise ConfigError(
-            f"'{path}' is no recipe.",
-            found="It is a folder of rows." if has_rows else "It is a folder.",
-            fix=f"Write a recipe for it: peftkit init --data {shlex.quote(str(path))}"
-            if has_rows
-            else "Give a recipe's file; peftkit recipes ls lists ready-made ones.",
+            problem,
+            found="It is a folder.",
+            fix="Give the file of a recipe. To list ready-made ones: peftkit recipes ls",
         )
     if not path.is_file() or path.stat().st_size > MAX_BYTES:
         return
@@ -115,44 +106,43 @@ def _check_is_recipe(path: Path) -> None:
     for key, program in OTHERS.items():
         if re.search(rf"(?m)^{key}\s*:", text):
             raise ConfigError(
-                f"'{path}' is no recipe of peftkit.",
-                found=f"It has the key {key}, as {program}'s YAML.",
-                fix=f"Make a recipe of it: peftkit import-recipe {shlex.quote(str(path))} "
-                "--out recipe.yaml",
+                problem,
+                found=f"It has the key {key}, like the YAML of {program}.",
+                fix=f"To convert it: peftkit import-recipe {quoted} --out recipe.yaml",
             )
 
 
 def headline(file: Path) -> str:
-    """Return a recipe's first comment line: its purpose in a sentence."""
+    """Return the first comment line of a recipe, which is its purpose."""
     with file.open(encoding="utf-8") as lines:
         return next(lines).lstrip("# ").strip()
 
 
 @recipes.command("ls")
 def list_recipes() -> None:
-    """List the recipes and what each is for."""
+    """List the ready-made recipes with their purpose."""
     files = sorted(recipes_folder().glob("*.yaml"))
     width = max(len(file.stem) for file in files)
     for file in files:
         typer.echo(f"{file.stem:{width}}  {headline(file)}")
-    note("Next: peftkit recipes cp NAME DEST, then edit it, then peftkit train DEST")
+    note("Next: peftkit recipes cp NAME DEST; edit DEST; peftkit train DEST")
 
 
 @recipes.command("show")
 def show_recipe(name: RecipeName) -> None:
-    """Print a recipe."""
+    """Print a ready-made recipe."""
     typer.echo(recipe_file(name).read_text(encoding="utf-8"), nl=False)
 
 
 SCHEMA = "recipe.schema.json"
-"""File beside a recipe, by which editors complete and check its keys."""
+"""Schema file next to a recipe, with which editors complete and check its keys."""
 
 
 def write_recipe(path: Path, text: str) -> None:
-    """Write a recipe, with the line by which an editor finds the schema, and that beside it.
+    """Write a recipe that names its schema for editors, and the schema next to it.
 
     Raises:
-        OutputError: They cannot be written.
+        OutputError: A file exists already or cannot be written.
     """
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -162,7 +152,7 @@ def write_recipe(path: Path, text: str) -> None:
         raise OutputError(
             f"'{path}' cannot be written.",
             found=error.strerror or str(error),
-            fix="Choose a new name in a folder that exists and is writable.",
+            fix="Choose a new name in an existing, writable folder.",
         ) from None
 
 
@@ -171,7 +161,7 @@ def copy_recipe(
     name: RecipeName,
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="A new file, or a folder.")],
 ) -> None:
-    """Copy a recipe, to edit it."""
+    """Copy a ready-made recipe to edit it."""
     source = recipe_file(name)
     target = dest / source.name if dest.is_dir() else dest
     write_recipe(target, source.read_text(encoding="utf-8"))
@@ -181,7 +171,7 @@ def copy_recipe(
 
 @base.command("ls")
 def list_bases(as_json: Json = False) -> None:
-    """List the packed bases: their sizes, and any problem with them."""
+    """List the quantised bases in the cache, with size and problems."""
     from peftkit.base.store import store_folder
     from peftkit.base.stored import stored_bases
     from peftkit.figures import size
@@ -199,24 +189,24 @@ def list_bases(as_json: Json = False) -> None:
     if rows:
         columns = ("name", "model", "quantize", "dtype", "size", "problem")
         print_table("", columns, rows)
-    total = size(sum(each.num_bytes for each in stored))
+    total = size(sum(entry.num_bytes for entry in stored))
     number = f"{len(stored)} packed base{'' if len(stored) == 1 else 's'}"
-    how = "" if stored else " Pack one with: peftkit base pack MODEL"
-    note(f"{number} in {store_folder()}, {total} in all.{how}")
+    hint = "" if stored else " To add one: peftkit base pack MODEL"
+    note(f"{number} in {store_folder()}, {total} in total.{hint}")
 
 
 @base.command("rm")
 def remove_base(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Name or model, as `base ls` shows it.")
+        str, typer.Argument(metavar="NAME", help="Name or model from `peftkit base ls`.")
     ],
 ) -> None:
-    """Remove packed bases. The original models stay."""
+    """Remove quantised bases from the cache; the models stay."""
     from peftkit.base.stored import remove_stored
     from peftkit.figures import size
 
-    for each in remove_stored(name):
-        note(f"Removed {each.folder.name} ({size(each.num_bytes)}).")
+    for entry in remove_stored(name):
+        note(f"Removed {entry.folder.name} ({size(entry.num_bytes)}).")
 
 
 @base.command("pack")
@@ -231,7 +221,7 @@ def pack(
         str | None, typer.Option(metavar="NAME", help="Branch, tag or commit.")
     ] = None,
 ) -> None:
-    """Quantise a base into the cache, so that runs on it start in seconds."""
+    """Quantise a base into the cache, for runs that start in seconds."""
     from peftkit.base.stored import pack_base
     from peftkit_cli.render import Renderer
 
@@ -243,9 +233,9 @@ def pack(
 
 
 def quickstart() -> None:
-    """Teach a small model a task in minutes, with scores before and after.
+    """Train a small model in minutes, on two CPU cores.
 
-    Two CPU cores are enough. Writes into runs/quickstart, replacing an earlier quickstart.
+    Prints scores before and after, and replaces the run in runs/quickstart.
     """
     script = recipes_folder() / "quickstart.py"
     runpy.run_path(str(script))["main"]()
@@ -277,7 +267,7 @@ def env(as_json: Json = False) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Return the versions, the processor and the accelerators, for a bug report."""
+    """Return versions, processor and accelerators, for a bug report."""
     from importlib.metadata import distributions
 
     import torch
@@ -286,9 +276,9 @@ def environment() -> dict[str, Any]:
     from peftkit.forward.blocks import cpp_compiler
     from peftkit.inference.fallbacks import fallbacks_here
 
-    installed = {each.metadata["Name"]: each.version for each in distributions()}
+    installed = {package.metadata["Name"]: package.version for package in distributions()}
     cards = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
-    shown = [f"{c.name}, {size(c.total_memory)}, sm_{c.major}{c.minor}" for c in cards]
+    gpus = [f"{c.name}, {size(c.total_memory)}, sm_{c.major}{c.minor}" for c in cards]
     others = [name for name in ("mps", "xpu") if getattr(torch, name).is_available()]
     return {
         "peftkit": installed.get("peftkit", "not installed"),
@@ -297,9 +287,9 @@ def environment() -> dict[str, Any]:
         "processor": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "torch threads": torch.get_num_threads(),
-        "c++ compiler": cpp_compiler() or "none",
-        "accelerators": "; ".join([*shown, *others]) or "none",
-        "cuda": torch.version.cuda or "not in this torch",
+        "c++ compiler": cpp_compiler() or "none (needed to compile blocks on a CPU)",
+        "accelerators": "; ".join([*gpus, *others]) or "none",
+        "cuda": torch.version.cuda or "not in this build of torch",
         "fallbacks": " ".join(fallback.text for fallback in fallbacks_here()) or "none",
         "libraries": {name: installed[name] for name in LIBRARIES if name in installed},
     }

@@ -1,8 +1,8 @@
-"""The command line: its commands, and how errors become exit codes.
+"""The command line: its commands, and the exit codes of errors.
 
-Exit codes: 0 done; 2 the user's input is wrong; 1 something broke; 130 SIGINT; 143 SIGTERM.
-Data goes to stdout, everything else to stderr. Torch is imported inside the commands that need it,
-so that `--help` and a misspelt path are answered at once.
+Exit codes: 0 success; 2 wrong input; 1 failure; 130 SIGINT; 143 SIGTERM.
+Data goes to stdout, everything else to stderr. Commands import torch only when they need it, so
+`--help` and a misspelt path return immediately.
 """
 
 from __future__ import annotations
@@ -41,13 +41,10 @@ from peftkit_cli import (
 
 
 class CommandsByPurpose(typer.core.TyperGroup):
-    """Lists the commands under the headings they were registered with, as plain text.
-
-    Rich help would cost as much time again as all the rest of `--help`.
-    """
+    """Lists the commands under headings, as plain text: rich would double the time of `--help`."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write one section of names and short helps for each heading."""
+        """Write a section of names and short help texts for each heading."""
         panels: dict[str, list[tuple[str, str]]] = {}
         room = formatter.width - 6 - max(len(name) for name in self.commands)
         command: Any
@@ -63,11 +60,11 @@ app = typer.Typer(
     name="peftkit",
     cls=CommandsByPurpose,
     help="Parameter-efficient fine-tuning of transformers.",
-    epilog="Start with: peftkit quickstart; or your own rows: peftkit init",
+    epilog="Start with `peftkit quickstart`, or with your own data: `peftkit init`.",
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-TRAIN, TALK, LOOK = "Train", "Talk and merge", "Look"
+TRAIN, USE, INSPECT = "Train", "Use", "Inspect"
 app.command(rich_help_panel=TRAIN)(about.quickstart)
 app.command(rich_help_panel=TRAIN)(init.init)
 app.command("import-recipe", rich_help_panel=TRAIN)(import_recipe.import_recipe)
@@ -76,29 +73,29 @@ app.command(rich_help_panel=TRAIN)(train.check)
 app.command(rich_help_panel=TRAIN)(distill.distill)
 app.command(rich_help_panel=TRAIN)(runs.sweep)
 app.command(rich_help_panel=TRAIN)(plan.plan)
-app.command(rich_help_panel=TALK)(talk.generate)
-app.command(rich_help_panel=TALK)(talk.chat)
-app.command(rich_help_panel=TALK)(talk.predict)
-app.command("eval", rich_help_panel=TALK)(talk.evaluate)
-app.command(rich_help_panel=TALK)(serving.serve)
-app.command(rich_help_panel=TALK)(merge.merge)
-app.command(rich_help_panel=TALK)(merge.combine)
-app.command(rich_help_panel=TALK)(exchange.export)
-app.command("import", rich_help_panel=TALK)(exchange.import_)
-app.command(rich_help_panel=TALK)(exchange.push)
-app.command(rich_help_panel=TALK)(exchange.pull)
-app.command("inspect", rich_help_panel=LOOK)(inspect.inspect)
-app.command(rich_help_panel=LOOK)(data.data)
-app.command(rich_help_panel=LOOK)(runs.report)
-app.command(rich_help_panel=LOOK)(runs.runs)
-app.add_typer(about.base, name="base", rich_help_panel=LOOK)
-app.add_typer(about.recipes, name="recipes", rich_help_panel=LOOK)
-app.command(rich_help_panel=LOOK)(about.env)
-app.command(rich_help_panel=LOOK)(about.schema)
+app.command(rich_help_panel=USE)(talk.generate)
+app.command(rich_help_panel=USE)(talk.chat)
+app.command(rich_help_panel=USE)(talk.predict)
+app.command("eval", rich_help_panel=USE)(talk.evaluate)
+app.command(rich_help_panel=USE)(serving.serve)
+app.command(rich_help_panel=USE)(merge.merge)
+app.command(rich_help_panel=USE)(merge.combine)
+app.command(rich_help_panel=USE)(exchange.export)
+app.command("import", rich_help_panel=USE)(exchange.import_)
+app.command(rich_help_panel=USE)(exchange.push)
+app.command(rich_help_panel=USE)(exchange.pull)
+app.command("inspect", rich_help_panel=INSPECT)(inspect.inspect)
+app.command(rich_help_panel=INSPECT)(data.data)
+app.command(rich_help_panel=INSPECT)(runs.report)
+app.command(rich_help_panel=INSPECT)(runs.runs)
+app.add_typer(about.base, name="base", rich_help_panel=INSPECT)
+app.add_typer(about.recipes, name="recipes", rich_help_panel=INSPECT)
+app.command(rich_help_panel=INSPECT)(about.env)
+app.command(rich_help_panel=INSPECT)(about.schema)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         from importlib.metadata import version
 
         typer.echo(f"peftkit {version('peftkit')}")
@@ -131,7 +128,7 @@ def root(
 
 
 def quiet_libraries() -> None:
-    """Silence the libraries; what a user should know comes as a peftkit event."""
+    """Silence the libraries; peftkit reports through events."""
     warnings.simplefilter("ignore")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -142,7 +139,7 @@ def quiet_libraries() -> None:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    for stream in (sys.stdout, sys.stderr):  # a pipe on Windows may know 250 characters only
+    for stream in (sys.stdout, sys.stderr):  # the encoding of a pipe on Windows may lack characters
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     code = run(argv)
@@ -154,13 +151,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; every error becomes one message on stderr."""
+    """Run one command, print an error as one message on stderr, and return the exit code."""
     try:
-        # Not standalone: typer would wrap a usage error into a box, cut at 80 columns.
+        # Standalone mode would print usage errors in a box of 80 columns.
         code = app(args=argv, prog_name="peftkit", standalone_mode=False)
     except PeftkitError as error:
         if not is_silent(error):
-            _say(type(error).__name__, str(error))
+            _print_error(type(error).__name__, str(error))
         return error.exit_code
     except BrokenPipeError:
         _abandon_stdout()
@@ -168,33 +165,35 @@ def run(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         code = 128 + signal.SIGINT
     except Exception as error:
-        return _end_of(error)
-    if code == 128 + signal.SIGINT:  # typer's own answer to Ctrl-C too
-        _say("Interrupted", "the command stopped where it was.")
+        return _exit_code_of(error)
+    if code == 128 + signal.SIGINT:  # also typer's exit code for Ctrl-C
+        _print_error("Interrupted", "the command was stopped.")
     return code if isinstance(code, int) else 0
 
 
-def _end_of(error: Exception) -> int:
-    """Return the exit code of an error that is not the user's, or that typer raised."""
+def _exit_code_of(error: Exception) -> int:
+    """Print any error but a PeftkitError, and return its exit code."""
     if is_silent(error):
         return int(getattr(error, "exit_code", 1))
-    if hasattr(error, "format_message"):  # typer's usage errors, wherever typer keeps their class
+    if hasattr(
+        error, "format_message"
+    ):  # a usage error of typer, whose class moves between versions
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "peftkit"
-        if error.format_message().startswith("Usage:"):  # a group without a command: its help
+        if error.format_message().startswith("Usage:"):  # help of a group without a command
             typer.echo(error.format_message(), err=True)
             return 2
-        _say("UsageError", f"{error.format_message()}\n  See: {command} --help")
+        _print_error("UsageError", f"{error.format_message()}\n  See: {command} --help")
         return 2
     if isinstance(code := getattr(error, "exit_code", None), int):  # stopped by a signal
-        _say(type(error).__name__, str(error))
+        _print_error(type(error).__name__, str(error))
         return code
-    _say(type(error).__name__, f"{error}\n  {_keep_traceback(error)}")
+    _print_error(type(error).__name__, f"{error}\n  {_save_traceback(error)}")
     return 1
 
 
-def _keep_traceback(error: Exception) -> str:
-    """Show the traceback under --debug, else write it to a file; return where it is."""
+def _save_traceback(error: Exception) -> str:
+    """Print the traceback with --debug, else save it to a file; return a hint for the user."""
     text = "".join(traceback.format_exception(error))
     if os.environ.get("PEFTKIT_DEBUG"):
         typer.echo(text, err=True)
@@ -207,17 +206,17 @@ def _keep_traceback(error: Exception) -> str:
     except OSError:
         return "To see the traceback, set PEFTKIT_DEBUG=1."
     return (
-        "This is not a mistake of yours that peftkit knows. "
-        f"The traceback is in {file.name}\n  For a bug report, add the output of: peftkit env"
+        "Unexpected error, probably a bug in peftkit or one of its libraries.\n"
+        f"  Full traceback: {file.name}\n  For a bug report, add the output of: peftkit env"
     )
 
 
-def _say(name: str, text: str) -> None:
+def _print_error(name: str, text: str) -> None:
     rank = os.environ.get("RANK", "0")
-    where = "" if rank == "0" else f"[rank {rank}] "
-    typer.echo(f"{where}{typer.style(name, fg='red', bold=True)}: {text}", err=True)
+    prefix = "" if rank == "0" else f"[rank {rank}] "
+    typer.echo(f"{prefix}{typer.style(name, fg='red', bold=True)}: {text}", err=True)
 
 
 def _abandon_stdout() -> None:
-    """Point stdout at nothing: its reader has gone, and Python would complain at exit."""
+    """Redirect stdout to devnull after its reader has closed; else Python complains at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

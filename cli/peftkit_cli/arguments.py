@@ -26,7 +26,7 @@ System = Annotated[
     str | None,
     typer.Option(
         metavar="TEXT",
-        help='System prompt instead of the one that all rows of the training had; "": none.',
+        help='System prompt, instead of the one used in training; "" for none.',
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
@@ -39,14 +39,14 @@ Overrides = Annotated[
         help="Override a recipe field: train.learning_rate=1e-4. Repeatable.",
     ),
 ]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Continue where the run in that folder stopped.")
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the run in the output folder.")
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run in that folder.")]
 OutFolder = Annotated[Path, typer.Option(metavar="DIR", help="New folder for the adapter.")]
-Replace = Annotated[bool, typer.Option("--force", help="Replace an adapter in that folder.")]
+Replace = Annotated[bool, typer.Option("--force", help="Replace an adapter in the output folder.")]
 
 
 def note(text: str) -> None:
-    """Print a line to stderr; stdout is for the command's data."""
+    """Print a line to stderr; stdout is for data."""
     typer.echo(text, err=True)

@@ -1,4 +1,4 @@
-"""Functions that the model may call in `peftkit chat`; none runs unless the user says so."""
+"""Functions that the model may call in `peftkit chat`, if the user allows it."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from peftkit.tasks.user_code import UserCode, called, tool_schemas
 from peftkit_cli.arguments import note
 
 SECONDS = 600.0
-"""A function may take so long."""
+"""Timeout of a function call."""
 REFUSED = str({"error": "The user did not allow this call."})
 STOPPED = str({"error": "The user stopped this call."})
 
 
 class ChatTools:
-    """The functions of a conversation.
+    """The tools of a conversation.
 
     Args:
-        uses: As FILE.py:FUNCTION.
-        asks: Whether the user is asked before a call.
+        uses: Functions, as FILE.py:FUNCTION.
+        confirm: Whether the user must allow each call.
 
     Raises:
         ConfigError: A function cannot be loaded, or cannot be a tool.
     """
 
-    def __init__(self, tokenizer: Any, uses: Sequence[str], *, asks: bool) -> None:
-        self._tokenizer, self._asks = tokenizer, asks
+    def __init__(self, tokenizer: Any, uses: Sequence[str], *, confirm: bool) -> None:
+        self._tokenizer, self._confirm = tokenizer, confirm
         code = UserCode()
         functions = [code.load(use) for use in uses]
         self._functions = {function.__name__: function for function in functions}
         if len(self._functions) < len(functions):
-            raise ConfigError("two tools have one name.", fix="Rename one of them.")
+            raise ConfigError("two tools have the same name.", fix="Rename one of them.")
         self._allowed: set[str] = set()
         self._styles: dict[Style, CallStyle] = {}
 
     @cached_property
     def schemas(self) -> list[Mapping[str, Any]]:
-        """As chat templates take them."""
+        """Schemas of the tools, for chat templates."""
         return tool_schemas(self._functions)
 
     def style(self, style: Style) -> CallStyle:
-        """Return how a model with a prompt style calls.
+        """Return the call format for a prompt style.
 
         Raises:
-            ConfigError: Its chat template writes no calls.
+            ConfigError: The chat template does not support tool calls.
         """
         if style not in self._styles:
             self._styles[style] = CallStyle(self._tokenizer, style)
@@ -63,27 +63,27 @@ class ChatTools:
     def message(
         self, style: Style, text: str, thought: str, calls: Sequence[Call]
     ) -> dict[str, Any]:
-        """Return an answer as the chat template takes it."""
-        said: dict[str, Any] = {"role": "assistant", "content": text}
+        """Return an answer as a message for the chat template."""
+        message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls:
             pairs = [(call.id or f"call{n:05}", call) for n, call in enumerate(calls)]
-            said = self.style(style).form.message(text, pairs)
-        return said | ({"reasoning_content": thought} if thought else {})
+            message = self.style(style).form.message(text, pairs)
+        return message | ({"reasoning_content": thought} if thought else {})
 
-    def replies(self, said: Mapping[str, Any], calls: Sequence[Call]) -> list[dict[str, Any]]:
-        """Show the calls of an answer, run those that the user allows, and return the replies."""
-        keys = [one["id"] for one in said.get("tool_calls", ())]
-        done = []
-        for key, call in zip(keys, calls, strict=True):
-            content = self._answered(call)
+    def replies(self, message: Mapping[str, Any], calls: Sequence[Call]) -> list[dict[str, Any]]:
+        """Print the calls of a message, run them if the user allows it, and return the replies."""
+        ids = [call["id"] for call in message.get("tool_calls", ())]
+        replies = []
+        for id, call in zip(ids, calls, strict=True):
+            content = self._run(call)
             note(f"= {content}")
-            named = {"name": call.name, "tool_call_id": key}
-            done.append({"role": "tool", **named, "content": content})
-        return done
+            reply = {"role": "tool", "name": call.name, "tool_call_id": id, "content": content}
+            replies.append(reply)
+        return replies
 
-    def _answered(self, call: Call) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
-        note(f"calls {call.name}({given})")
+    def _run(self, call: Call) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
+        note(f"calls {call.name}({arguments})")
         function = self._functions.get(call.name)
         if function is not None and not self._is_allowed(call.name):
             return REFUSED
@@ -93,10 +93,10 @@ class ChatTools:
             return STOPPED
 
     def _is_allowed(self, name: str) -> bool:
-        if not self._asks or name in self._allowed:
+        if not self._confirm or name in self._allowed:
             return True
         try:
-            answer = input("run it? [y]es, [n]o, [a]lways this function: ").strip().lower()
+            answer = input("Run it? [y]es, [n]o, [a]lways for this function: ").strip().lower()
         except (EOFError, KeyboardInterrupt):
             note("")
             return False

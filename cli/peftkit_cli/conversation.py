@@ -22,7 +22,7 @@ from peftkit.evaluation.predict import media_task
 from peftkit.formats.open_adapter import Opened
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.call_formats import Call
-from peftkit.inference.calls import Said
+from peftkit.inference.calls import AnswerPiece
 from peftkit.inference.generate import stream
 from peftkit.tasks.media.media_text import MediaPrompt
 from peftkit_cli.arguments import note
@@ -30,23 +30,23 @@ from peftkit_cli.chat_tools import ChatTools
 from peftkit_cli.terminal import edit_several_lines
 
 BASE = "base"
-"""Name of the bare base; no adapter of a conversation may have it."""
+"""Name of the base without an adapter; reserved."""
 MAX_TURNS = 16
-"""Turns of an answer that calls tools."""
+"""Maximum number of turns of an answer that calls tools."""
 FENCE = '"""'
-"""Begins and ends a message of several lines."""
+"""Start and end of a message of several lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Voice:
-    """An adapter or the base: its prompt format, and the context that switches the model to it."""
+    """An adapter or the base: its prompt style, and a context that switches the model to it."""
 
     style: Style
     using: Callable[[], AbstractContextManager[object]]
 
 
 def voices_of(source: Opened | AdapterBank) -> dict[str, Voice]:
-    """Return the adapters, then the base; the one adapter of `Opened` is named "adapter"."""
+    """Return the adapters, then the base; the single adapter of `Opened` is named "adapter"."""
     if isinstance(source, Opened):
         style = source.style
         return {
@@ -61,27 +61,27 @@ def voices_of(source: Opened | AdapterBank) -> dict[str, Voice]:
 
 
 class Conversation:
-    """A conversation with a base and adapters, one of which answers at a time.
+    """A conversation with a base and adapters, of which one answers at a time.
 
     Attributes:
-        history: The messages so far, of both sides; a switch keeps them.
-        current: Name of the voice that gives the next answer.
+        history: The messages so far; switching the adapter keeps them.
+        current: Name of the voice that answers next.
     """
 
     COMMANDS: ClassVar = {
-        "/base": "answer with the bare base from now on",
-        "/adapter": "answer with the adapter again; /adapter NAME: with that one",
-        "/compare": "let all answer the last message, or /compare TEXT; the current one's counts",
-        "/image": "/image FILE: show it with the next message, if the adapter reads images",
-        "/audio": "/audio FILE: likewise, audio",
-        "/video": "/video FILE: likewise",
-        "/system": "/system TEXT: say this to the model before the conversation; alone: show it; "
-        '/system "": say nothing',
-        "/reset": "forget the conversation",
-        "/save": "/save FILE: append the conversation to FILE, as a row to train on",
+        "/base": "answer with the base, without the adapter; the history stays",
+        "/adapter": "answer with the adapter again; /adapter NAME: with the one of this name",
+        "/compare": "show the answers of base and adapters to the last message; /compare TEXT: to "
+        "TEXT, and the current answer stays in the history",
+        "/image": "/image FILE: attach an image to the next message, if the adapter reads images",
+        "/audio": "/audio FILE: attach audio",
+        "/video": "/video FILE: attach a video",
+        "/system": '/system TEXT: set the system prompt; /system: show it; /system "": remove it',
+        "/reset": "clear the history",
+        "/save": "/save FILE: append the conversation to FILE, as a training row",
         "/help": "show this list",
-        "/quit": "leave; Ctrl-D does too, and Ctrl-C stops an answer",
-        FENCE: "begins and ends a message of several lines; pasted lines are one message",
+        "/quit": "quit, like Ctrl-D; Ctrl-C stops an answer",
+        FENCE: "starts and ends a message of several lines; pasted lines are one message",
     }
 
     def __init__(
@@ -92,16 +92,16 @@ class Conversation:
         tools: ChatTools | None = None,
         **settings: Any,
     ) -> None:
-        """Begin it.
+        """Start a conversation.
 
         Args:
-            system: System prompt in place of that of the training; "": none.
+            system: System prompt that replaces the one used in training; "" for none.
             tools: Functions that the model may call.
             settings: Fields of `peftkit.inference.sampling.Sampling`.
 
         Raises:
-            DataError: The adapter, or its chat template, takes no system prompt.
-            ConfigError: The chat template writes no calls of tools.
+            DataError: The adapter or its chat template does not support system prompts.
+            ConfigError: The chat template does not support tool calls.
         """
         self._tools = tools
         self.base, self.voices = source.base, voices_of(source)
@@ -112,29 +112,29 @@ class Conversation:
         self._media: list[Media] = []
         self.current = self._adapter = next(iter(self.voices))
         self.on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-        alone = [n for n, v in self.voices.items() if v.style.kind != "chat" and n != BASE]
-        if alone:
-            who = "This adapter" if isinstance(source, Opened) else ", ".join(alone)
-            note(f"{who} was trained on single prompts: each message is answered on its own.")
+        single = [n for n, v in self.voices.items() if v.style.kind != "chat" and n != BASE]
+        if single:
+            names = "This adapter" if isinstance(source, Opened) else ", ".join(single)
+            note(f"{names} was trained on single prompts: it sees your last message only.")
         if tools is not None:
             tools.style(self.voices[self.current].style)
         if system is not None:
             self.set_system(system)
-        elif said := self.systems():
-            note(f"System prompt, as in training: {said}")
+        elif prompt := self.systems():
+            note(f"System prompt, as in training: {prompt}")
 
     def systems(self) -> str:
-        """Return the beginning of the system prompt, or of those of the voices, for a line."""
+        """Return the start of the system prompt, or of the prompt of each voice, as one line."""
         systems = {n: v.style.system for n, v in self.voices.items() if v.style.system}
         if len(set(systems.values())) == 1:
             return shortened(next(iter(systems.values())))
         return ", ".join(f"{name}: {shortened(system)}" for name, system in systems.items())
 
     def set_system(self, system: str) -> None:
-        """Begin the conversation with another system prompt; "" for none.
+        """Set the system prompt; "" for none.
 
         Raises:
-            DataError: The current voice, or its chat template, takes none.
+            DataError: The current voice or its chat template does not support one.
         """
         changed = {}
         for name, voice in self.voices.items():
@@ -155,14 +155,14 @@ class Conversation:
                 continue
             lines = [line.removeprefix(FENCE)]
             while not lines[-1].rstrip().endswith(FENCE):
-                if (more := self._line("... ")) is None:
+                if (line := self._line("... ")) is None:
                     break
-                lines.append(more)
-            # a leading space: what is fenced is a message, even if it begins with a slash
+                lines.append(line)
+            # the leading space marks a message, even if it starts with a slash
             yield " " + "\n".join(lines).rstrip().removesuffix(FENCE)
 
     def _line(self, prompt: str) -> str | None:
-        """Return what is typed, pasted or piped next; None at the end of input."""
+        """Return the next input (several lines if pasted); None at the end of input."""
         if not self.on_terminal:
             line = sys.stdin.readline()
             return line.removesuffix("\n") if line else None
@@ -173,11 +173,11 @@ class Conversation:
             return None
 
     def take(self, line: str) -> bool:
-        """Answer a line or execute a command; return False to quit."""
+        """Answer a message or run a command; return False to quit."""
         text = line.rstrip("\n")
         command, _, rest = text.strip().partition(" ")
         is_message = "\n" in text and command not in self.COMMANDS
-        if not text.startswith("/") or is_message:  # a leading space sends a slash as it is
+        if not text.startswith("/") or is_message:  # a leading space escapes a slash
             if text.strip():
                 self.answer(text.strip())
             return True
@@ -192,25 +192,27 @@ class Conversation:
         elif kind := next((kind for kind in KINDS if command == f"/{kind.name}"), None):
             self.show(kind, rest.strip())
         elif rest:
-            note(f"{command} takes nothing after it. A leading space sends a line as it is.")
+            note(
+                f"{command} takes no text. To send a message with a leading /, type a space first."
+            )
         elif command == "/base":
             self._switch(BASE)
         elif command == "/reset":
             self.history.clear()
             self._media.clear()
-            note("The conversation is forgotten.")
+            note("The history is cleared.")
         elif command == "/help":
             for name, meaning in self.COMMANDS.items():
                 note(textwrap.fill(f"{name:9} {meaning}", 79, subsequent_indent=" " * 10))
         elif command != "/quit":
-            hint = did_you_mean(command, self.COMMANDS) or "/help lists them."
+            hint = did_you_mean(command, self.COMMANDS) or "/help lists the commands."
             note(f"There is no command {command}. {hint}")
         return command != "/quit" or bool(rest)
 
     def answer(self, text: str) -> None:
-        """Stream the answer to a message; Ctrl-C keeps what was generated so far.
+        """Stream the answer to a message; Ctrl-C stops it and keeps the partial answer.
 
-        Where it calls tools, the model goes on from their replies.
+        If the answer calls tools, the model continues with their replies.
         """
         messages = [*self.history, self._user_message(text)]
         for _ in range(MAX_TURNS):
@@ -220,16 +222,16 @@ class Conversation:
             if self._tools is None or not answer.calls:
                 return
             messages = [*messages, *self._tools.replies(answer.message, answer.calls)]
-        note(f"It has called tools {MAX_TURNS} times without an answer.")
+        note(f"The model has called tools {MAX_TURNS} times without an answer.")
 
     def compare(self, text: str) -> None:
-        """Stream every voice's answer to a message, by default the last one, each with its name.
+        """Stream the answers of all voices to a message, by default the last one.
 
-        The conversation goes on with the current voice's answer to a new message.
+        For a new message, the answer of the current voice is added to the history.
         """
         messages = [*self.history, self._user_message(text)] if text else self.history[:-1]
         if not messages:
-            note("There is nothing to compare answers to yet: /compare TEXT")
+            note("There is nothing to compare yet. Give a message: /compare TEXT")
             return
         for name in self.voices:
             typer.echo(f"[{name}] ", nl=False)
@@ -249,9 +251,9 @@ class Conversation:
         note(f"System prompt: {self.systems() or 'none'}")
 
     def save(self, name: str) -> None:
-        """Append the conversation to a file of JSON lines, as a row of messages."""
+        """Append the conversation to a JSONL file, as a row of messages."""
         if not self.history or not name:
-            note("There is no conversation yet." if name else "Name a file: /save FILE")
+            note("There is no conversation yet." if name else "Give a file: /save FILE")
             return
         if any("media" in message for message in self.history):
             note("A conversation with images, audio or videos cannot be saved.")
@@ -266,12 +268,12 @@ class Conversation:
         except OSError as error:
             note(f"Cannot write {path}: {error.strerror}.")
             return
-        note(f"{path} has the conversation now: {len(self.history)} messages, as its last row.")
+        note(f"Saved {len(self.history)} messages as the last row of {path}.")
 
     def show(self, kind: type[Media], name: str) -> None:
-        """Read an image, audio or a video to go with the next message."""
+        """Attach an image, audio or a video to the next message."""
         if self._media_task is None:
-            note(f"This adapter reads no {kind.kind}s: it was trained on text alone.")
+            note(f"This adapter was trained on text only; it cannot read {kind.kind}s.")
             return
         processor = self._media_task.encoder.media_processor
         medium = kind(Path(name).expanduser(), name)
@@ -282,24 +284,24 @@ class Conversation:
             note(str(error))
             return
         self._media.append(medium)
-        note(f"{name} ({size}) goes with the next message.")
+        note(f"Attached {name} ({size}) to the next message.")
 
     def _user_message(self, text: str) -> dict[str, Any]:
-        """Return the user's message, with the media attached to it."""
+        """Return the user's message with the attached media."""
         if not self._media:
             return {"role": "user", "content": text}
         media, self._media = tuple(self._media), []
-        content = "".join(one.mark for one in media) + text
+        content = "".join(medium.mark for medium in media) + text
         return {"role": "user", "content": content, "media": media}
 
     def prompt(self, messages: Sequence[dict[str, Any]], style: Style) -> Any:
-        """Return the tokens of a prompt, or all inputs if media may be in it."""
+        """Return the token ids of a prompt; for a media task, all model inputs."""
         prompt: Any = list(messages) if style.kind == "chat" else messages[-1]["content"]
         if self._media_task is None:
             tools = self._tools.schemas if self._tools else ()
             return prompt_ids(self.base.tokenizer, prompt, style, tools)
         used = messages if style.kind == "chat" else messages[-1:]
-        media = tuple(one for message in used for one in message.get("media", ()))
+        media = tuple(medium for message in used for medium in message.get("media", ()))
         if style.kind == "chat":
             prompt = [{k: v for k, v in message.items() if k != "media"} for message in messages]
         text = self._media_task.encoder.prompt(prompt, style)
@@ -315,19 +317,19 @@ class Conversation:
     def _switch(self, name: str) -> None:
         if name not in self.voices:
             adapters = [voice for voice in self.voices if voice != BASE]
-            hint = did_you_mean(name, adapters) or f"There is: {', '.join(adapters)}."
+            hint = did_you_mean(name, adapters) or f"The adapters are: {', '.join(adapters)}."
             note(f"There is no adapter {name}. {hint}")
             return
         self.current = name
         if name != BASE:
             self._adapter = name
-        note(f"The {name} answers." if name in (BASE, "adapter") else f"{name} answers.")
+        note(f"The {name} answers now." if name in (BASE, "adapter") else f"{name} answers now.")
 
     def _stream_answer(self, name: str, messages: Sequence[dict[str, Any]]) -> _Answer | None:
-        """Stream a voice's answer and return it; None if the prompt was refused."""
+        """Stream the answer of a voice and return it; None if the prompt was refused."""
         style, tokenizer, tools = self.voices[name].style, self.base.tokenizer, self._tools
-        pieces: list[Said] = []
-        is_whole = False
+        pieces: list[AnswerPiece] = []
+        is_complete = False
         try:
             with self.voices[name].using():
                 prompt, stops = self.prompt(messages, style), self._stops(style)
@@ -340,36 +342,36 @@ class Conversation:
                     stops=stops,
                     **self._settings,
                 ):
-                    pieces += _echoed(reader.feed(piece) if reader else [Said(piece)])
+                    pieces += _echoed(reader.feed(piece) if reader else [AnswerPiece(piece)])
                 if reader is not None:
                     pieces += _echoed(reader.feed("", over=True))
-            is_whole = True
+            is_complete = True
         except KeyboardInterrupt:
             pass
         except PeftkitError as error:
             if not self.on_terminal:
                 raise
-            note(f"{error}\n  /reset forgets the conversation and makes room.")
+            note(f"{error}\n  /reset clears the history, which makes room.")
             return None
         typer.echo()
         text = "".join(piece.text for piece in pieces)
         if tools is None:
             return _Answer({"role": "assistant", "content": text}, [])
-        # what the user stopped calls nothing
-        calls = [call for piece in pieces for call in piece.calls] if is_whole else []
+        # a stopped answer must not call tools
+        calls = [call for piece in pieces for call in piece.calls] if is_complete else []
         thought = "".join(piece.thought for piece in pieces)
         return _Answer(tools.message(style, text, thought, calls), calls)
 
 
 class _Answer(NamedTuple):
-    """An answer as the chat template takes it, and the calls in it."""
+    """An answer as a message for the chat template, and its tool calls."""
 
     message: dict[str, Any]
     calls: list[Call]
 
 
-def _echoed(pieces: Iterable[Said]) -> Iterator[Said]:
-    """Print what is said, reasoning too, and yield it."""
+def _echoed(pieces: Iterable[AnswerPiece]) -> Iterator[AnswerPiece]:
+    """Print and yield the pieces of an answer, including the reasoning."""
     for piece in pieces:
         typer.echo(piece.thought + piece.text, nl=False)
         yield piece

@@ -1,4 +1,4 @@
-"""`peftkit data`: show the contents of a data file, without loading a model."""
+"""`peftkit data`: describe a data file, without loading a model."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ if TYPE_CHECKING:
 
 
 def data(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A file or data set of rows.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A data file, folder or data set.")],
     hard_negatives: Annotated[
         str | None,
-        typer.Option(metavar="ADAPTER", help="Find negatives with this embedding adapter."),
+        typer.Option(metavar="ADAPTER", help="Mine hard negatives with this embedding adapter."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the rows with negatives here.")
     ] = None,
     candidates: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="More texts to choose negatives from (field: text)."),
+        typer.Option(metavar="FILE", help="Additional texts as candidates (field: text)."),
     ] = None,
-    negatives: Annotated[int, typer.Option(min=1, metavar="N", help="Negatives of each row.")] = 5,
+    negatives: Annotated[int, typer.Option(min=1, metavar="N", help="Negatives per row.")] = 5,
     margin: Annotated[
         float,
-        typer.Option(min=0, max=1, help="How much farther than the positive a negative is."),
+        typer.Option(
+            min=0, max=1, help="How much less similar than the positive a negative must be."
+        ),
     ] = 0.05,
     kind: Annotated[
-        Literal["embedding", "reranker"], typer.Option("--for", help="Task that the rows are for.")
+        Literal["embedding", "reranker"], typer.Option("--for", help="Task to write the rows for.")
     ] = "embedding",
     as_json: Json = False,
 ) -> None:
-    """Show the content of a data file: format, fields and duplicates."""
+    """Show the format, fields and duplicates of a data file."""
     if hard_negatives is not None:
         if out is None:
             raise typer.BadParameter("--hard-negatives needs --out FILE")
@@ -53,8 +55,8 @@ def data(
         return
     _show(summary)
     if held_out := splits.get("eval"):
-        note(f"To evaluate on (data.eval): {held_out}")
-    note("Tokens are counted by: peftkit check RECIPE")
+        note(f"Evaluation data (data.eval): {held_out}")
+    note("To count tokens: peftkit check RECIPE")
 
 
 def _write_hard_negatives(
@@ -84,36 +86,29 @@ def _write_hard_negatives(
         write_rows(mined.rows, out, on_event=on_event)
 
 
-def _wrong(summary: Survey) -> str:
-    return f"{summary.num_wrong:,} of {summary.num_rows:,} rows; the first: {summary.wrong}"
-
-
-def _no_task(summary: Survey) -> str:
-    if summary.wrong:
-        return "none as they are"
-    return "none by these names; peftkit init --fields READ,LEARNT names two; see docs/data.md"
-
-
 def _show(summary: Survey) -> None:
     from peftkit_cli.render import print_table
 
+    no_task = "none: the rows are invalid"
+    if not summary.wrong:
+        no_task = "none for these fields; name two: peftkit init --fields INPUT,TARGET"
     lines = [
         ("rows", f"{summary.num_rows:,}"),
         ("format", summary.format or "none of causal_lm's"),
-        *([("mixed", f"{summary.mixed}: give rows of one format")] if summary.mixed else []),
-        *([("cannot be read", _wrong(summary))] if summary.wrong else []),
-        ("fits the task", ", ".join(summary.tasks) or _no_task(summary)),
-        ("duplicates", f"{summary.num_duplicates:,}"),
-        *([("useless pairs", _useless(summary))] if summary.num_useless else []),
     ]
+    if summary.mixed:
+        lines.append(("mixed", f"{summary.mixed}; all rows must have one format"))
+    if summary.wrong:
+        invalid = f"{summary.num_wrong:,} of {summary.num_rows:,}; the first: {summary.wrong}"
+        lines.append(("invalid rows", invalid))
+    lines.append(("fits the task", ", ".join(summary.tasks) or no_task))
+    lines.append(("duplicates", f"{summary.num_duplicates:,}"))
+    if summary.num_useless:
+        useless = f"{summary.num_useless:,}: an empty answer, or two equal ones; first "
+        lines.append(("useless pairs", useless + Path(summary.first_useless).name))
     print_table(f"Data: {summary.where}", ("", ""), lines)
     rows = [
         (field.name, f"{field.num_rows:,}", f"{field.num_empty:,}", f"{field.mean_chars:,.0f}")
         for field in summary.fields
     ]
     print_table("Fields", ("field", "rows", "empty", "mean characters"), rows)
-
-
-def _useless(summary: Survey) -> str:
-    where = Path(summary.first_useless).name
-    return f"{summary.num_useless:,}: an empty answer, or two equal ones; first {where}"

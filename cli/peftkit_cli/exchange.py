@@ -1,4 +1,4 @@
-"""`peftkit export`, `import`, `push`, `pull`: exchange adapters with programs and the hub."""
+"""`peftkit export`, `import`, `push`, `pull`: exchange adapters with other programs and the hub."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def export(
     out: Annotated[Path, typer.Option(metavar="PATH", help="New folder; for gguf, a new file.")],
     profile: Annotated[
         Literal["serving"] | None,
-        typer.Option(metavar="serving", help="With --to peft: write what vLLM accepts."),
+        typer.Option(metavar="serving", help="With --to peft: write an adapter that vLLM accepts."),
     ] = None,
     base: Base = None,
     dtype: Annotated[
         TensorDtype,
         typer.Option(
-            metavar="TYPE", help="Type of the tensors: fp32, fp16, bf16; for gguf also q8_0."
+            metavar="TYPE", help="Dtype of the tensors: fp32, fp16, bf16; for gguf also q8_0."
         ),
     ] = "fp32",
     force: Replace = False,
 ) -> None:
     """Write an adapter for PEFT, vLLM, llama.cpp or MLX. Prints its path.
 
-    Of the base only the config is read, for gguf.
+    Only gguf needs the base, and reads its config only.
     """
     if profile and to != "peft":
         raise ConfigError(
-            f"--profile {profile} cannot be used with --to {to}", fix="Use it with --to peft."
+            f"--profile {profile} cannot be used with --to {to}.", fix="Use it with --to peft."
         )
     from peftkit.formats.exchange import export_adapter
     from peftkit_cli.render import Renderer
@@ -70,11 +70,11 @@ def import_(
     out: OutFolder,
     base: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Base it was trained on, if the adapter names none."),
+        typer.Option(metavar="MODEL", help="Base of the adapter, if the adapter does not name it."),
     ] = None,
     force: Replace = False,
 ) -> None:
-    """Convert another program's adapter to an adapter folder. Prints the folder."""
+    """Convert an adapter of another program. Prints the new folder."""
     from peftkit.formats.exchange import import_adapter
     from peftkit_cli.render import Renderer
 
@@ -88,10 +88,10 @@ def push(
     adapter: Adapter,
     name: Annotated[str, typer.Argument(metavar="USER/NAME", help="Repository to upload to.")],
     private: Annotated[
-        bool, typer.Option("--private", help="Create the repository as a private one.")
+        bool, typer.Option("--private", help="Create a private repository.")
     ] = False,
 ) -> None:
-    """Upload an adapter to the hub, in one commit. Prints the commit's page."""
+    """Upload an adapter to the hub, in one commit. Prints the URL of the commit."""
     from peftkit.formats.find_adapter import adapter_folder
     from peftkit.formats.hub import push_adapter
     from peftkit_cli.render import Renderer

@@ -1,4 +1,4 @@
-"""What `peftkit init` writes recipes for: the tasks, and which rows each of them takes."""
+"""The tasks that `peftkit init` writes recipes for."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A purpose of an adapter.
+    """A task of `peftkit init`.
 
     Attributes:
-        does: The purpose in words. recipe: The ready-made recipe to start from.
+        does: The purpose, for the prompt.
+        recipe: The ready-made recipe to start from.
         small: A base that a CPU trains in minutes; "" if there is none.
-        base: The base for a GPU; "": the recipe's.
-        section: The recipe's `task`, where it is not the ready-made one's.
-        fields: Its settings that name the field that is read and the one that is learnt.
+        base: The base for a GPU; "" for the base of the recipe.
+        section: Value of `task` if it differs from the ready-made recipe.
+        fields: Settings of the task that name the input field and the target field.
         by_rules: Whether the learning rate and the rank follow the rules of peftkit.defaults.
-        compares: Whether it learns from answers of which one is better: at a lower rate.
+        compares: Whether it trains on preferences, with a lower learning rate.
     """
 
     does: str
@@ -37,28 +38,28 @@ GOALS = {
         "chat-sft",
         fields=("prompt", "completion"),
     ),
-    "preference": Goal("prefer the better of two answers", "preference", compares=True),
-    "kto": Goal("answer like the wanted answers, unlike the unwanted", "kto", compares=True),
-    "distill": Goal("answer as with a prompt, without it", "distill"),
-    "grpo": Goal("earn rewards for its own answers", "grpo", by_rules=False),
+    "preference": Goal("prefer chosen over rejected answers (DPO)", "preference", compares=True),
+    "kto": Goal("prefer answers labelled as good (KTO)", "kto", compares=True),
+    "distill": Goal("replace a long prompt by an adapter", "distill"),
+    "grpo": Goal("maximise rewards (reinforcement learning)", "grpo", by_rules=False),
     "reward": Goal("score answers", "reward", by_rules=False),
     "sequence_classification": Goal(
-        "label texts", "text-classification", ENCODER, fields=("text", "label")
+        "classify texts", "text-classification", ENCODER, fields=("text", "label")
     ),
-    "token_classification": Goal("label words: names, places", "token-classification", ENCODER),
+    "token_classification": Goal(
+        "label words, such as names and places", "token-classification", ENCODER
+    ),
     "embedding": Goal("find texts that belong together", "embedding", ENCODER, by_rules=False),
     "reranker": Goal(
-        "rank texts by how well they answer", "embedding", ENCODER, section="reranker"
+        "rank texts by relevance to a query", "embedding", ENCODER, section="reranker"
     ),
-    "seq2seq": Goal(
-        "turn a text into another, with T5 or BART", "seq2seq", "", fields=("source", "target")
-    ),
-    "masked_lm": Goal("read texts of your field, with BERT", "masked-lm", ENCODER, by_rules=False),
-    "image_classification": Goal("label images", "image-classification", "", by_rules=False),
+    "seq2seq": Goal("rewrite texts, with T5 or BART", "seq2seq", "", fields=("source", "target")),
+    "masked_lm": Goal("adapt BERT to the texts of a domain", "masked-lm", ENCODER, by_rules=False),
+    "image_classification": Goal("classify images", "image-classification", "", by_rules=False),
     "image_text": Goal("answer questions about images", "read-digits", "", by_rules=False),
     "audio_text": Goal("answer questions about audio", "audio-chat", "", by_rules=False),
     "transcription": Goal(
-        "write down speech, with Whisper",
+        "transcribe speech, with Whisper",
         "hear-digits",
         "",
         base="openai/whisper-small",
@@ -66,14 +67,14 @@ GOALS = {
         by_rules=False,
     ),
     "ctc": Goal(
-        "write down speech, with wav2vec 2.0",
+        "transcribe speech, with wav2vec 2.0",
         "hear-digits",
         "",
         base="facebook/wav2vec2-base-960h",
         by_rules=False,
     ),
     "audio_classification": Goal(
-        "label sounds",
+        "classify sounds",
         "hear-digits",
         "",
         base="facebook/wav2vec2-base",
@@ -81,7 +82,7 @@ GOALS = {
         by_rules=False,
     ),
 }
-"""By task; kto is a loss of the task preference."""
+"""Goals by task; kto is a loss of the task preference."""
 OTHER_NAMES = {
     "sft": "causal_lm",
     "chat": "causal_lm",
@@ -94,11 +95,11 @@ OTHER_NAMES = {
     "embeddings": "embedding",
     "asr": "transcription",
 }
-"""What other programs call a task -> its name here."""
+"""Names of tasks in other programs, and ours."""
 
 
 def menu(suited: Sequence[str]) -> str:
-    """Return the question for the task: those that the rows suit, the likeliest first."""
+    """Return the question for the task, with the suited tasks (the most likely first)."""
     width = max(map(len, suited))
     lines = (f"  {name:{width}}  {GOALS[name].does}" for name in suited)
-    return "\n".join(["What should it learn?", *lines, "Task"])
+    return "\n".join(["What should the adapter do?", *lines, "Task"])

@@ -15,12 +15,12 @@ from peftkit_cli.arguments import note
 
 Settings = dict[str, Any]
 TABLE = Path(__file__).with_suffix(".yaml")
-"""Maps their keys to ours."""
+"""Maps the keys of other programs to ours."""
 DATA_KEYS = ("datasets", "test_datasets", "dataset", "eval_dataset", "dataset_dir", "stage", "data")
 
 
 def import_recipe(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML of another program.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of another program.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Recipe to write.")],
 ) -> None:
     """Convert a YAML file of axolotl, LLaMA-Factory or mlx-lm. Prints the recipe's path.
@@ -34,7 +34,7 @@ def import_recipe(
 
     values, lost = converted(read(file), file.parent)
     recipe = from_dict(Recipe, values, str(file))
-    head = [f"# Made from {file.name} by peftkit import-recipe."]
+    head = [f"# Converted from {file.name} by peftkit import-recipe."]
     head += [f"# No counterpart: {key}: {json.dumps(value)}" for key, value in lost.items()]
     write_recipe(out, "\n".join([*head, dump_yaml(recipe, only_set=True)]))
     typer.echo(out)
@@ -44,10 +44,10 @@ def import_recipe(
 
 
 def read(file: Path) -> Settings:
-    """Return a YAML file's settings.
+    """Return the settings of a YAML file.
 
     Raises:
-        ConfigError: It cannot be read, or is no mapping.
+        ConfigError: The file cannot be read, or is not a mapping.
     """
     import yaml
 
@@ -56,18 +56,18 @@ def read(file: Path) -> Settings:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read '{file}'.", found=str(error)) from None
     if not isinstance(settings, dict):
-        raise ConfigError(f"'{file}' holds no settings.", found=f"It holds {settings!r:.60}.")
+        raise ConfigError(f"'{file}' has no settings.", found=f"It contains {settings!r:.60}.")
     return settings
 
 
 def converted(theirs: Settings, folder: Path) -> tuple[Settings, Settings]:
-    """Return a recipe's values by section, and the settings without a counterpart.
+    """Convert settings; return a recipe's values by section, and settings without a counterpart.
 
     Args:
-        folder: Of the file; data sets are looked up there.
+        folder: Folder of the file, with its data sets.
 
     Raises:
-        ConfigError: The settings are of none of these programs.
+        ConfigError: The settings are not from one of these programs.
     """
     table = read(TABLE)
     if "base_model" in theirs:
@@ -83,8 +83,8 @@ def converted(theirs: Settings, folder: Path) -> tuple[Settings, Settings]:
         theirs = flat_mlx_lm(theirs)
     else:
         raise ConfigError(
-            "this is no YAML of axolotl, LLaMA-Factory or mlx-lm.",
-            found="It has neither base_model nor model_name_or_path, nor model and one of "
+            "this is not YAML of axolotl, LLaMA-Factory or mlx-lm.",
+            found="It has neither base_model, nor model_name_or_path, nor model with one of "
             f"{', '.join(MLX_LM)}.",
         )
     ours: Settings = {"method": {"type": "lora"}}
@@ -108,15 +108,18 @@ def converted(theirs: Settings, folder: Path) -> tuple[Settings, Settings]:
         lost |= {f"task.{key}": value for key, value in task.items() if key != "type"}
         ours |= {"task": {"type": task["type"]}} if "type" in task else {}
     if start := ours["method"].get("start_from"):
-        ours["method"] = {"start_from": start}  # the rest is the adapter's own
+        ours["method"] = {"start_from": start}  # the adapter defines the other settings
     return ours, lost
 
 
 def translated(value: Any, **rule: Any) -> Any:
-    """Return our value for one of theirs by its line of the table; None: nothing to set.
+    """Return our value for a value of another program; None if nothing must be set.
+
+    Args:
+        rule: The entry of the key in the table.
 
     Raises:
-        KeyError, TypeError, ValueError: It has no counterpart.
+        KeyError, TypeError, ValueError: The value has no counterpart.
     """
     values, kind = rule.get("values", {}), rule.get("as")
     if isinstance(value, Hashable) and value in values:
@@ -131,7 +134,7 @@ def translated(value: Any, **rule: Any) -> Any:
 
 
 def names(value: Any) -> Any:
-    """Return a list of names; one text may hold several."""
+    """Return a list of names; a string may contain several."""
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
@@ -140,23 +143,23 @@ def axolotl_data(theirs: Settings, folder: Path, ours: Settings) -> Settings:
     lost: Settings = {}
     for key, place in (("datasets", "train"), ("test_datasets", "eval")):
         paths = []
-        for n, one in enumerate(theirs.get(key) or ()):
-            more = dict(one)
-            files = more.pop("data_files", None)
-            path, split = files or more.pop("path", None), more.pop("split", None)
-            more.pop("path", None)
-            more.pop("ds_type", None)
-            if str(more.get("type")).split(".")[0] in AXOLOTL_TYPES:
-                more.pop("type")
+        for n, entry in enumerate(theirs.get(key) or ()):
+            rest = dict(entry)
+            files = rest.pop("data_files", None)
+            path, split = files or rest.pop("path", None), rest.pop("split", None)
+            rest.pop("path", None)
+            rest.pop("ds_type", None)
+            if str(rest.get("type")).split(".")[0] in AXOLOTL_TYPES:
+                rest.pop("type")
             several = path if isinstance(path, list) else [path]
             paths += [f"{p}:{split}" if split and not files else str(p) for p in several]
-            lost |= {f"{key}[{n}].{name}": value for name, value in more.items()}
+            lost |= {f"{key}[{n}].{name}": value for name, value in rest.items()}
         put_files(ours, place, paths, lost, key)
     return lost
 
 
 AXOLOTL_TYPES = ("alpaca", "chat_template", "sharegpt", "completion", "input_output", "chatml")
-"""Formats that are recognised by the fields of a row."""
+"""Formats that peftkit detects from the fields of a row."""
 
 
 def llama_factory_data(theirs: Settings, folder: Path, ours: Settings) -> Settings:
@@ -175,8 +178,8 @@ def llama_factory_data(theirs: Settings, folder: Path, ours: Settings) -> Settin
                 paths.append(str(place / about["file_name"]))
             elif name:
                 paths.append(about.get("hf_hub_url", name))
-            more = {k: about[k] for k in ("columns", "tags") if not is_known(about.get(k, {}))}
-            lost |= {f"dataset_info.{name}.{k}": value for k, value in more.items()}
+            rest = {k: about[k] for k in ("columns", "tags") if not is_standard(about.get(k, {}))}
+            lost |= {f"dataset_info.{name}.{k}": value for k, value in rest.items()}
         put_files(ours, ours_key, paths, lost, key)
     stage = theirs.get("stage", "sft")
     if stage == "rm":
@@ -188,8 +191,8 @@ def llama_factory_data(theirs: Settings, folder: Path, ours: Settings) -> Settin
     return lost
 
 
-def is_known(columns: Settings) -> bool:
-    """Whether the names of columns, or of tags, are those that a row is recognised by."""
+def is_standard(columns: Settings) -> bool:
+    """Return whether peftkit detects a format from these names of columns or tags."""
     from peftkit.data.examples import ANSWERS, QUESTIONS, TURNS
     from peftkit.data.messages import role_of
 
@@ -202,19 +205,19 @@ def is_known(columns: Settings) -> bool:
         "role_tag": ("role", "from"),
         "content_tag": ("content", "value"),
     }
-    for what, name in columns.items():
-        is_role = what.endswith("_tag") and bool(role_of({"role": name}))
-        if name not in names.get(what, (what,)) and not is_role:
+    for column, name in columns.items():
+        is_role = column.endswith("_tag") and bool(role_of({"role": name}))
+        if name not in names.get(column, (column,)) and not is_role:
             return False
     return True
 
 
 MLX_LM = ("fine_tune_type", "lora_parameters", "adapter_path", "iters")
-"""Keys of mlx-lm's YAML."""
+"""Keys that identify the YAML of mlx-lm."""
 
 
 def flat_mlx_lm(theirs: Settings) -> Settings:
-    """Return mlx-lm's settings with those of its sections, as the table names them."""
+    """Flatten the settings of mlx-lm to the keys of the table."""
     defaults = read(TABLE)["mlx_lm"]["defaults"]
     flat = {k: v for k, v in theirs.items() if k not in ("lora_parameters", "lr_schedule")}
     lora = theirs.get("lora_parameters") or {}
@@ -222,10 +225,10 @@ def flat_mlx_lm(theirs: Settings) -> Settings:
     if keys := lora.get("keys"):
         flat["lora_keys"] = [str(key).rpartition(".")[2] for key in keys]
     rank, scale = (flat.get(name, defaults[name]) for name in ("lora_rank", "lora_scale"))
-    flat["lora_scale"] = round(float(rank) * float(scale), 6)  # theirs is our alpha / rank
+    flat["lora_scale"] = round(float(rank) * float(scale), 6)  # scale = alpha / rank
     flat.setdefault("iters", defaults["iters"])
     batches = flat.get("grad_accumulation_steps")
-    for name in ("iters", "save_every", "steps_per_eval"):  # of batches; warmup is of steps
+    for name in ("iters", "save_every", "steps_per_eval"):  # in batches; warmup is in steps
         if isinstance(batches, int) and batches > 1 and isinstance(flat.get(name), int):
             flat[name] = max(flat[name] // batches, 1)
     schedule = theirs.get("lr_schedule") or {}
@@ -237,7 +240,7 @@ def flat_mlx_lm(theirs: Settings) -> Settings:
 
 
 def mlx_lm_data(theirs: Settings, folder: Path, ours: Settings) -> Settings:
-    """Put mlx-lm's folder of rows, or its data set, into `ours`; nothing of it is lost."""
+    """Put mlx-lm's data folder or data set into `ours`; all of it has a counterpart."""
     from peftkit_cli.survey import splits_of, survey
 
     place = folder / str(theirs.get("data", "data"))
@@ -245,13 +248,15 @@ def mlx_lm_data(theirs: Settings, folder: Path, ours: Settings) -> Settings:
     put(ours, "data.train", splits.get("train", str(theirs.get("data", "data"))))
     if "eval" in splits:
         put(ours, "data.eval", splits["eval"])
-    if "train" in splits and (plain := survey(splits["train"]).plain):  # a chat there
+    if "train" in splits and (
+        plain := survey(splits["train"]).plain
+    ):  # mlx-lm treats them as a chat
         put(ours, "task", {"type": "causal_lm", "prompt": plain[0], "completion": plain[1]})
     return {}
 
 
 def put_files(ours: Settings, place: str, paths: list[str], lost: Settings, key: str) -> None:
-    """Put files into data.train, or one into data.eval."""
+    """Set data.train to files, or data.eval to one file."""
     if place == "eval" and len(paths) > 1:
         lost[key] = paths
     elif paths:
@@ -260,7 +265,7 @@ def put_files(ours: Settings, place: str, paths: list[str], lost: Settings, key:
 
 
 def put(ours: Settings, place: str, value: Any) -> None:
-    """Set a value by its dotted name."""
+    """Set a value by its dotted key."""
     *sections, name = place.split(".")
     for section in sections:
         ours = ours.setdefault(section, {})

@@ -1,11 +1,11 @@
-"""`peftkit init`: a few questions, a recipe, and the next three commands."""
+"""`peftkit init`: write a recipe from the answers to a few questions."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
@@ -17,65 +17,71 @@ from peftkit_cli.arguments import note
 from peftkit_cli.goals import GOALS, OTHER_NAMES, menu
 
 if TYPE_CHECKING:
-    from peftkit.defaults import Defaults
     from peftkit_cli.survey import Survey
 
-HELD_OUT, FEWEST_TO_HOLD_OUT = 0.05, 100
+HELD_OUT, MIN_ROWS_TO_HOLD_OUT = 0.05, 100
 FEW = 50
 CHARACTERS_PER_TOKEN = 4
 CHATS = ("causal_lm", "distill", "grpo", "preference", "kto", "reward")
-"""Tasks that write conversations with a chat template."""
-LEAST_ROOM = 3
-"""A base stays in 16 bits where a GPU has so many times the bytes of its weights."""
-MANY = 1_000_000
-Read = TypeVar("Read")
+"""Tasks that format conversations with a chat template."""
+WEIGHTS_IN_MEMORY = 3
+"""Minimum ratio of GPU memory to 16-bit weights at which a base is not quantised."""
+UNLIMITED = 1_000_000
+Parsed = TypeVar("Parsed")
 
 
 def init(
     data: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Rows to train on: a file or data set.")
+        str | None, typer.Option(metavar="FILE", help="Training data: a file, folder or data set.")
     ] = None,
     task: Annotated[
-        str | None, typer.Option(metavar="TASK", help=f"What to learn: {', '.join(GOALS)}.")
+        str | None, typer.Option(metavar="TASK", help=f"Task to train: {', '.join(GOALS)}.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Hub id, folder, .gguf or short name.")
+        str | None,
+        typer.Option(metavar="MODEL", help="Base model: hub id, folder, .gguf or short name."),
     ] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="GPU memory, such as 12GB; or cpu.")
     ] = None,
     fields: Annotated[
         str | None,
-        typer.Option(metavar="READ,LEARNT", help="Names of the two fields, if they are your own."),
+        typer.Option(
+            metavar="INPUT,TARGET",
+            help="Names of the input and the target field, if they are not standard.",
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Recipe to write.")] = Path(
         "recipe.yaml"
     ),
 ) -> None:
-    """Write a recipe for your data: four questions, or as many options. Prints its path."""
+    """Write a recipe for your data, from four questions.
+
+    Options answer the questions in advance. Prints the path of the recipe.
+    """
     if out.exists():
         raise OutputError(f"'{out}' exists already.", fix="Choose another name with --out.")
     from peftkit_cli.survey import splits_of, survey
 
-    def rows_of(where: str) -> tuple[str, str, Survey]:
+    def read_data(where: str) -> tuple[str, str, Survey]:
         splits = splits_of(Path(where)) if Path(where).is_dir() else {}
         file, held_out = splits.get("train", where), splits.get("eval", "")
         if splits:
-            note(f"Rows to train on: {file}; to evaluate on: {held_out or 'a share of them'}.")
+            note(f"Training data: {file}; evaluation data: {held_out or 'a share of it'}.")
         return file, held_out, survey(file)
 
-    train, held_out, summary = _answer(data, "--data", "Which file has your rows?", rows_of)
+    train, held_out, summary = _answer(data, "--data", "Which file has your rows?", read_data)
     suited = suited_tasks(summary)
     task = _answer(
         task, "--task", menu(suited), lambda name: _checked_task(name, suited, summary), suited[0]
     )
     named = _named_fields(fields, task, summary)
-    question = "How much memory has your GPU (12GB)? Or: cpu"
+    question = "How much memory does your GPU have (such as 12GB)? Without a GPU: cpu"
     memory, num_bytes = _answer(memory, "--memory", question, _memory_bytes, "cpu")
     goal = GOALS[task]
-    recipe_base = goal.base or _value(recipe_file(goal.recipe), "model")
-    usual = recipe_base if num_bytes else goal.small
-    model = _answer(model, "--model", "Which base model?", str, usual or None)
+    on_gpu = goal.base or ready_made(goal.recipe)["base"]["model"]
+    default = on_gpu if num_bytes else goal.small
+    model = _answer(model, "--model", "Which base model?", str, default or None)
     base = size_of(model)
     text = recipe_text(
         task,
@@ -88,13 +94,13 @@ def init(
         named=named,
         num_tokens=summary.num_chars // CHARACTERS_PER_TOKEN,
         base=base,
-        quantize=None if num_bytes >= 2 * LEAST_ROOM * base.num_parameters > 0 else "nf4",
+        quantize=None if num_bytes >= 2 * WEIGHTS_IN_MEMORY * base.num_parameters > 0 else "nf4",
         chat_template=_template_for(model, summary) if task in CHATS else None,
     )
     write_recipe(out, text)
     typer.echo(out)
     if summary.num_rows < FEW and goal.by_rules:
-        note(f"note: {summary.num_rows:,} rows are few: a few hundred are a start.")
+        note(f"note: {summary.num_rows:,} rows are few; a few hundred are a good start.")
     memory_option = f" --memory {shlex.quote(memory)}" if num_bytes else ""
     quoted = shlex.quote(str(out))
     commands = (f"check {quoted}", f"plan {quoted}{memory_option}", f"train {quoted}")
@@ -102,10 +108,10 @@ def init(
 
 
 def suited_tasks(summary: Survey) -> list[str]:
-    """Return the tasks that rows suit; of fields with unknown names those that can name them.
+    """Return the tasks that accept the rows; for unknown fields, the tasks that can name fields.
 
     Raises:
-        ConfigError: They suit none.
+        ConfigError: There is none.
     """
     tasks = ["kto" if "kto" in name else name for name in summary.tasks]
     tasks = [name for name in tasks if name in GOALS]
@@ -114,9 +120,9 @@ def suited_tasks(summary: Survey) -> list[str]:
     if tasks:
         return tasks
     raise ConfigError(
-        f"the rows of {summary.where} suit no task.",
-        found=summary.wrong or f"Their fields: {_listed(summary)}.",
-        fix="Rows to copy for each task are in docs/data.md.",
+        f"no task accepts the rows of {summary.where}.",
+        found=summary.wrong or f"Their fields: {_field_names(summary)}.",
+        fix="See docs/data.md for example rows of each task.",
     )
 
 
@@ -124,57 +130,51 @@ def _checked_task(task: str, suited: Sequence[str], summary: Survey) -> str:
     task = OTHER_NAMES.get(task.strip().lower(), task.strip())
     if task not in GOALS:
         raise ConfigError(
-            f"there is no task '{task}' here.",
+            f"there is no task '{task}'.",
             found=f"The tasks are: {', '.join(GOALS)}. {did_you_mean(task, GOALS)}".rstrip(),
         )
     if task not in suited:
         raise ConfigError(
-            f"the rows of {summary.where} do not suit the task {task}.",
-            found=f"Their fields: {_listed(summary)}; they suit: {', '.join(suited)}.",
-            fix="Rows to copy for each task are in docs/data.md.",
+            f"the task {task} does not accept the rows of {summary.where}.",
+            found=f"Their fields: {_field_names(summary)}; tasks for them: {', '.join(suited)}.",
+            fix="See docs/data.md for example rows of each task.",
         )
     return task
 
 
 def _named_fields(fields: str | None, task: str, summary: Survey) -> tuple[str, ...]:
-    """Return the fields that are read and learnt, where the recipe has to name them; else none.
+    """Return the input field and the target field if the recipe must name them; else ().
 
-    A prompt and a completion are named, so that they are a chat on a base with a chat template.
+    If the recipe names a prompt and a completion, they become a chat.
     """
     settings = GOALS[task].fields
     if fields is None and (summary.tasks or not settings):
         return summary.plain if task == "causal_lm" else ()
 
-    def two(text: str) -> tuple[str, ...]:
+    def parse(text: str) -> tuple[str, ...]:
         names = tuple(name.strip() for name in text.split(","))
-        present = [field.name for field in summary.fields]
-        if len(names) != 2 or not set(names) <= set(present) or not settings:
+        existing = {field.name for field in summary.fields}
+        if len(names) != 2 or not existing.issuperset(names) or not settings:
             raise ConfigError(
                 f"cannot use --fields {text}.",
-                found=f"{summary.where} has the fields: {_listed(summary)}."
-                + ("" if settings else f" The task {task} takes no names of fields."),
-                fix="Name two of them: the field that is read, a comma, the field that is learnt.",
+                found=f"{summary.where} has the fields: {_field_names(summary)}."
+                + ("" if settings else f" The task {task} does not accept field names."),
+                fix="Name two of them, with a comma: the input field and the target field.",
             )
         return names
 
-    question = (
-        f"Fields: {_listed(summary)}\nWhich one is read, and which one is learnt (with a comma)?"
-    )
-    return _answer(fields, "--fields READ,LEARNT", question, two, ",".join(_longest_two(summary)))
+    question = f"Fields: {_field_names(summary)}\nWhich are input and target (with a comma)?"
+    longest = sorted(summary.fields, key=lambda field: -field.mean_chars)[:2]
+    default = ",".join(field.name for field in summary.fields if field in longest)
+    return _answer(fields, "--fields INPUT,TARGET", question, parse, default)
 
 
-def _longest_two(summary: Survey) -> list[str]:
-    """Return the names of the two fields with the longest texts, in their order."""
-    by_length = sorted(summary.fields, key=lambda field: -field.mean_chars)[:2]
-    return [field.name for field in summary.fields if field in by_length]
-
-
-def _listed(summary: Survey) -> str:
+def _field_names(summary: Survey) -> str:
     return first_few([field.name for field in summary.fields], 8, ", ") or "none"
 
 
 def _memory_bytes(memory: str) -> tuple[str, int]:
-    """Return a GPU's memory as it was written, and in bytes; 0 for a CPU."""
+    """Return the memory of a GPU as given, and in bytes; 0 for a CPU."""
     if memory.strip().lower() == "cpu":
         return memory, 0
     from peftkit.planning.plan import parse_size
@@ -184,13 +184,13 @@ def _memory_bytes(memory: str) -> tuple[str, int]:
     except ConfigError:
         raise ConfigError(
             f"cannot use --memory {memory!r}.",
-            found="It is neither a size above zero nor cpu.",
-            fix="Write the GPU's memory as 8GB, 24GB or 7.5GiB; without a GPU: cpu.",
+            found="It is neither a positive size nor cpu.",
+            fix="Write the memory of the GPU as 8GB, 24GB or 7.5GiB; without a GPU: cpu.",
         ) from None
 
 
 def _template_for(model: str, summary: Survey) -> str | None:
-    """Return chatml where rows are conversations that the base's own template cannot write."""
+    """Return "chatml" if the rows are conversations that the base's template cannot format."""
     if summary.format not in ("messages", "sharegpt"):
         return None
     from peftkit.base.locate import locate
@@ -200,13 +200,13 @@ def _template_for(model: str, summary: Survey) -> str | None:
 
     try:
         template = own_template(load_tokenizer(locate(model), ignore))
-    except PeftkitError:  # it comes later; check names the setting then
+    except PeftkitError:  # the base may be downloaded later; `peftkit check` then reports it
         return None
     return None if "tools" in template or (template and not summary.has_tools) else "chatml"
 
 
 class Size(NamedTuple):
-    """Of a base: hidden size, longest row in tokens, parameters; none of them is sure."""
+    """Hidden size, maximum length in tokens and number of parameters of a base, if known."""
 
     width: int | None = None
     max_length: int | None = None
@@ -214,21 +214,21 @@ class Size(NamedTuple):
 
 
 def size_of(model: str) -> Size:
-    """Return a base's size, as far as it can be read here."""
+    """Return the size of a base, as far as its config is available."""
     from peftkit.base.purpose import CAUSAL_LM
     from peftkit.base.skeleton import on_meta, read_config
 
     try:
         config = read_config(model, None, CAUSAL_LM)
-    except PeftkitError as error:  # it may come later, or from another machine
-        note(f"note: {error.asked} {error.fix}")
+    except PeftkitError as error:  # the base may be downloaded later
+        note(f"note: {error.problem} {error.fix}")
         return Size()
     text = config.get_text_config()
     width = getattr(text, "hidden_size", None) or getattr(text, "d_model", None)
     max_length = getattr(text, "max_position_embeddings", None)
     try:
         number = sum(p.numel() for p in on_meta(config, CAUSAL_LM).parameters())
-    except Exception:  # no causal model: the recipe's bits stay
+    except Exception:  # not a causal model: keep the quantisation of the recipe
         number = 0
     return Size(width, max_length, number)
 
@@ -244,114 +244,125 @@ def recipe_text(
     held_out: str = "",
     named: tuple[str, ...] = (),
     num_tokens: int = 0,
-    base: Size = Size(),  # noqa: B008 - it cannot be changed
+    base: Size = Size(),  # noqa: B008 - immutable
     quantize: str | None = "nf4",
     chat_template: str | None = None,
 ) -> str:
-    """Return the ready-made recipe of a task for these rows and this base, commented.
+    """Return the ready-made recipe of a task, adapted to rows and base, with comments.
 
     Args:
-        fields: Of the rows. named: Those that are read and learnt, if the recipe names them.
-        held_out: File to evaluate on; "": a share of the rows, if they are many.
-        num_tokens: Of all rows, about.
-        quantize: Bits of the base on a GPU; None: 16.
+        fields: Fields of the rows.
+        held_out: File to evaluate on; "" holds out a share of the rows if there are enough.
+        named: The input field and the target field, if the recipe names them.
+        num_tokens: Approximate number of tokens of all rows.
+        quantize: Quantisation of the base on a GPU; None for 16 bits.
     """
-    from peftkit.defaults import BATCHES, CONTRASTS, defaults_for
+    from peftkit.defaults import BATCHES, CONTRASTIVE_BATCHES, PREFERENCE_RATE, defaults_for
 
     goal = GOALS[task]
-    source = recipe_file(goal.recipe)
-    body = source.read_text(encoding="utf-8")
-    body = body[re.search(r"(?m)^(?!#)", body).start() :]  # type: ignore[union-attr]
+    recipe = ready_made(goal.recipe)
+    comments = {
+        "model": "hub id, folder, .gguf file or short name",
+        "quantize": "4 bits; none for 16 bits, if they fit",
+        "max_length": "tokens; longer rows are truncated",
+        "output_dir": "the adapter, its checkpoints and its report",
+        "rank": "capacity of the adapter",
+    }
+
+    section = recipe["task"]
     if goal.section:
-        body = re.sub(r"(?m)\Atask:.*\n(?:  .*\n)*", f"task: {goal.section}\n", body)
-    body = _set(body, "model", _quoted(model), "hub id, folder, .gguf file or short name")
+        recipe["task"] = {"": goal.section}
+    elif named:
+        names = zip(goal.fields, map(_quoted, named), strict=True)
+        recipe["task"] = {"type": task, **dict(names)}
+    elif task == "seq2seq" and "document" not in fields:
+        recipe["task"] = {k: section[k] for k in ("type", "max_target_length")}
+
+    section = recipe["base"]
+    section["model"] = _quoted(model)
     if on_cpu:
-        body = re.sub(r"(?m)^  (?:quantize|dtype): .*\n", "", body)
-    elif quantize is None:
-        body = re.sub(r"(?m)^  quantize: .*\n", "", body)
-    body = _set(body, "quantize", _value(source, "quantize"), "4 bits; none: 16 bits, if it fits")
-    body = _set(body, "train", _quoted(data), "")
-    if held_out:
-        body = _set(body, "eval", _quoted(held_out), "")
-    elif num_rows >= FEWEST_TO_HOLD_OUT:
-        body = _set(body, "eval", str(HELD_OUT), "this share of the rows is held out")
-    else:
-        body = re.sub(r"(?m)^  eval: .*\n", "", body)
-    length = min(int(_value(source, "max_length", "1024")), base.max_length or MANY)
-    body = _set(body, "max_length", str(length), "tokens; longer rows are truncated")
-    file = Path(data)
-    name = file.parent.name if file.stem.startswith("train") else ""
-    name = re.sub(r"\W+", "-", name or file.stem).strip("-").lower() or "run"
-    body = _set(body, "output_dir", f"runs/{name}", "the adapter, its checkpoints and its report")
-    body = body.replace(
-        "start_from: runs/chat", "type: lora\n  rank: 16\n  alpha: 32\n  targets: all-linear"
-    )
+        section.pop("dtype", None)
+    if on_cpu or quantize is None:
+        section.pop("quantize", None)
+
+    section = recipe["data"]
+    length = min(int(section.get("max_length", 1024)), base.max_length or UNLIMITED)
     settings = defaults_for(
         num_rows,
         num_tokens if task == "causal_lm" else 0,
         length,
         base.width,
-        batches=CONTRASTS if task == "embedding" else BATCHES,
+        batches=CONTRASTIVE_BATCHES if task == "embedding" else BATCHES,
     )
-    body = _with_defaults(body, task, settings, num_rows)
-    if task == "seq2seq" and "document" not in fields:
-        body = re.sub(r"(?m)^  (?:source|target|prefix): .*\n", "", body)
-    if chat_template is not None:
-        comment = "the base's own template cannot write these rows"
-        line = f"  chat_template: {chat_template}  # {comment}\n"
-        body = re.sub(r"(?m)^(  max_length: .*\n)", lambda match: match[1] + line, body)
-    if named:
-        body = _with_names(body, task, named)
-    head = f"# To {goal.does}. Made by peftkit init from the recipe {goal.recipe}.\n"
-    return f"{head}# All fields, with their defaults: peftkit schema\n{body}"
-
-
-def _with_defaults(body: str, task: str, settings: Defaults, num_rows: int) -> str:
-    """Set what follows from rows and base, where the task learns from its rows as they are."""
-    from peftkit.defaults import OF_PREFERENCES
-
-    by_rules, part = GOALS[task].by_rules, OF_PREFERENCES if GOALS[task].compares else 1
-    body = _set(body, "rank", str(settings.rank) if by_rules else None, "how much it can learn")
-    if by_rules:
-        body = _set(body, "alpha", str(settings.alpha), "stays when the rank changes")
-        rate = f"{settings.learning_rate * part:.1e}".replace("e-0", "e-")
-        body = _set(body, "learning_rate", rate, "first thing to vary: a third, three times")
+    section["train"] = _quoted(data)
+    if not held_out and num_rows < MIN_ROWS_TO_HOLD_OUT:
+        section.pop("eval", None)
+    elif "eval" in section:
+        section["eval"] = _quoted(held_out) if held_out else str(HELD_OUT)
+        comments |= {} if held_out else {"eval": "share of the rows that is held out"}
+    if "max_length" in section:
+        section["max_length"] = str(length)
+        if chat_template is not None:
+            section["chat_template"] = chat_template
+            comments["chat_template"] = "the template of the base cannot format these rows"
     if task == "causal_lm":
-        packing = str(settings.packing).lower()
-        comment = "several short rows in one; for few rows it leaves too few steps"
-        body = re.sub(r"(?m)^  packing: .*\n", "", body)
-        body = re.sub(r"(?m)^(  max_length: .*\n)", rf"\1  packing: {packing}  # {comment}\n", body)
-    if task == "grpo":  # a step of many answers is what it learns from
-        return body
-    body = re.sub(r"(?m)^  gradient_accumulation: .*\n", "", body)
-    what = "packed rows" if settings.packing else "rows"
-    body = _set(body, "batch_size", str(settings.batch_size), f"{what} of an optimizer step")
-    comment = f"passes over the {num_rows:,} rows: about {settings.num_steps:,} steps"
-    return _set(body, "epochs", str(settings.epochs), comment)
+        section["packing"] = str(settings.packing).lower()
+        comments["packing"] = "true joins short rows; false gives more steps with few rows"
+
+    section = recipe["method"]
+    if "start_from" in section:
+        section = recipe["method"] = {"type": "lora", "rank": "16", "alpha": "32"}
+        section["targets"] = "all-linear"
+    train = recipe["train"]
+    file = Path(data)
+    name = (file.parent.name if file.stem.startswith("train") else "") or file.stem
+    name = re.sub(r"\W+", "-", name).strip("-").lower() or "run"
+    train["output_dir"] = f"runs/{name}"
+    if goal.by_rules:
+        section |= {"rank": str(settings.rank), "alpha": str(settings.alpha)}
+        rate = settings.learning_rate * (PREFERENCE_RATE if goal.compares else 1)
+        train["learning_rate"] = f"{rate:.1e}".replace("e-0", "e-")
+        comments["alpha"] = "keep it when you change the rank"
+        comments["learning_rate"] = "tune this first: try a third, then three times"
+    if task != "grpo":  # its recipe sets many completions per step
+        train.pop("gradient_accumulation", None)
+        train |= {"batch_size": str(settings.batch_size), "epochs": str(settings.epochs)}
+        comments["batch_size"] = f"{'packed ' * settings.packing}rows of an optimizer step"
+        comments["epochs"] = (
+            f"passes over the {num_rows:,} rows: about {settings.num_steps:,} steps"
+        )
+    head = f"# To {goal.does}. From the recipe {goal.recipe}, by peftkit init.\n"
+    return f"{head}# All fields, with their defaults: peftkit schema\n{_as_yaml(recipe, comments)}"
 
 
-def _with_names(body: str, task: str, named: Sequence[str]) -> str:
-    """Write the names of the fields into the task's section."""
-    lines = [f"task:\n  type: {task}\n"]
-    lines += [
-        f"  {setting}: {_quoted(name)}\n"
-        for setting, name in zip(GOALS[task].fields, named, strict=True)
-    ]
-    return re.sub(r"(?m)\Atask:.*\n(?:  .*\n)*", lambda _: "".join(lines), body)
+def ready_made(name: str) -> dict[str, dict[str, str]]:
+    """Return the sections of a ready-made recipe, with values as YAML text.
+
+    The value of a section without fields has the key "".
+    """
+    recipe: dict[str, dict[str, str]] = {}
+    fields: dict[str, str] = {}
+    for line in recipe_file(name).read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(":")
+        if line.startswith("  "):
+            fields[key.strip()] = value.strip()
+        elif not line.startswith("#"):
+            fields = recipe[key] = {"": value.strip()} if value else {}
+    return recipe
 
 
-def _set(body: str, key: str, value: str | None, comment: str) -> str:
-    """Set the value (None: unchanged) and the comment of a key, if the recipe has it."""
-
-    def line(match: re.Match[str]) -> str:
-        text = match[2] if value is None else value
-        return f"{match[1]}{text}" + (f"  # {comment}" if comment else "")
-
-    return re.sub(rf"(?m)^(  {key}: )([^#\n]*?)(?: *#.*)?$", line, body, count=1)
+def _as_yaml(recipe: Mapping[str, Mapping[str, str]], comments: Mapping[str, str]) -> str:
+    lines = []
+    for section, fields in recipe.items():
+        lines.append(f"{section}: {fields.get('', '')}".rstrip())
+        for key, value in fields.items():
+            comment = f"  # {comments[key]}" if key in comments else ""
+            lines += [f"  {key}: {value}{comment}"] if key else []
+    return "\n".join(lines) + "\n"
 
 
 def _quoted(value: str) -> str:
-    """Return a text as YAML, in quotes where it would be read as something else without."""
+    """Return a string as YAML, in quotes if YAML would read it as something else."""
     from peftkit.config.strict_yaml import plain_value
 
     if re.fullmatch(r"[\w./][\w./-]*", value) and isinstance(plain_value(value), str):
@@ -359,35 +370,39 @@ def _quoted(value: str) -> str:
     return "'" + value.replace("'", "''") + "'"
 
 
-def _value(recipe: Path, key: str, default: str = "none") -> str:
-    match = re.search(rf"(?m)^  {key}: (.+)$", recipe.read_text(encoding="utf-8"))
-    return match[1] if match else default
-
-
 def _answer(
-    given: str | None,
+    value: str | None,
     option: str,
     question: str,
-    read: Callable[[str], Read],
+    parse: Callable[[str], Parsed],
     default: str | None = None,
-) -> Read:
-    """Return what an option or an answer on the terminal means; a wrong answer is asked again.
+) -> Parsed:
+    """Parse the value of an option, or prompt for it until the answer is valid.
 
     Raises:
-        PeftkitError: The option is wrong, or missing where there is no terminal to ask on.
+        PeftkitError: The value is invalid, or missing without a terminal.
     """
-    if given is not None:
-        return read(given)
+    if value is not None:
+        return parse(value)
     if not sys.stdin.isatty():
         raise ConfigError(
             f"peftkit init needs {option}.",
-            found="There is no terminal to ask on.",
+            found="There is no terminal for its question.",
             fix=f"Add {option}; see peftkit init --help",
         )
     suffix = " " if default is None else ": "
     while True:
-        text = typer.prompt(question, default=default, err=True, prompt_suffix=suffix)
+        text = typer.prompt(
+            question,
+            default=default or "",
+            show_default=bool(default),
+            err=True,
+            prompt_suffix=suffix,
+        )
+        if not text:
+            note("Please type an answer; Ctrl-C quits.")
+            continue
         try:
-            return read(str(text))
+            return parse(str(text))
         except PeftkitError as error:
             note(str(error))

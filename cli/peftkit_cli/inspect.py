@@ -1,4 +1,4 @@
-"""`peftkit inspect`: show the parts of a model or an adapter, without loading weights."""
+"""`peftkit inspect`: describe a model or an adapter, without loading weights."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ ADAPTER_FILES = (CONFIG, TENSORS)
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Weights that differ only in their layer number.
+    """Weights that differ only in the layer number.
 
     Attributes:
-        role: Role of the weights; for an adapter, the tensors' name.
+        role: Role of the weights; for an adapter, the name of the tensors.
         modules: Module path, with * for the layer number.
         count: Number of weights.
         shape: "in -> out" for a model ("experts x in -> out"); for an adapter, the tensor's shape.
@@ -48,13 +48,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class MethodFacts:
-    """A method with its defaults, on one model.
+    """A method with its defaults, on a model.
 
     Attributes:
-        num_trainable: Number of trained values; None where the method does not suit the model.
-        merges: Whether it can be merged into the weights.
+        num_trainable: Number of trained parameters; None if the method cannot be used.
+        merges: Whether the adapter can be merged into the weights.
         fresh_is_base: Whether a fresh adapter leaves the outputs unchanged.
-        files: Programs that read its files.
+        files: Programs that can read its files.
         remark: The reason for each "no".
     """
 
@@ -76,10 +76,10 @@ def inspect(
     ],
     as_json: Json = False,
 ) -> None:
-    """Show the parts of a model or an adapter.
+    """Describe a model or an adapter, without loading weights.
 
-    For a model: its roles, and the values that each method would train. For an adapter: its
-    settings, tensors and the size of its updates. No weights are loaded.
+    For a model: its roles, and the parameters that each method would train. For an adapter: its
+    settings, tensors and the size of its updates.
     """
     path = Path(what).expanduser()
     if path.name in ADAPTER_FILES:
@@ -108,7 +108,7 @@ def inspect(
 
 
 def adapter_facts(folder: Path) -> tuple[dict[str, Any], list[Group]]:
-    """Read an adapter's config and tensor header, but no tensor."""
+    """Return facts from the config and the tensor header of an adapter."""
     from peftkit.formats.guard import check_safetensors
     from peftkit.formats.peft.load import read_adapter
 
@@ -135,13 +135,13 @@ def adapter_facts(folder: Path) -> tuple[dict[str, Any], list[Group]]:
 
 
 def _updates(folder: Path) -> tuple[list[RoleUpdate], str]:
-    """Return an adapter's updates by role; or none, and the reason."""
+    """Return the updates of an adapter by role; or [] and the reason."""
     from peftkit.formats.peft.low_rank import read_low_rank, role_updates
 
     try:
         return role_updates(read_low_rank(folder)[1]), ""
     except AdapterError as error:
-        return [], f"No norms of its updates: {error}"
+        return [], f"No norms of the updates: {error}"
 
 
 def _tensors(tensors: Mapping[str, Entry]) -> Iterator[tuple[str, str, str, int]]:
@@ -163,7 +163,7 @@ def grouped(weights: Iterable[tuple[str, str, str, int]]) -> list[Group]:
 
 
 def model_facts(name: str) -> tuple[dict[str, Any], list[Group], list[MethodFacts]]:
-    """Build a model without weights; return its facts, its weights by role, and its methods."""
+    """Build a model without weights; return its facts, weights by role, and methods."""
     from peftkit.model.blocks import blocks
     from peftkit.model.places import find_places
     from peftkit.model.targets import find_roles
@@ -199,7 +199,7 @@ def _without_weights(name: str) -> nn.Module:
 
 
 def method_facts(model: nn.Module) -> Iterator[MethodFacts]:
-    """Attach every method to a model without weights in turn, and yield its facts."""
+    """Attach each method to a model without weights, and yield its facts."""
     from peftkit.adapter import attach
     from peftkit.methods.prefix import CacheKindError
     from peftkit.methods.table import METHODS
@@ -235,7 +235,7 @@ def _weight(model: nn.Module, role: str, site: Site) -> tuple[str, str, str, int
 
 
 def weight_shape(model: nn.Module, role: str, site: Site) -> tuple[int, ...]:
-    """Return the shape ([experts,] in, out) of a role's part of a weight."""
+    """Return the shape ([experts,] in, out) of a role within a weight."""
     from peftkit.model.places import is_linear, linear_shape, stacked_shape
 
     module = model.get_submodule(site.path)
@@ -273,7 +273,7 @@ def show(facts: Mapping[str, Any], groups: Sequence[Group]) -> None:
 
 
 def _text(value: Any) -> str:
-    """Return a fact's value; paths that differ only in the layer number are listed once."""
+    """Format the value of a fact; paths that differ only in the layer number are listed once."""
     if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
         counts = Counter(starred(name) for name in value)
         return ", ".join(f"{name} ({n} x)" if n > 1 else name for name, n in counts.items())
@@ -283,7 +283,7 @@ def _text(value: Any) -> str:
 
 
 def show_updates(updates: Sequence[RoleUpdate]) -> None:
-    """Print a table of an adapter's updates, on stdout."""
+    """Print a table of the updates of an adapter, on stdout."""
     from peftkit_cli.render import print_table
 
     if updates:
@@ -296,7 +296,7 @@ def show_updates(updates: Sequence[RoleUpdate]) -> None:
 
 
 def show_methods(methods: Sequence[MethodFacts], num_parameters: int) -> None:
-    """Print the number of values that each method would train, on stdout."""
+    """Print the number of parameters that each method would train, on stdout."""
     from peftkit_cli.render import print_table
 
     if methods:

@@ -1,4 +1,4 @@
-"""`peftkit merge` and `combine`: adapters merged into their base, or into one another."""
+"""`peftkit merge` and `combine`: merge adapters into their base, or with each other."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def merge(
     adapter: Adapter,
     out: Annotated[
         Path,
-        typer.Option(metavar="DIR", help="New folder. FILE.gguf, if the base is such a file."),
+        typer.Option(metavar="DIR", help="New folder; or FILE.gguf if the base is a .gguf file."),
     ],
     base: Base = None,
     dtype: Annotated[
         Literal["bf16", "fp16", "fp32"] | None,
         typer.Option(
-            metavar="TYPE", help="Type of the weights: bf16, fp16, fp32. By default the base's."
+            metavar="TYPE", help="Dtype of the weights: bf16, fp16, fp32. Default: as in the base."
         ),
     ] = None,
     force: Force = False,
@@ -36,10 +36,10 @@ def merge(
         ),
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the model that is there.")
+        bool, typer.Option("--overwrite", help="Replace the model in the output folder.")
     ] = False,
 ) -> None:
-    """Merge an adapter into its base, giving an ordinary model. Prints its folder."""
+    """Merge an adapter into its base, as an ordinary model. Prints its folder."""
     folder = adapter_folder(adapter)
     from peftkit.merging.merge import merge as merge_adapter
     from peftkit_cli.render import Renderer
@@ -57,9 +57,9 @@ def merge(
         )
     typer.echo(out)
     if out.suffix == ".gguf":
-        note(f"Next: llama-server -m '{out}', or FROM in Ollama's Modelfile.")
+        note(f"Next: llama-server -m '{out}'; or FROM '{out}' in a Modelfile of Ollama.")
         return
-    note(f"Next: load '{out}' in transformers, vLLM or llama.cpp's converter, like any model.")
+    note(f"Next: load '{out}' in transformers or vLLM, or convert it for llama.cpp.")
 
 
 def combine(
@@ -67,7 +67,7 @@ def combine(
         list[str],
         typer.Argument(
             metavar="ADAPTER[=WEIGHT]...",
-            help="Adapter folders and their weights: A=0.7 B=0.3. Without weights: equal shares.",
+            help="Adapter folders and their weights: A=0.7 B=0.3. Default: equal weights.",
         ),
     ],
     out: OutFolder,
@@ -75,8 +75,8 @@ def combine(
         Combination,
         typer.Option(
             metavar="NAME",
-            help="linear, cat: the exact sum. svd: its best approximation of --rank. ties, "
-            "dare_linear, dare_ties, magnitude_prune: prune each update, then add up.",
+            help="linear, cat: the exact weighted sum. svd: its best approximation with --rank. "
+            "ties, dare_linear, dare_ties, magnitude_prune: prune each update before summing.",
         ),
     ] = "linear",
     rank: Annotated[
@@ -84,17 +84,17 @@ def combine(
         typer.Option(
             min=1,
             metavar="R",
-            help="Rank for svd and the pruning methods; by default the adapters' largest.",
+            help="Rank for svd and the pruning methods. Default: the largest rank of the adapters.",
         ),
     ] = None,
     density: Annotated[
         float | None,
-        typer.Option(metavar="D", help="Fraction of entries that pruning keeps; by default 0.5."),
+        typer.Option(metavar="D", help="Fraction of entries that pruning keeps. Default: 0.5."),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the DARE methods.")] = 0,
     force: Replace = False,
 ) -> None:
-    """Combine adapters of one base into one. Prints the new adapter's folder."""
+    """Combine adapters of one base into one. Prints its folder."""
     weighted = _weighted(adapters)
     from peftkit.merging.combine import combine as combine_adapters
     from peftkit_cli.render import Renderer
@@ -107,14 +107,14 @@ def combine(
 
 
 def _weighted(adapters: list[str]) -> list[tuple[Path, float]]:
-    """Split each ADAPTER=WEIGHT at its last equals sign; without any, all are equal."""
-    bare = [text for text in adapters if "=" not in text or Path(text).exists()]
-    if len(bare) == len(adapters):
+    """Split each ADAPTER=WEIGHT at the last equals sign; without weights, all are equal."""
+    unweighted = [text for text in adapters if "=" not in text or Path(text).exists()]
+    if len(unweighted) == len(adapters):
         return [(adapter_folder(text), 1 / len(adapters)) for text in adapters]
-    if bare:
+    if unweighted:
         raise AdapterError(
-            f"'{bare[0]}' has no weight, and others have.",
-            fix=f"Write its weight after it: {bare[0]}=1. Or give none: all then count alike.",
+            f"'{unweighted[0]}' has no weight, but others have one.",
+            fix=f"Add its weight: {unweighted[0]}=1. Or give no weights, for equal weights.",
         )
     weighted = []
     for text in adapters:

@@ -1,4 +1,4 @@
-"""`peftkit plan`: estimate the memory, time and disk of a run from the model's config alone."""
+"""`peftkit plan`: estimate the memory, time and disk space of a run from the model config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from peftkit.planning.plan import Plan
 
 COLUMNS = ("base", "activations", "peak GB", "weights", "adapter", "step", "fits", "longest")
-"""adapter: with gradients and optimizer state; longest: the longest row that fits, in tokens."""
+"""adapter: includes gradients and optimizer state; longest: longest row that fits, in tokens."""
 
 
 def plan(
@@ -34,7 +34,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="GPU memory to plan for: 8GB, 12GB, 24GB ... Default: this machine's.",
+            help="GPU memory to plan for, such as 24GB. Default: the memory of this machine.",
         ),
     ] = None,
     link: Annotated[
@@ -44,7 +44,10 @@ def plan(
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Estimate a run's memory, time and disk, and what to change if it does not fit."""
+    """Estimate the memory, time and disk space of a run.
+
+    If the run does not fit into memory, suggests a change.
+    """
     if what.endswith((".yaml", ".yml")):
         check_recipe_exists(Path(what))
     from peftkit.planning.plan import plan_run
@@ -65,15 +68,15 @@ def _show(plan: Plan) -> None:
 
     console = Console(highlight=False)
     where = "a GPU" if plan.on_gpu else "this machine's CPU"
-    kept = plan.stored or f"quantize {plan.quantize}"
+    storage = plan.stored or f"quantize {plan.quantize}"
     Console(stderr=True, highlight=False).print(
         f"{plan.model}: {count(plan.num_parameters)} parameters "
-        f"({plan.dtype}, {kept}), {count(plan.num_trained)} trained "
+        f"({plan.dtype}, {storage}), {count(plan.num_trained)} trained "
         f"({100 * plan.num_trained / (plan.num_parameters + plan.num_trained):.2f} % of all).",
         markup=False,
     )
     title = (
-        f"Memory of {plan.rows} x {plan.length:,} tokens at once on {where}: "
+        f"Memory of batches of {plan.rows} x {plan.length:,} tokens on {where}: "
         f"{size(plan.usable_bytes, 2)} usable of {size(plan.memory_bytes, 2)}"
     )
     rows = tuple(_strategy_row(strategy, plan.rows) for strategy in plan.ways)
@@ -108,15 +111,14 @@ def _facts(plan: Plan) -> Mapping[str, str]:
     work = "the run" if plan.run_tokens else "a batch"
     if plan.run_tokens:
         facts["data"] = f"about {plan.num_tokens:,} tokens in {plan.num_rows:,} rows"
-        each = plan.num_trained / max(plan.num_tokens or 1, 1)
-        facts["trained values for a token"] = f"{each:,.0f}" if each >= 10 else f"{each:.2g}"
+        ratio = plan.num_trained / max(plan.num_tokens or 1, 1)
+        facts["trained parameters per token"] = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
     if plan.seconds_here is not None:
-        shown = rough_duration(plan.seconds_here)
-        busy = "on this busy machine" if is_busy() else "if nothing else runs"
-        facts[f"{work} here"] = f"roughly {shown} once loaded, {busy}"
+        load = "with the current load" if is_busy() else "on an idle machine"
+        facts[f"{work} here"] = f"about {rough_duration(plan.seconds_here)} once loaded, {load}"
     for name, seconds in plan.seconds_on.items():
-        shown = f"{rough_duration(seconds)}" if seconds >= 0.1 else "under 0.1 s"
-        facts[f"{work} on {name}"] = f"{shown} once loaded, at 40 % of bf16 peak"
+        estimate = rough_duration(seconds) if seconds >= 0.1 else "under 0.1 s"
+        facts[f"{work} on {name}"] = f"{estimate} once loaded, at 40 % of bf16 peak"
     return facts
 
 
@@ -140,13 +142,10 @@ def _streamed(plan: Plan) -> Mapping[str, str]:
 
 def _verdict(plan: Plan) -> str:
     if plan.fits:
-        chosen = plan.chosen
-        how = "the base streamed, " * (chosen.placement == "stream")
-        less = "" if chosen.fits else ", with fewer rows at a time"
-        summary = f"It fits: {how}activations: {chosen.activations}{less}."
-        return f"{summary}\nPlan: {plan.execution.describe()}."
+        fewer = "" if plan.chosen.fits else " with smaller micro-batches"
+        return f"It fits into memory{fewer}.\nExecution plan: {plan.execution.describe()}."
     several = next((share.cards for share in plan.cards if share.fits), 0)
-    other = f"\n{several} such cards hold it with --set train.shard=base." if several else ""
+    other = f"\nWith --set train.shard=base, it fits on {several} such GPUs." if several else ""
     if plan.change:
-        return f"It does not fit. The cheapest change that does:\n  {plan.change}{other}"
-    return f"It does not fit, and no setting of this model does.{other}"
+        return f"It does not fit into memory. The cheapest fix:\n  {plan.change}{other}"
+    return f"It does not fit into memory with any setting.{other}"

@@ -1,4 +1,4 @@
-"""Shows a run's events: live on a terminal, as single lines anywhere else."""
+"""Show the events of a run: live on a terminal, else as lines."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from peftkit import events
 from peftkit.events import Event, Listener
 from peftkit.figures import count, duration, loss_name, metric, metric_name, size
 
-SHOWN = ("accuracy", "margin", "reward", "entropy")  # of a task's; metrics.jsonl has all
-PLAIN_LINES = 40  # about as many lines of steps as a log should hold
-PLAIN_SECONDS = 60.0  # and a sign of life at least this often
+STEP_METRICS = ("accuracy", "margin", "reward", "entropy")  # metrics.jsonl has all
+PLAIN_LINES = 40  # approximate number of step lines in a log
+PLAIN_SECONDS = 60.0  # maximum time between two step lines
 FIGURE = re.compile(r"[-+]?[\d.,:]+(e-?\d+)?( [A-Za-z]{1,4})?")
-"""A cell that stays on one line: 1,024, 212.3 MB, 3:07."""
-PROGRESS_SECONDS = 5.0  # work that takes less has no lines of progress
+"""A cell that must not wrap: 1,024, 212.3 MB, 3:07."""
+PROGRESS_SECONDS = 5.0  # minimum time between two progress lines
 
 
 class Renderer:
-    """Shows events on stderr, as a context manager that stops the live display on leaving.
+    """Shows events on stderr; a context manager that stops the live display on exit.
 
     Args:
-        tables: Console of tables, if they are the command's output rather than a remark.
+        tables: Console for tables, if they are the output of the command.
         transient: Remove finished stages from the terminal.
-        brief: Show tables that have a summary as that one line.
-        quiet: Show notices alone.
+        brief: Show the one-line summary of a table, if it has one.
+        quiet: Show notices only.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class Renderer:
     ) -> None:
         console = Console(file=cast("IO[str]", Unfailing(sys.stderr)), highlight=False)
         self._live: LiveScreen | None = None
-        if os.environ.get("RANK", "0") != "0":  # under `accelerate launch` one process draws
+        if os.environ.get("RANK", "0") != "0":  # under `accelerate launch`, rank 0 draws
             self._listener = events.ignore
         elif quiet or not console.is_terminal or console.is_dumb_terminal:
             screen = PlainScreen(console, tables or console, brief=brief, quiet=quiet)
             self._listener = screen.on_event
         else:
             if tables is None or tables.is_terminal:
-                tables = console  # on one terminal, all go through the console that redraws it
+                tables = console  # the console that redraws the terminal must print all
             self._live = LiveScreen(console, tables, transient=transient, brief=brief)
             self._listener = self._live.on_event
 
@@ -71,9 +71,9 @@ class Renderer:
 
 
 class Unfailing:
-    """A stream that ignores that its reader has closed or its disk is full.
+    """A stream that discards its output if its reader has closed or its disk is full.
 
-    A closed terminal or a full log loses only its output, not the run.
+    A run therefore survives a closed terminal or a full log disk.
     """
 
     def __init__(self, stream: IO[str]) -> None:
@@ -83,7 +83,7 @@ class Unfailing:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write; after a failure, discard."""
+        """Write, or discard after a failure."""
         try:
             return self._stream.write(text)
         except OSError:
@@ -91,7 +91,7 @@ class Unfailing:
             return len(text)
 
     def flush(self) -> None:
-        """Flush; after a failure, discard."""
+        """Flush, or do nothing after a failure."""
         try:
             self._stream.flush()
         except OSError:
@@ -104,7 +104,7 @@ class Unfailing:
 
 
 class PlainScreen:
-    """One line per fact, for log files and pipes; steps thinned to about `PLAIN_LINES`."""
+    """One line per event, for log files and pipes; about `PLAIN_LINES` lines of steps."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class PlainScreen:
         self._last_tenth = ("", 0)
 
     def on_event(self, event: Event) -> None:
-        """Print the event, or nothing if it is one of many alike."""
+        """Print an event; skip most steps and progress events."""
         if self.quiet and not isinstance(event, events.Notice):
             return
         if isinstance(event, events.Table):
@@ -147,12 +147,12 @@ class PlainScreen:
 
     def _line(self, text: str) -> None:
         self._last_line = self.clock()
-        # Unwrapped: a log line that can be searched beats one that fits 80 columns.
+        # Unwrapped, for searches in logs.
         self.console.print(text, markup=False, soft_wrap=True)
 
 
 class LiveScreen(Progress):
-    """Redraws the current work in place; finished work is printed above it."""
+    """Redraws the current operation in place; finished operations are printed above."""
 
     def __init__(
         self, console: Console, tables: Console, *, transient: bool, brief: bool = False
@@ -173,7 +173,7 @@ class LiveScreen(Progress):
         )
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Return what is redrawn: the figures of the last step, above the bar."""
+        """Return the figures of the last step, and the progress bars."""
         if self._step is not None:
             yield Text("  ".join(step_parts(self._step)[:-1]))
         yield self.make_tasks_table(self.tasks)
@@ -201,13 +201,13 @@ class LiveScreen(Progress):
 
     def finish(self, *, failed: bool = False) -> None:
         """Stop redrawing."""
-        if failed:  # a stage that broke off is not done
+        if failed:  # a failed stage has no check mark
             self._stage = None
         self._end_stage()
         self.stop()
 
     def _bar(self, task: TaskID | None, event: events.Progress, left: str = "") -> TaskID:
-        """Show how far work is, and the time left; return its task, a new one for None."""
+        """Update a progress bar (a new one for None), and return it."""
         if task is None:
             task = self.add_task("", how_far="")
         done, total = event.done, max(event.total, 1)
@@ -233,7 +233,7 @@ def print_table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, 
 
 
 def show_table(console: Console, table: events.Table, *, brief: bool = False) -> None:
-    """Print a table; off a terminal as wide as its text, so that no cell is cut.
+    """Print a table; outside a terminal, as wide as its text.
 
     Args:
         brief: Print its summary instead, if it has one.
@@ -241,7 +241,7 @@ def show_table(console: Console, table: events.Table, *, brief: bool = False) ->
     if brief and table.summary:
         console.print(Text(table.summary), soft_wrap=True)
         return
-    if table.title:  # by itself: a grid's own title is as narrow as its columns
+    if table.title:  # separate: rich wraps titles to the width of the grid
         console.print(Text(table.title, style="bold"), soft_wrap=not console.is_terminal)
     grid = Grid(box=box.SIMPLE_HEAD, show_edge=False, show_header=any(table.columns))
     for number, column in enumerate(table.columns):
@@ -253,7 +253,7 @@ def show_table(console: Console, table: events.Table, *, brief: bool = False) ->
     if console.is_terminal:
         console.print(grid, Text())
         return
-    # In a file nothing wraps: lines there are searched, whatever their length.
+    # Lines in a file never wrap, for searches.
     width = console.measure(grid, options=console.options.update(width=10_000)).maximum
     page = io.StringIO()
     Console(file=page, width=width).print(grid)
@@ -262,7 +262,7 @@ def show_table(console: Console, table: events.Table, *, brief: bool = False) ->
 
 
 def describe(event: Event) -> str | None:
-    """Return an event as lines of text, or None if it has none of its own."""
+    """Return the text of an event; None for events without text."""
     match event:
         case events.Stage(text):
             return text
@@ -293,7 +293,7 @@ def describe(event: Event) -> str | None:
 
 
 def _sample_line(sample: events.Sample) -> str:
-    """Return a sample as one line: the end of the prompt, and the beginning of the answer."""
+    """Return a sample as one line: the end of the prompt and the start of the answer."""
     prompt, answer = " ".join(sample.prompt.split()), " ".join(sample.completion.split())
     prompt = prompt if len(prompt) <= 48 else f"...{prompt[-45:]}"
     answer = answer if len(answer) <= 96 else f"{answer[:93]}..."
@@ -301,10 +301,10 @@ def _sample_line(sample: events.Sample) -> str:
 
 
 def step_parts(step: events.StepDone) -> list[str]:
-    """Return the figures of one step, each as a short text."""
+    """Return the figures of one step, each as a short string."""
     parts = [
         f"loss {step.loss:.4f}",
-        *(f"{name} {step.figures[name]:.3f}" for name in SHOWN if name in step.figures),
+        *(f"{name} {step.figures[name]:.3f}" for name in STEP_METRICS if name in step.figures),
         f"lr {step.learning_rate:.2e}",
         f"grad {step.grad_norm:.2f}",
         f"epoch {step.epoch:.2f}",
@@ -317,14 +317,15 @@ def step_parts(step: events.StepDone) -> list[str]:
 
 def metrics_line(metrics: Mapping[str, float]) -> str:
     """Return metrics as one line."""
-    shown = (f"{metric_name(name)} {metric(name, value)}" for name, value in metrics.items())
-    return ", ".join(shown)
+    return ", ".join(
+        f"{metric_name(name)} {metric(name, value)}" for name, value in metrics.items()
+    )
 
 
 def how_far(event: events.Progress) -> str:
-    """Return how much is done of how much: 3/14, 1.2 GB/4.5 GB."""
-    shown = size if event.unit == "B" else "{:,}".format
-    return f"{shown(event.done)}/{shown(event.total)}"
+    """Return the progress as text: 3/14, 1.2 GB/4.5 GB."""
+    text = size if event.unit == "B" else "{:,}".format
+    return f"{text(event.done)}/{text(event.total)}"
 
 
 def _styled(event: Event, text: str) -> Text:

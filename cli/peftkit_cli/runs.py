@@ -1,4 +1,4 @@
-"""`peftkit sweep`, `report` and `runs`: train several runs, look at them, compare them."""
+"""`peftkit sweep`, `report` and `runs`: train, inspect and compare several runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from peftkit.formats.folders import SWEEP
 from peftkit_cli.about import check_recipe_exists
 from peftkit_cli.arguments import Json, Overrides, Quiet, note
 
-SHOWN_SETTINGS = 6
+MAX_SETTINGS = 6
 
 
 def sweep(
@@ -23,7 +23,7 @@ def sweep(
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE,VALUE",
-            help="Train with each of these values: method.rank=8,16,64. Repeatable: a grid.",
+            help="Values to train with: method.rank=8,16,64. Repeatable, for a grid.",
         ),
     ] = None,
     pick: Annotated[
@@ -38,8 +38,8 @@ def sweep(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder for the sweep; each run has a folder in it. Default: train.output_dir of "
-            "the recipe, else runs/sweep.",
+            help="Folder for the sweep and its runs. Default: train.output_dir of the recipe, else "
+            "runs/sweep.",
             show_default=False,
         ),
     ] = None,
@@ -47,11 +47,11 @@ def sweep(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train several adapters over one base, which is loaded once. Prints the folder of the best."""
+    """Train several adapters on one base, and compare them. Prints the folder of the best."""
     if bool(over) == bool(pick):
         raise ConfigError(
-            "a sweep takes a recipe with --over or --pick",
-            fix="peftkit sweep RECIPE.yaml --over method.rank=8,16 --out runs/sweep",
+            "a sweep needs either --over or --pick.",
+            fix="For example: peftkit sweep RECIPE.yaml --over method.rank=8,16 --out runs/sweep",
         )
     check_recipe_exists(recipe)
     from peftkit import sweeps
@@ -81,16 +81,16 @@ def sweep(
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run folders, or a sweep's.")
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or of a sweep.")
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="File to write; by default RUN/report.html."),
+        typer.Option(metavar="FILE", help="File to write. Default: RUN/report.html."),
     ] = None,
 ) -> None:
-    """Write a run's report, or compare several runs, as one HTML file. Prints its path.
+    """Write a report of one or several runs, as an HTML file.
 
-    It shows the curves, samples, data, recipe and versions.
+    It shows curves, samples, data, recipe and versions. Prints the path of the file.
     """
     from peftkit.report.history import METRICS
     from peftkit.report.page import REPORT, write_report
@@ -103,11 +103,14 @@ def report(
 
 def runs(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder with runs in it, at any depth.")
+        Path, typer.Argument(metavar="DIR", help="Folder that contains runs, at any depth.")
     ] = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """List the runs below a folder, newest first: state, steps, losses, differing settings."""
+    """List the runs in a folder, newest first.
+
+    Shows state, steps, losses and the settings that differ.
+    """
     from peftkit.report.history import list_runs
 
     listed = list_runs(folder)
@@ -118,8 +121,7 @@ def runs(
     from peftkit_cli.render import print_table
 
     settings = list(dict.fromkeys(key for run in listed for key in run.differs))
-    shown, more = settings[:SHOWN_SETTINGS], settings[SHOWN_SETTINGS:]
-    columns = ("run", "state", "steps", "loss", "eval", "best", "at", "time")
+    columns = settings[:MAX_SETTINGS]
     rows = [
         (
             run.run,
@@ -128,12 +130,15 @@ def runs(
             *map(short, (run.loss, run.eval_loss, run.best_eval_loss)),
             "-" if run.best_step is None else f"{run.best_step:,}",
             duration(run.seconds),
-            *(run.differs.get(key, "-") for key in shown),
+            *(run.differs.get(key, "-") for key in columns),
         )
         for run in listed
     ]
-    print_table("", (*columns, *shown), rows)
-    means = f"loss: mean of the last {RECENT_STEPS} steps"
-    note(f"{means}; eval: of the last evaluation; best: the lowest.")
-    if more:
-        note(f"They also differ in {', '.join(more)}: see --json, or peftkit report RUN RUN.")
+    names = ("run", "state", "steps", "loss", "eval", "best", "at", "time")
+    print_table("", (*names, *columns), rows)
+    note(
+        f"loss: mean of the last {RECENT_STEPS} steps; eval: loss of the last evaluation; "
+        "best: lowest eval loss."
+    )
+    if rest := ", ".join(settings[MAX_SETTINGS:]):
+        note(f"The runs also differ in {rest}: see --json, or peftkit report RUN RUN.")

@@ -23,12 +23,12 @@ def serve(
         list[str],
         typer.Argument(
             metavar="[NAME=]RUN...",
-            help="Adapters of one base: folders, or USER/NAME[@REVISION] on the hub. "
-            "The name is the model's; by default the folder's. With --train, the base first.",
+            help="Adapters of one base: folders, or USER/NAME[@REVISION] on the hub. NAME is the "
+            "model name, by default the folder name. With --train, the base comes first.",
         ),
     ],
     host: Annotated[
-        str, typer.Option(metavar="HOST", help="Address to listen on; others need a key.")
+        str, typer.Option(metavar="HOST", help="Address to listen on; other addresses need a key.")
     ] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(metavar="N", min=0, max=65535, help="0 picks a free port.")
@@ -38,20 +38,20 @@ def serve(
         typer.Option(
             metavar="KEY",
             envvar="PEFTKIT_API_KEY",
-            help="Key that clients must send. Set it in the environment (several: with spaces "
-            "between them): others can see arguments.",
+            help="Key that clients must send. Better set it in the environment (separate several "
+            "with spaces), since other users can see arguments.",
         ),
     ] = None,
     base: Base = None,
     max_batch: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Answers generated at once.")
+        int, typer.Option(metavar="N", min=1, help="Maximum number of answers generated together.")
     ] = 32,
     max_waiting: Annotated[
         int | None,
         typer.Option(
             metavar="N",
             min=1,
-            help="Queue limit; beyond it, HTTP 429. By default 64, with --train 4096.",
+            help="Queue limit; further requests get HTTP 429. Default: 64, with --train 4096.",
         ),
     ] = None,
     max_new_tokens: MaxNewTokens = 1024,
@@ -61,37 +61,39 @@ def serve(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Train too, for OpenAI's and Tinker's clients, over the base that comes first; "
-            "DIR keeps files, jobs and weights.",
+            help="Also train the base, for OpenAI and Tinker clients; DIR stores files, jobs and "
+            "weights.",
         ),
     ] = None,
     quantize: Annotated[
         Literal["none", "nf4", "fp4", "int8"],
-        typer.Option(metavar="KIND", help="Of the base, with --train: none, nf4, fp4, int8."),
+        typer.Option(
+            metavar="KIND", help="With --train: quantisation of the base: none, nf4, fp4, int8."
+        ),
     ] = "none",
     names: Annotated[
         list[str] | None,
         typer.Option(
-            "--as", metavar="NAME", help="Another name of the base, with --train. Repeatable."
+            "--as", metavar="NAME", help="With --train: another name of the base. Repeatable."
         ),
     ] = None,
     run_graders: Annotated[
         bool,
-        typer.Option("--run-graders", help="Run Python graders that clients send, with --train."),
+        typer.Option("--run-graders", help="With --train: run Python graders that clients send."),
     ] = False,
 ) -> None:
-    """Run a local OpenAI-compatible server. Prints the address.
+    """Run an OpenAI-compatible server. Prints its address.
 
     The models are the adapters and `base`. A request may set its own temperature and max_tokens.
-    With --train, clients upload rows, train on them and use the result at once.
+    With --train, clients can also upload rows, train on them, and use the result.
     """
     options = None
     if train is not None:
         options = _options(runs[0], train, quantize, names or [], run_graders, base)
     elif quantize != "none" or names or run_graders:
         raise ConfigError(
-            "--quantize, --as and --run-graders are for a server that trains.",
-            fix="Add --train DIR; without it, the base is loaded as for its adapters' training.",
+            "--quantize, --as and --run-graders need --train.",
+            fix="Add --train DIR. Without it, the base is loaded as the adapters were trained.",
         )
     folders = named_adapters(runs if options is None else runs[1:])
     from peftkit.inference.open_engine import generation_fallbacks, tokens_that_fit
@@ -99,24 +101,24 @@ def serve(
     from peftkit_cli.render import Renderer
 
     def announce(url: str, bank: AdapterBank) -> None:
-        screen.close()  # loading is over; serving may take days
+        screen.close()  # nothing to show while serving
         typer.echo(f"{url}/v1")
         models = ", ".join([*bank.names, "base", *(names or ())])
-        note(f"Models: {models}. Ctrl-C ends it. Also there: {url}/health")
+        note(f"Models: {models}. Health check: {url}/health. Stop with Ctrl-C.")
         for name in bank.names:
             note_system(bank.style(name), f"{name}: ")
         from peftkit.serve.app import LEFT_TO_TRAIN  # needs the extra
 
         left = 0.0 if train is None else LEFT_TO_TRAIN
         if (tokens := tokens_that_fit(bank.base.model, left=left)) is not None:
-            rest = f" {left:.0%} of the free memory is left to training." if left else ""
-            note(f"Memory for {tokens:,} tokens of prompts and answers at once.{rest}")
+            reserved = f" {left:.0%} of the free memory is reserved for training." if left else ""
+            note(f"Memory for {tokens:,} tokens of concurrent prompts and answers.{reserved}")
         for fallback in generation_fallbacks(bank.base.model, bank.base.tokenizer):
             note(fallback.text)
         if train is not None:
-            note(f"It trains, too: files, jobs and weights are kept in {train}.")
+            note(f"Training is enabled. Files, jobs and weights are stored in {train}.")
         elif command := vllm_command(bank):
-            note(f"For production, vLLM loads the same folders:\n  {command}")
+            note(f"For production, vLLM can serve the same folders:\n  {command}")
 
     with ExitStack() as screen:
         on_event = screen.enter_context(Renderer(transient=True))
@@ -140,15 +142,15 @@ def serve(
 def _options(
     model: str, folder: Path, quantize: str, names: list[str], allow_code: bool, base: str | None
 ) -> TrainingOptions:
-    """Return what `--train` and its companions say."""
+    """Return the options of a server that trains."""
     if base is not None:
         raise ConfigError(
-            "with --train the base comes first, not with --base.",
+            "with --train, the base is the first argument, not --base.",
             fix=f"peftkit serve {base} --train {folder}",
         )
     if (Path(model) / CONFIG).is_file():
         raise ConfigError(
-            f"'{model}' is an adapter; with --train the base comes first.",
+            f"'{model}' is an adapter; with --train, the first argument is the base.",
             fix=f"peftkit serve MODEL {model} --train {folder}",
         )
     from peftkit.config.schema import from_dict

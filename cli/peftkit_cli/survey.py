@@ -1,4 +1,4 @@
-"""Statistics of a file of rows, without a model."""
+"""Statistics of a data file, without a model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PAIRS, VERDICTS, PROMPTS = (
     ("preference (loss: kto)",),
     ("distill", "grpo"),
 )
-"""Tasks of pairs of answers, of judged answers, and of rows that are prompts alone."""
+"""Tasks for preference pairs, for labelled answers, and for prompts without answers."""
 TASKS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("prompt", "completion"), ("causal_lm", "seq2seq", "distill", "grpo")),
     (("prompt", "answer"), ("causal_lm", "grpo", "distill")),
@@ -54,7 +54,7 @@ TASKS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("video",), ("image_text",)),
     (("document", "summary"), ("seq2seq",)),
 )
-"""Tasks by the fields of their rows; the first that fits counts (docs/data.md)."""
+"""Tasks by the fields of their rows; the first match counts (docs/data.md)."""
 OF_FORMATS: dict[FormatName | None, tuple[str, ...]] = {
     None: (),
     "text": ("causal_lm", "masked_lm"),
@@ -63,15 +63,17 @@ OF_FORMATS: dict[FormatName | None, tuple[str, ...]] = {
 }
 _MEDIA = ("images", "image", "audios", "audio", "videos", "video")
 LABELS = ("role", "from", "type")
-"""Keys of a turn that hold no text."""
+"""Keys of a turn that contain no text."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldFacts:
-    """A field: how many rows have it, how many of these are empty, and its mean length.
+    """Statistics of a field.
 
     Attributes:
-        mean_chars: Of texts, those inside lists and objects too.
+        num_rows: Rows that have the field.
+        num_empty: Rows in which it is empty.
+        mean_chars: Mean number of characters, including texts inside lists and objects.
     """
 
     name: str
@@ -82,19 +84,19 @@ class FieldFacts:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Statistics of a file of rows.
+    """Statistics of a data file.
 
     Attributes:
-        format: Of the first row, as causal_lm reads it; None if it does not.
-        tasks: That take the first row's fields.
-        num_duplicates: Rows equal to an earlier one.
-        mixed: The first row of another format, and which; "" if there is none.
-        num_wrong: Rows that the first of these tasks cannot read.
-        wrong: The first of these, and why; "" if there is none.
-        num_useless: Pairs with an empty answer, or with two equal ones; training drops them.
-        first_useless: The first of these, or "".
-        has_tools: Whether conversations have tools, or call them.
-        plain: Names of the prompt and the completion of the first row, if they are two texts.
+        format: Format of the first row for causal_lm; None if there is none.
+        tasks: Tasks that accept the fields of the first row.
+        num_duplicates: Rows equal to an earlier row.
+        mixed: The first row of another format, and this format; "" if there is none.
+        num_wrong: Rows that the first of `tasks` cannot read.
+        wrong: The first of these rows, and the reason; "" if there is none.
+        num_useless: Pairs with an empty answer or two equal answers; training drops them.
+        first_useless: The first of these pairs, or "".
+        has_tools: Whether conversations have tools or tool calls.
+        plain: Names of the prompt and the completion of the first row, if both are texts.
     """
 
     where: str
@@ -113,22 +115,22 @@ class Survey:
 
     @property
     def num_chars(self) -> int:
-        """Characters of all texts."""
+        """Number of characters of all texts."""
         return round(sum(field.mean_chars * field.num_rows for field in self.fields))
 
 
 def survey(where: str) -> Survey:
-    """Read every row of a file, of files by a pattern or of a data set once.
+    """Read all rows of a file, a pattern of files or a data set.
 
     Raises:
         DataError: Rows cannot be read.
     """
-    seen = array("q")  # a number for each row, equal for equal ones
+    seen = array("q")  # a hash of each row
     number, format_name, tasks, mixed = 0, None, tuple[str, ...](), ""
     num_wrong, wrong = 0, ""
     num_useless, first_useless = 0, ""
     has_tools, plain = False, tuple[str, ...]()
-    counts: dict[str, list[int]] = {}  # of each field: rows, empty ones, characters
+    counts: dict[str, list[int]] = {}  # by field: rows, empty rows, characters
     for raw in (raw for file in files_of(where) for raw in iterate_records(file)):
         record = with_usual_names(raw)
         if number == 0:
@@ -136,15 +138,15 @@ def survey(where: str) -> Survey:
             tasks = _tasks_of(record, format_name)
             plain = _plain(raw, format_name)
         elif not mixed and (other := detect(record.fields)) != format_name:
-            mixed = f"{record.source} has the format {other or 'of none known'}"
+            mixed = f"{record.source} has the format {other or 'unknown'}"
         if not mixed and (problem := _problem(record, format_name, tasks)):
             num_wrong, wrong = num_wrong + 1, wrong or problem
         if is_useless(record):
             num_useless += 1
             first_useless = first_useless or record.source
         has_tools = has_tools or _has_tools(record)
-        whole = json.dumps(record.fields, sort_keys=True, default=str)
-        digest = hashlib.blake2b(whole.encode("utf-8", "replace"), digest_size=8).digest()
+        content = json.dumps(record.fields, sort_keys=True, default=str).encode("utf-8", "replace")
+        digest = hashlib.blake2b(content, digest_size=8).digest()
         seen.append(int.from_bytes(digest, "little", signed=True))
         for name, value in record.fields.items():
             count = counts.setdefault(name, [0, 0, 0])
@@ -175,7 +177,7 @@ def survey(where: str) -> Survey:
 
 
 def _problem(record: Record, format_name: FormatName | None, tasks: tuple[str, ...]) -> str:
-    """Return why the first of the tasks of a file cannot read a row; "" if it can."""
+    """Return why the first task of a file cannot read a row; "" if it can."""
     if not record.fields.keys().isdisjoint(_MEDIA) or is_useless(record):
         return ""
     try:
@@ -193,7 +195,7 @@ def _problem(record: Record, format_name: FormatName | None, tasks: tuple[str, .
 
 
 def _has_tools(record: Record) -> bool:
-    """Whether a conversation has tools, or calls them."""
+    """Return whether a conversation has tools or tool calls."""
     turns = record.fields.get(first_of(record.fields, TURNS) or "")
     roles = {"tool", "function_call", "observation"}
     calls = (
@@ -205,7 +207,7 @@ def _has_tools(record: Record) -> bool:
 
 
 def _plain(record: Record, format_name: FormatName | None) -> tuple[str, ...]:
-    """Return the names of a prompt and its completion, if these are texts; else nothing."""
+    """Return the names of a prompt and its completion if both are texts; else ()."""
     names = {name.strip().lower(): name for name in record.fields}
     answer = first_of(names, ("completion", *ANSWERS))
     if format_name != "prompt_completion" or not answer:
@@ -220,35 +222,32 @@ SPLITS = {
 }
 SHARD = r"-\d+-of-\d+(-\w+)?"
 NO_ROWS = ("_results", "_state")
-"""Ends of the names of what a trainer writes beside rows."""
+"""Suffixes of files that trainers write next to data files."""
 
 
 def splits_of(folder: Path) -> dict[str, str]:
-    """Return the files of a folder to train and to evaluate on, by their names.
+    """Return the training file and the evaluation file of a folder, from their names.
 
-    A name alone, or all of its shards (train-00000-of-00002); else the only one that begins so. Of
-    the shards of held-out rows the first: `data.eval` takes no pattern.
+    A file name matches exactly, or with a shard suffix (train-00000-of-00002), or as the only file
+    with the prefix. Only the first shard of evaluation data is used: `data.eval` takes no pattern.
     """
-    files = [file for file in sorted(folder.iterdir()) if _may_have_rows(file)]
-    found: dict[str, str] = {}
+    files = [file for file in sorted(folder.iterdir()) if file.suffix.lower() in DATA]
+    files = [file for file in files if not file.stem.lower().endswith(NO_ROWS)]
+    splits: dict[str, str] = {}
     for split, names in SPLITS.items():
         tails = [(name, tail) for name in names for tail in (r"", SHARD)]
         for name, tail in (*tails, *((name, r".*") for name in names)):
-            fitting = [f for f in files if re.fullmatch(name + tail, f.stem.lower())]
-            if len(fitting) == 1 or (fitting and tail == SHARD and split == "eval"):
-                found.setdefault(split, str(fitting[0]))
-            elif fitting and tail == SHARD:
-                stem, kind = fitting[0].stem[: len(name)], fitting[0].suffix
-                found.setdefault(split, str(folder / f"{stem}-*-of-*{kind}"))
-    return found
-
-
-def _may_have_rows(file: Path) -> bool:
-    return file.suffix.lower() in DATA and not file.stem.lower().endswith(NO_ROWS)
+            matches = [f for f in files if re.fullmatch(name + tail, f.stem.lower())]
+            if len(matches) == 1 or (matches and tail == SHARD and split == "eval"):
+                splits.setdefault(split, str(matches[0]))
+            elif matches and tail == SHARD:
+                stem, kind = matches[0].stem[: len(name)], matches[0].suffix
+                splits.setdefault(split, str(folder / f"{stem}-*-of-*{kind}"))
+    return splits
 
 
 def _num_chars(value: Any) -> int:
-    """Return the characters of a text, or of the texts in a list or an object."""
+    """Return the number of characters of a text, or of the texts in a list or an object."""
     if isinstance(value, Mapping):
         return sum(_num_chars(inner) for key, inner in value.items() if key not in LABELS)
     if isinstance(value, list):
@@ -260,7 +259,7 @@ def _tasks_of(record: Record, name: FormatName | None) -> tuple[str, ...]:
     fields = record.fields
     if any(fields.keys() >= set(sides) for sides in (SIDES, OPENAI_SIDES)):
         return PAIRS
-    if fields.keys() == {"prompt"} or _asks_only(fields.get(first_of(fields, TURNS) or "")):
+    if fields.keys() == {"prompt"} or _is_prompt_only(fields.get(first_of(fields, TURNS) or "")):
         return PROMPTS
     if isinstance(fields.get(LABEL), bool) and name not in (None, "text"):
         return VERDICTS
@@ -268,8 +267,8 @@ def _tasks_of(record: Record, name: FormatName | None) -> tuple[str, ...]:
     return next(named, OF_FORMATS.get(name, ("causal_lm", "seq2seq")))
 
 
-def _asks_only(turns: Any) -> bool:
-    """Whether a conversation ends with a question, and nothing in it is answered."""
+def _is_prompt_only(turns: Any) -> bool:
+    """Return whether a conversation ends with a user turn and has no assistant turn."""
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         return False
     roles = [turn.get("role", turn.get("from")) for turn in turns]

@@ -21,14 +21,13 @@ if TYPE_CHECKING:
     from peftkit.data.style import Style
     from peftkit.formats.open_adapter import Opened
     from peftkit.inference.bank import AdapterBank
-    from peftkit_cli.chat_tools import ChatTools
 
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum length of an answer.")]
 Temperature = Annotated[
     float,
     typer.Option(metavar="X", min=0.0, help="0: greedy; above: sample."),
 ]
-Seed = Annotated[int | None, typer.Option(metavar="N", help="Seed of the sampling.")]
+Seed = Annotated[int | None, typer.Option(metavar="N", help="Seed for sampling.")]
 
 
 def generate(
@@ -38,14 +37,18 @@ def generate(
     ] = None,
     image: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="An image before the prompt. Repeatable."),
+        typer.Option(metavar="FILE", help="An image to put before the prompt. Repeatable."),
     ] = None,
     audio: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="Audio, likewise; without --prompt it is transcribed."),
+        typer.Option(
+            metavar="FILE",
+            help="Audio to put before the prompt; transcribed without --prompt. Repeatable.",
+        ),
     ] = None,
     video: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="A video, likewise. Repeatable.")
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A video to put before the prompt. Repeatable."),
     ] = None,
     system: System = None,
     base: Base = None,
@@ -54,7 +57,7 @@ def generate(
     seed: Seed = None,
     force: Force = False,
 ) -> None:
-    """Complete a prompt, or transcribe audio. Prints the text and nothing else."""
+    """Complete a prompt, or transcribe audio. Prints the text only."""
     if audio and prompt is None and system is None:
         opened = _open(adapter, base, force)
         from peftkit.evaluation.predict import transcribe
@@ -76,8 +79,8 @@ def generate(
         "temperature": temperature,
         "seed": seed,
     }
-    given = {"image": image, "audio": audio, "video": video}
-    media = [kind(path, str(path)) for kind in KINDS for path in given[kind.name] or ()]
+    files = {"image": image, "audio": audio, "video": video}
+    media = [kind(path, str(path)) for kind in KINDS for path in files[kind.name] or ()]
     style, tokenizer = opened.style, opened.base.tokenizer
     if system is None:
         note_system(style)
@@ -101,53 +104,53 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Tasks of lm-evaluation-harness instead, for base and adapter: arc_easy,gsm8k.",
+            help="Tasks of lm-evaluation-harness, for base and adapter: arc_easy,gsm8k.",
         ),
     ] = None,
     include: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="With --tasks: a folder with task files of your own."),
+        typer.Option(metavar="DIR", help="With --tasks: a folder with your own task files."),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="With --tasks: rows of each task.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="With --tasks: maximum number of rows per task."),
     ] = None,
     fewshot: Annotated[
         int | None,
-        typer.Option(metavar="N", min=0, help="With --tasks: examples before each question."),
+        typer.Option(metavar="N", min=0, help="With --tasks: number of few-shot examples."),
     ] = None,
     chat_template: Annotated[
-        bool, typer.Option("--chat-template", help="With --tasks: ask through the chat template.")
+        bool, typer.Option("--chat-template", help="With --tasks: apply the chat template.")
     ] = False,
     compare: Annotated[
         bool,
-        typer.Option("--compare", help="With --data: measure the base without the adapter, too."),
+        typer.Option("--compare", help="With --data: also evaluate the base without the adapter."),
     ] = False,
     run_rewards: Annotated[
         bool,
         typer.Option(
-            "--run-rewards", help="Run the Python files that the adapter names as rewards."
+            "--run-rewards", help="Run the Python reward functions that the adapter names."
         ),
     ] = False,
     base: Base = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Evaluate an adapter: its loss and metrics on a data file, or public benchmarks."""
+    """Evaluate an adapter on a data file or on benchmarks."""
     if (data is None) == (tasks is None):
-        raise DataError("what to evaluate on is not clear.", fix="Give either --data or --tasks.")
+        raise DataError("eval needs either --data or --tasks.", fix="Give one of the two.")
     if tasks is not None:
-        how = {"include": include, "limit": limit, "num_fewshot": fewshot}
+        options = {"include": include, "limit": limit, "num_fewshot": fewshot}
         names = [name.strip() for name in tasks.split(",")]
         opened = _open(adapter, base, force)
-        _run_tasks(opened, names, as_json=as_json, chat_template=chat_template, **how)
+        _run_tasks(opened, names, as_json=as_json, chat_template=chat_template, **options)
         return
     assert data is not None
     _check_there(data)
     opened = _open(adapter, base, force)
     metrics = _measured(opened, data, run_rewards, compare)
     if as_json:
-        whole = metrics if compare else metrics["adapter"]
-        typer.echo(json.dumps(whole))
+        typer.echo(json.dumps(metrics if compare else metrics["adapter"]))
         return
     _show_metrics(metrics)
 
@@ -155,7 +158,7 @@ def evaluate(
 def _measured(
     opened: Opened, data: Path, run_code: bool, compare: bool
 ) -> dict[str, dict[str, float]]:
-    """Return the metrics by "adapter", and by "base" if that is compared."""
+    """Return the metrics of "adapter" and, with `compare`, of "base"."""
     from peftkit.evaluation.evaluate import evaluate as measure
     from peftkit.events import Event, Progress, Stage
     from peftkit.formats.open_adapter import before_training
@@ -169,7 +172,7 @@ def _measured(
     with Renderer(transient=True) as on_event:
 
         def on_progress(event: Event) -> None:
-            if isinstance(event, Stage | Progress):  # what the rows are like was told already
+            if isinstance(event, Stage | Progress):  # the adapter's pass has reported the rows
                 on_event(event)
 
         for side, context in sides.items():
@@ -187,7 +190,7 @@ def _measured(
 
 
 def _show_metrics(metrics: Mapping[str, Mapping[str, float]]) -> None:
-    """Print a line for each metric; of base and adapter a table."""
+    """Print one line per metric, or a table of base and adapter."""
     from peftkit.figures import metric, metric_name
 
     adapter = metrics["adapter"]
@@ -206,8 +209,8 @@ def _show_metrics(metrics: Mapping[str, Mapping[str, float]]) -> None:
     print_table("", ("metric", "base", "adapter", "change"), rows)
 
 
-def _run_tasks(opened: Opened, names: list[str], *, as_json: bool, **how: Any) -> None:
-    """Print the scores of base and adapter in benchmarks; keep those of a run for its report."""
+def _run_tasks(opened: Opened, names: list[str], *, as_json: bool, **options: Any) -> None:
+    """Print benchmark scores of base and adapter; save them for the report of a run."""
     from rich.console import Console
 
     from peftkit.files.disk import write_json
@@ -217,13 +220,13 @@ def _run_tasks(opened: Opened, names: list[str], *, as_json: bool, **how: Any) -
 
     tables = Console(stderr=as_json, highlight=False)
     with Renderer(tables=tables, transient=True) as on_event:
-        scores = run_tasks(opened, names, on_event=on_event, **how)
+        scores = run_tasks(opened, names, on_event=on_event, **options)
     entries = [asdict(score) for score in scores]
     if as_json:
         typer.echo(json.dumps(entries))
     if is_run(folder := opened.file.folder):
         write_json({"scores": entries}, folder / TASKS)
-        note(f"Next: peftkit report {folder} shows them too.")
+        note(f"Next: peftkit report {folder}, which includes these scores.")
 
 
 def predict(
@@ -232,23 +235,25 @@ def predict(
         list[str] | None, typer.Option(metavar="TEXT", help="Text to classify. Repeatable.")
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Predict every row of this file instead.")
+        Path | None, typer.Option(metavar="FILE", help="Predict each row of this file.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the rows here, as JSON Lines; else stdout."),
+        typer.Option(metavar="FILE", help="Write the rows here, as JSON Lines. Default: stdout."),
     ] = None,
     base: Base = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Classify or score texts. Prints for each the most likely label, a tab, and its probability.
+    """Classify, score or embed texts.
 
-    With --data: writes each row with its prediction, score or embedding.
+    Prints the most likely label of each text, a tab, and its probability. With --data, writes each
+    row with its prediction, score or embedding.
     """
     if (text is None) == (data is None) or (data is None and out is not None):
         raise DataError(
-            "what to predict on is not clear.", fix="Give either --text or --data (with --out)."
+            "predict needs either --text or --data.",
+            fix="Give one of the two (--out needs --data).",
         )
     if data is not None:
         _predict_file(adapter, data, out, base, force)
@@ -297,7 +302,7 @@ def chat(
         typer.Option(
             "--adapter",
             metavar="[NAME=]ADAPTER",
-            help="Several adapters on the same base; /adapter NAME switches. Repeatable.",
+            help="One of several adapters on one base; /adapter NAME switches. Repeatable.",
         ),
     ] = None,
     base: Base = None,
@@ -309,52 +314,47 @@ def chat(
         list[str] | None,
         typer.Option(
             metavar="FILE.py:FUNCTION",
-            help="A function that the model may call; you are asked before each call. Repeatable.",
+            help="A function that the model may call, after you confirm. Repeatable.",
         ),
     ] = None,
     run_tools: Annotated[
-        bool, typer.Option("--run-tools", help="Run the functions without asking.")
+        bool, typer.Option("--run-tools", help="Run the functions without confirmation.")
     ] = False,
     force: Force = False,
 ) -> None:
-    """Chat with adapters: /adapter and /base switch, /compare asks all of them."""
+    """Chat with one or several adapters, and with the base.
+
+    /base and /adapter switch, /compare shows all answers, /help lists the commands.
+    """
     _check_tools(tool or (), run_tools)
     source = _open_all(adapter, named, base, force)
+    from peftkit_cli.chat_tools import ChatTools
     from peftkit_cli.conversation import Conversation
 
+    tools = ChatTools(source.base.tokenizer, tool, confirm=not run_tools) if tool else None
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    talk = Conversation(source, system=system, tools=_tools(source, tool, run_tools), **settings)
+    talk = Conversation(source, system=system, tools=tools, **settings)
     if talk.on_terminal:
-        who = ", ".join(named) if named else adapter
-        note(f"{who} on {source.base.name}. /help lists the commands.")
+        names = ", ".join(named) if named else adapter
+        note(f"{names} on {source.base.name}. /help lists the commands.")
     for line in talk.lines():
         if not talk.take(line):
             break
 
 
-def _check_tools(uses: Sequence[str], unasked: bool) -> None:
-    """Refuse before the base is loaded what cannot be run."""
+def _check_tools(uses: Sequence[str], run_tools: bool) -> None:
+    """Check the tools before the base is loaded."""
     if not uses:
         return
     from peftkit.tasks.user_code import file_of
 
-    if not (unasked or (sys.stdin.isatty() and sys.stdout.isatty())):
+    if not (run_tools or (sys.stdin.isatty() and sys.stdout.isatty())):
         raise ConfigError(
-            "nobody can be asked before a function is run: this is no terminal.",
-            fix="Run them without asking: --run-tools",
+            "--tool needs a terminal, where you confirm each call.",
+            fix="To run the functions without confirmation, add --run-tools.",
         )
     for use in uses:
         file_of(use)
-
-
-def _tools(
-    source: Opened | AdapterBank, uses: Sequence[str] | None, unasked: bool
-) -> ChatTools | None:
-    if not uses:
-        return None
-    from peftkit_cli.chat_tools import ChatTools
-
-    return ChatTools(source.base.tokenizer, uses, asks=not unasked)
 
 
 def _open_all(
@@ -362,7 +362,7 @@ def _open_all(
 ) -> Opened | AdapterBank:
     if (adapter is None) == (not named):
         raise AdapterError(
-            "no adapter was named." if adapter is None else "give one adapter, or several names.",
+            "no adapter is given." if adapter is None else "both ADAPTER and --adapter are given.",
             found=neighbours(Path("runs/any")) if not named and Path("runs").is_dir() else "",
             fix="Give one as `peftkit chat ADAPTER`, or several, each as --adapter NAME=ADAPTER.",
         )
@@ -380,10 +380,10 @@ def _open_all(
 
 
 def named_adapters(texts: Sequence[str]) -> dict[str, Path]:
-    """Parse [NAME=]ADAPTER texts into folders by name; the default name is the folder's.
+    """Parse arguments [NAME=]ADAPTER into folders by name, by default the name of the folder.
 
     Raises:
-        AdapterError: A folder does not exist; or a name is used twice, or is "base".
+        AdapterError: A folder does not exist, or a name is used twice or is "base".
     """
     folders: dict[str, Path] = {}
     for text in texts:
@@ -399,21 +399,21 @@ def named_adapters(texts: Sequence[str]) -> dict[str, Path]:
         if name == "base" or name in folders:
             raise AdapterError(
                 f"two adapters would be named '{name}'.",
-                found="'base' is the bare base."
+                found="The name 'base' is reserved for the base."
                 if name == "base"
                 else f"They are {folders[name]} and {folder}.",
-                fix=f"Name them: NAME={path}",
+                fix=f"Give names: NAME={path}",
             )
         folders[name] = folder
     return folders
 
 
-def note_system(style: Style, who: str = "") -> None:
-    """Say which system prompt a style begins a conversation with, if it has one."""
+def note_system(style: Style, prefix: str = "") -> None:
+    """Print the system prompt of a style, if it has one."""
     from peftkit.data.chat_template import shortened
 
     if style.system:
-        note(f"{who}System prompt, as in training: {shortened(style.system)}")
+        note(f"{prefix}System prompt, as in training: {shortened(style.system)}")
 
 
 def _open(adapter: str, base: str | None, force: bool) -> Opened:

@@ -1,4 +1,4 @@
-"""Editing of what is typed into a terminal."""
+"""Line editing in a terminal."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from contextlib import suppress
 
 
 def edit_several_lines() -> None:
-    """Let `input` edit what is typed: pasted lines are one text, and Alt-Enter begins a line.
+    """Enable multi-line `input`: pasted lines are one text, and Alt-Enter inserts a line break.
 
-    Python's readline leaves bracketed paste off. libedit, on a Mac, has neither of the two.
+    Python's readline disables bracketed paste. libedit (macOS) supports neither.
     """
-    with suppress(ImportError):  # Windows has none
+    with suppress(ImportError):  # no readline on Windows
         import readline
 
         if "libedit" not in (readline.__doc__ or ""):

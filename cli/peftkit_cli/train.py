@@ -23,16 +23,18 @@ RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="The rec
 
 def train(
     recipe: Annotated[
-        Path | None, typer.Argument(metavar="RECIPE.yaml", help="A recipe; or use --from.")
+        Path | None, typer.Argument(metavar="RECIPE.yaml", help="The recipe; or use --from.")
     ] = None,
     overrides: Overrides = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Output folder: train.output_dir of the recipe."),
+        typer.Option(metavar="DIR", help="Output folder. Default: train.output_dir of the recipe."),
     ] = None,
     run_folder: Annotated[
         Path | None,
-        typer.Option("--from", metavar="RUN", help="Start a new run from a finished run's recipe."),
+        typer.Option(
+            "--from", metavar="RUN", help="Start a new run with the recipe of a finished run."
+        ),
     ] = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -40,7 +42,7 @@ def train(
         list[str] | None,
         typer.Option(
             metavar="KEY",
-            help="Resume even if this part of the recipe or data has changed. Repeatable.",
+            help="Resume even if this key of the recipe, or rows, has changed. Repeatable.",
         ),
     ] = None,
     metrics: Annotated[
@@ -48,7 +50,7 @@ def train(
         typer.Option(
             "--metric",
             metavar="MODULE:FUNCTION",
-            help="Function of completion and reference; its mean is reported with "
+            help="Metric of completion and reference, averaged over the answers of "
             "train.eval_generate. Repeatable.",
         ),
     ] = None,
@@ -56,7 +58,10 @@ def train(
 ) -> None:
     """Train an adapter from a recipe. Prints the adapter's folder."""
     file = _recipe_file(recipe, run_folder)
-    settings = _load(file, [*(overrides or ()), *_output_dir(out)])
+    overrides = list(overrides or ())
+    if out is not None:  # quoted, because YAML would read a name such as 2024 or "a: b" differently
+        overrides.append(f"train.output_dir={json.dumps(str(out), ensure_ascii=False)}")
+    settings = _load(file, overrides)
     from peftkit.events import to_all
     from peftkit.report.page import LiveReport
     from peftkit.run import run
@@ -72,16 +77,19 @@ def train(
             metrics={name: _function(name) for name in metrics or ()},
             on_event=to_all(screen, report.on_event),
         )
-    if result.is_main:  # under `accelerate launch` each process comes here
+    if result.is_main:  # under `accelerate launch`, all processes get here
         typer.echo(settings.train.output_dir)
         if settings.task.generates and not result.metrics.get("num_tokens", 1):
-            note("The adapter is as it was before. Next: change the task, train with --overwrite")
+            note("The adapter has not changed. Next: change the task, then train with --overwrite")
             return
         note(f"Next: {settings.task.command.format(folder=settings.train.output_dir)}")
 
 
 def check(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) -> None:
-    """Check recipe, data, base and targets without training; show the first rows."""
+    """Check a recipe, its data and its base; show the first rows.
+
+    Nothing is trained.
+    """
     settings = _load(recipe, overrides or ())
     from rich.console import Console
 
@@ -93,11 +101,11 @@ def check(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False)
 
 
 def _recipe_file(recipe: Path | None, run_folder: Path | None) -> Path:
-    """Return the path of the recipe, given by itself or by the folder of a run."""
+    """Return the path of the recipe, given directly or as the folder of a run."""
     if (recipe is None) == (run_folder is None):
         raise ConfigError(
-            "peftkit train takes either a recipe or --from RUN",
-            found="both" if recipe else "neither",
+            "peftkit train needs either a recipe or --from RUN.",
+            found="Both are given." if recipe else "Neither is given.",
             fix="Use peftkit train RECIPE.yaml, or peftkit train --from RUN --out DIR.",
         )
     if run_folder is None:
@@ -108,7 +116,7 @@ def _recipe_file(recipe: Path | None, run_folder: Path | None) -> Path:
         raise ConfigError(
             f"there is no recipe.yaml in '{run_folder}'.",
             found=neighbours(run_folder) if not run_folder.exists() else "",
-            fix="A run writes it when it is done: finish that run, or give its recipe.",
+            fix="A run writes it at its end. Finish that run, or give its recipe.",
         )
     return file
 
@@ -121,9 +129,9 @@ def _load(path: Path, overrides: list[str] | tuple[str, ...]) -> Recipe:
 
 
 def _function(name: str) -> Callable[[str, str], float]:
-    """Return a function by "module:function"; modules of the current folder can be named, too.
+    """Import "module:function", also from the current folder.
 
-    Only the command line can name one: a recipe may be somebody else's, and must not run code.
+    Only the command line may name a function, since recipes are shared and must not run code.
 
     Raises:
         ConfigError: There is no such module or function.
@@ -136,14 +144,9 @@ def _function(name: str) -> Callable[[str, str], float]:
     except (ModuleNotFoundError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"cannot use --metric {name}.",
-            found=f"Python says: {error}. Looked in {Path.cwd()} and the installed packages.",
-            fix="Write module:function: def function(completion: str, reference: str) -> float",
+            found=f"{error}. Searched in {Path.cwd()} and the installed packages.",
+            fix="Give module:function, with def function(completion: str, reference: str) -> float",
         ) from None
     if not callable(function):
-        raise ConfigError(f"{name} is no function.", found=f"It is {function!r:.80}.")
+        raise ConfigError(f"{name} is not a function.", found=f"It is {function!r:.80}.")
     return cast("Callable[[str, str], float]", function)
-
-
-def _output_dir(out: Path | None) -> list[str]:
-    # Quoted: a folder named 2024 or "a: b" is a folder, whatever YAML makes of it.
-    return [] if out is None else [f"train.output_dir={json.dumps(str(out), ensure_ascii=False)}"]

@@ -1,4 +1,4 @@
-"""Build a base from its files: complete, frozen, on its device, packed if requested.
+"""Build a base from its files: complete, frozen, on its device, and packed if requested.
 
 Missing weights, which transformers would fill with random numbers, are an error.
 """
@@ -51,15 +51,15 @@ def build(
 ) -> LoadedModel:
     """Build a base from its files.
 
-    Safetensors and GGUF files are packed weight by weight on the device, so memory holds the packed
-    model and one more weight. A checkpoint of bitsandbytes keeps its bits.
+    Safetensors and GGUF files are packed weight by weight on the device: memory holds the packed
+    model and one more weight. A bitsandbytes checkpoint keeps its codes.
 
     Args:
         put: Moves each finished tensor to its final storage; by default it stays in memory.
 
     Raises:
-        BaseError: The files are damaged, incomplete, no model for this task, in an unsupported
-            quantisation, or cannot be packed.
+        BaseError: The files are damaged or incomplete, contain another kind of model, have an
+            unsupported quantisation, or cannot be packed.
     """
     settings, purpose = request.settings, request.purpose
     loader = _loader_of(request, put, on_event)
@@ -103,7 +103,7 @@ LOADERS = LazyTable[PackingLoader](
     },
     "peftkit.loaders",
 )
-"""The loader for each kind of files. Those of other packages are used if `reads` returns True."""
+"""The loader for each kind of files. A plug-in's loader is used if its `reads` returns True."""
 
 
 def _loader_of(
@@ -136,7 +136,7 @@ def load_model(
         The model, and the names of the head's parameters that the files lack.
 
     Raises:
-        BaseError: The files are damaged, incomplete, or no model for this task.
+        BaseError: The files are damaged or incomplete, or contain another kind of model.
     """
     location, device = request.location, request.device
     with quiet(), explained(location):
@@ -154,7 +154,7 @@ def load_model(
             raise aborted.error from None
     if getattr(model, "_hf_peft_config_loaded", False):
         raise BaseError(
-            f"{location.name} is not a base model.", found="It is an adapter.", fix="Name its base."
+            f"{location.name} is not a base model.", found="It is an adapter.", fix="Use its base."
         )
     fresh = _new_head(location.name, model, request.purpose, info)
     if info["unexpected_keys"]:
@@ -185,35 +185,35 @@ def _new_head(name: str, model: Any, purpose: Purpose, info: Mapping[str, Any]) 
         The names of the new parameters.
     """
     head: tuple[str, ...] = ()
-    lacking: dict[str, str] = {}
+    fresh: dict[str, str] = {}
     if purpose.head:
         from peftkit.base.heads import owners, renew, start_from_words
 
         head = head_modules(model)
-        lacking = owners(info["missing_keys"], head)
+        fresh = owners(info["missing_keys"], head)
         if purpose.head.fresh:
             names = (name for name, _ in model.named_parameters() if name.startswith(head))
-            lacking |= owners(names, head)
-    problems = [f"missing: {key}" for key in sorted(info["missing_keys"] - lacking.keys())]
+            fresh |= owners(names, head)
+    problems = [f"missing: {key}" for key in sorted(info["missing_keys"] - fresh.keys())]
     problems += [
         f"misshapen: {key} is {tuple(shape)}, not {tuple(expected)}"
         for key, shape, expected in sorted(info["mismatched_keys"])
-        if key not in lacking
+        if key not in fresh
     ]
     if problems:
-        fix = "These weights would be random. Download it again, or give another model."
+        fix = "These weights would be random. Download it again, or use another model."
         if all(problem.split()[1].startswith(head) for problem in problems) and head:
-            fix = "It was made for other labels. Set task.fresh_head: true to make a new head."
+            fix = "Its head has other labels. Set task.fresh_head: true to initialise a new one."
         raise BaseError(
-            f"{name} is not a whole {type(model).__name__}.",
+            f"{name} is not a complete {type(model).__name__}.",
             found=first_few(problems, 5),
             fix=fix,
         )
     if purpose.head:
-        renew(model, lacking)
+        renew(model, fresh)
         if purpose.head.word_ids:
-            start_from_words(model, lacking, purpose.head.word_ids, name)
-    return tuple(sorted(lacking))
+            start_from_words(model, fresh, purpose.head.word_ids, name)
+    return tuple(sorted(fresh))
 
 
 def forget_quantization(model: Any) -> None:

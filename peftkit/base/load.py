@@ -1,12 +1,12 @@
 """Load the frozen base: open or build it, quantise it if requested, and audit its weights.
 
-`load_base` is the public entry, `open_base` serves runs. The cache stores large packed bases
+`load_base` is the public function; runs call `open_base`. The cache stores large packed bases
 (store.py), and bases that several processes open together (sharding.py).
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,17 +45,17 @@ class Base:
     Attributes:
         model: A transformers model; no parameter requires a gradient.
         tokenizer: Its tokenizer, with a pad token; None for an image model.
-        name: The name to load it by: short name or hub id as given, or an absolute path.
+        name: The name for `load_base`: short name or hub id as given, or an absolute path.
         hub_id: Its id on the hub; None for a folder.
         revision: Commit on the hub, or None.
         fingerprint: Digest of config and weights before quantisation.
         trunk: Digest without the head; "" if unknown.
         audit: How every parameter is stored.
         device: The device that computes.
-        image_processor: The processor of its inputs, if these are images.
-        multimodal: The processor of its inputs, if these are images and text.
-        stored: The format of its files ("awq, 4 bits, groups of 128") if their codes are kept.
-        head: Module paths of the head it was loaded with, which is trained fully.
+        image_processor: The processor of image inputs.
+        multimodal: The processor of inputs with images and text.
+        stored: The format of its files ("awq, 4 bits, groups of 128"), if their codes are kept.
+        head: Module paths of its classification head, which is trained fully.
     """
 
     model: Any
@@ -74,7 +74,7 @@ class Base:
 
     @property
     def processor(self) -> Any:
-        """The processor of its inputs."""
+        """The processor of all inputs."""
         return self.multimodal or self.image_processor or self.tokenizer
 
 
@@ -100,10 +100,10 @@ def load_base(
         model: Folder, GGUF file, hub id or short name.
         revision: Branch, tag or commit on the hub.
         dtype: "bf16", "fp16", "fp32", or "auto": bf16 if it is fast on this machine.
-        quantize: "none", "nf4", "fp4" or "int8". Weights are quantised one by one while loading, so
-            at most one is in memory in 16 bits. A CPU with memory to spare also keeps dequantised
-            copies, for speed. "none" keeps the weights in 16 or 32 bits, or the codes of a
-            quantised checkpoint.
+        quantize: "none", "nf4", "fp4" or "int8". Weights are quantised one by one while loading:
+            at most one is in memory in 16 bits. A CPU with enough free memory also keeps
+            dequantised copies, for speed. "none" keeps the weights in 16 or 32 bits, or the codes
+            of a quantised checkpoint.
         double_quant: Quantise the scales of nf4 and fp4 as well.
         quantize_towers: Quantise image and audio towers and their projectors as well.
         quantize_embeddings: Like `quantize`, for the token embedding and the output layer.
@@ -114,8 +114,8 @@ def load_base(
             are on the device; "auto": stream a packed base that does not fit a GPU.
         store: "auto": open the packed base from the cache, and store a large one there; "off":
             neither.
-        sharing: Processes that load the base together into main memory before each keeps a part:
-            weights are then pages of files, which take memory only when they are read.
+        sharing: Processes that load the base together into main memory before each keeps a shard.
+            Weights are then memory-mapped, and take memory only when they are read.
 
     Raises:
         BaseError: The model does not exist, its files are damaged or incomplete, it cannot be
@@ -171,7 +171,12 @@ def _open(
     """Load a base for a device (None: the default), or for processes that share it."""
     location = find_base(settings.model, settings.revision, on_event)
     on_event(Stage(f"Loading the base {location.name}"))
-    with _parsed_once(location), oom_as_error(location.name):
+    with ExitStack() as stack:
+        if location.gguf:
+            from peftkit.base.gguf_file import parsed_once
+
+            stack.enter_context(parsed_once(location))
+        stack.enter_context(oom_as_error(location.name))
         inputs = _load_processors(location, purpose, on_event)
         compute = default_device() if device is None else device
         dtype = compute_dtype(settings, compute)
@@ -223,7 +228,7 @@ def _placed(
     Raises:
         BaseError: The base does not fit, or cannot be streamed.
     """
-    device, here = request.device, free_now(request.device)
+    device, environment = request.device, free_now(request.device)
     can_stream = is_packed(request.config, request.settings)
     if placement == "stream" and not can_stream:
         raise BaseError(
@@ -231,12 +236,12 @@ def _placed(
             found="base.quantize is none.",
             fix="Set base.quantize to nf4, fp4 or int8, or base.placement: device.",
         )
-    if placement == "auto" and here.on_gpu:
+    if placement == "auto" and environment.on_gpu:
         size = weight_bytes(request.config, request.settings, request.purpose, request.dtype)
-        can_stream = can_stream and here.kind == "cuda"
-        place = place_weights(size, here.usable, can_stream=lambda: can_stream)
+        can_stream = can_stream and environment.kind == "cuda"
+        place = place_weights(size, environment.usable, can_stream=lambda: can_stream)
         if not place.fits and may_use_cpu:
-            on_event(Notice(f"All is computed on the CPU. {place.notice}"))
+            on_event(Notice(f"The base runs on the CPU. {place.notice}"))
             dtype = compute_dtype(request.settings, CPU)
             return replace(request, device=CPU, dtype=dtype), None
         if not place.fits:
@@ -267,15 +272,6 @@ def find_base(model: str, revision: str | None, on_event: Listener) -> Location:
 
         location = convert(location, on_event)
     return reachable(location)
-
-
-def _parsed_once(location: Location) -> AbstractContextManager[None]:
-    """Parse a GGUF file at most once within the context."""
-    if not location.gguf:
-        return nullcontext()
-    from peftkit.base.gguf_file import parsed_once
-
-    return parsed_once(location)
 
 
 def _load_processors(location: Location, purpose: Purpose, on_event: Listener) -> Processors:

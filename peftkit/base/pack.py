@@ -255,7 +255,7 @@ class PackingQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self.quantization_config.loader.begin(model)
 
-    def update_weight_conversions(self, weight_conversions: Any, model: Any = None) -> Any:
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
         """Return the conversions of the files' tensors, which run before the loader."""
         conversions = self.quantization_config.conversions
         return weight_conversions if conversions is None else conversions

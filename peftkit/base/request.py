@@ -1,6 +1,6 @@
-"""A base to load, and where its weights go.
+"""A base to load, and the placement of its weights.
 
-`place_weights` decides for loading, runs and `peftkit plan` by size, before weights are read.
+`place_weights` decides by size, before weights are read: for loading, runs and `peftkit plan`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE
 """Values of ONEDNN_MAX_CPU_ISA that disable oneDNN's bf16 instructions."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HALF = 0.5
-"""Share of free memory below which weights stay on the device, without counting a step."""
+"""Share of free memory below which weights stay on the device without an estimate of a step."""
 ROOM = 0.8
-"""Maximum share of free memory for weights if no training step can be counted."""
+"""Maximum share of free memory for weights, without an estimate of a training step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class BaseRequest:
 
     Attributes:
         settings: The recipe's `base:` section.
-        purpose: Its model class, inputs and head, whose words are single tokens.
+        purpose: Its model class, inputs and head; the head's words are single tokens.
         location: The files to read.
         config: The transformers config, with the head and the positions of `purpose`.
         dtype: The dtype of computation and of weights that are not packed.
-        device: The device on which weights are packed and stay.
+        device: The device that packs and keeps the weights.
     """
 
     settings: BaseConfig
@@ -52,7 +52,7 @@ class BaseRequest:
     device: torch.device
 
     def with_tokens_of(self, tokenizer: Any) -> BaseRequest:
-        """Complete a head that reads a row's last token, or that starts from words.
+        """Complete a head that reads the last token of a row, or is initialised from words.
 
         Raises:
             BaseError: A word is not a single token.
@@ -116,7 +116,7 @@ def fits_device(weights: int, free: int, step_fits: Callable[[], bool] | None = 
 
     Args:
         weights, free: Bytes of the stored weights and of the device's free memory.
-        step_fits: Counts that step; None: nothing is trained.
+        step_fits: Estimates that step; None: nothing is trained.
     """
     if weights <= HALF * free:
         return True
@@ -165,10 +165,8 @@ def place_weights(
         sizes += " A training step of one row does not fit with it."
     if can_shard and step_fits is not None:
         in_memory = agree(step_fits("base"))
-        how = (
-            "(train.shard: auto)" if in_memory else ", offloaded to main memory (train.shard: auto)"
-        )
-        notice = f"The base is sharded over the processes {how}. {sizes}"
+        where = "" if in_memory else ", offloaded to main memory"
+        notice = f"The base is sharded over the processes{where} (train.shard: auto). {sizes}"
         return WeightPlacement(shard="base" if in_memory else "offload", notice=notice)
     if can_stream():
         notice = "The base's blocks are streamed from main memory (base.placement: auto)."

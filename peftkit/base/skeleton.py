@@ -54,8 +54,8 @@ def skeleton(model: str, *, revision: str | None = None, purpose: Purpose = CAUS
 def hollow(model: nn.Module) -> nn.Module:
     """Replace a meta model's weights by zeros on the CPU that take no memory.
 
-    Adapters can be loaded onto it. Tied weights stay tied. Buffers are zero too: a forward pass of
-    one token then shows the sizes of the key-value cache.
+    Adapters can be loaded onto it. Tied weights stay tied. Buffers are also zero: a forward pass of
+    one token shows the sizes of the key-value cache.
     """
     zeros: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -71,10 +71,10 @@ def hollow(model: nn.Module) -> nn.Module:
 
 
 def read_config(model: str, revision: str | None, purpose: Purpose) -> Any:
-    """Read a model's config, and download nothing else.
+    """Read a model's config, without downloading other files.
 
     Raises:
-        BaseError: There is no such model, its config cannot be used, or its weights are in an
+        BaseError: There is no such model, its config cannot be used, or its weights have an
             unsupported quantisation.
     """
     location, config = find_config(model, revision, purpose)
@@ -84,7 +84,7 @@ def read_config(model: str, revision: str | None, purpose: Purpose) -> Any:
 
 
 def find_config(model: str, revision: str | None, purpose: Purpose) -> tuple[Location, Any]:
-    """Return a model's location and config."""
+    """Locate a model, and read its config."""
     location = reachable(locate(model, revision))
     return location, check_config(location, purpose)
 
@@ -116,9 +116,9 @@ def with_depth(config: Any, depth: int) -> Any:
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Let transformers treat tensors without data like ordinary tensors.
+    """Make transformers treat tensors without data like ordinary tensors.
 
-    Otherwise it assumes that a graph is traced, and builds other masks.
+    It would otherwise assume tracing, and build other masks.
     """
     module: Any = masking_utils
     before = module.is_tracing
@@ -140,8 +140,8 @@ def packed_skeleton(
     """Build the packed model on the meta device.
 
     Args:
-        counted: Whether a mode is active in which tensors have no data. Packed tensors are then on
-            the CPU, and layers that must be called to test what they compute are packed too.
+        counted: Whether FakeTensorMode is active. Packed tensors are then on the CPU, and layers
+            of unknown classes, which must be called to test them, are packed too.
     """
     model = _tied(config, purpose, dtype)
     device = torch.device("cpu" if counted else "meta")

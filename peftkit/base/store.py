@@ -1,9 +1,9 @@
 """Packed bases in the cache, opened by memory-mapping their files.
 
-Each base and form has a folder: `model.safetensors` with every parameter and buffer of the packed
-model, and `store.json`, which identifies the base's files. A folder is complete or absent. It is
-valid until its files or the base's files change. Processes that open the same folder share its
-pages.
+Each base has a folder for each quantisation: `model.safetensors` with every parameter and buffer of
+the packed model, and `store.json`, which identifies the base's files. A folder is complete or
+absent. It is valid until its files or the base's files change. Processes that open the same folder
+share its memory pages.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from peftkit.files.tensors import specs_of, write_tensor_stream
 
 VERSION = 3
 WEIGHTS, MANIFEST, FOLDER = "model.safetensors", "store.json", "packed"
-LEFT_FREE = 10_000_000_000
+RESERVED_BYTES = 10_000_000_000
 """Free bytes of the disk that only `peftkit base pack` may use."""
-WORTH_KEEPING = 500_000_000
+MIN_STORED_BYTES = 500_000_000
 """Minimum bytes of a packed base for the cache; smaller ones are packed within seconds."""
 
 
@@ -55,9 +55,9 @@ def open_or_build(request: BaseRequest, on_event: Listener) -> LoadedModel:
         try:
             return open_stored(folder, request)
         except BaseError as error:
-            on_event(Notice(f"The base is packed again. {error.asked} {error.found}"))
+            on_event(Notice(f"The base is packed again. {error.problem} {error.found}"))
     num_bytes = packed_size(request)
-    if num_bytes < WORTH_KEEPING and not is_stored:
+    if num_bytes < MIN_STORED_BYTES and not is_stored:
         return build(request, on_event=on_event)
     return _build_and_keep(folder, num_bytes, request, on_event)
 
@@ -71,20 +71,20 @@ def _build_and_keep(
         pack = f"To store it anyway: peftkit base pack {request.location.name}"
         problem = f"{sizes} {pack}" if is_tight else ""
     except PeftkitError as error:  # the run does not need the cache
-        problem = f"{error.asked} {error.found}"
+        problem = f"{error.problem} {error.found}"
     if problem:
-        on_event(Notice(f"The packed base is not kept. {problem}"))
+        on_event(Notice(f"The packed base is not stored. {problem}"))
         return build(request, on_event=on_event)
-    with packing_alone(folder, on_event) as is_there:
-        if is_there:
+    with packing_alone(folder, on_event) as is_stored:
+        if is_stored:
             with suppress(BaseError):
                 return open_stored(folder, request)
         loaded = build(request, on_event=on_event)
         try:
             keep(folder, loaded, request)
-            on_event(Notice(f"The packed base is kept in {folder}. {sizes}"))
+            on_event(Notice(f"The packed base is stored in {folder}. {sizes}"))
         except PeftkitError as error:
-            on_event(Notice(f"The packed base is not kept. {error.asked} {error.found}"))
+            on_event(Notice(f"The packed base is not stored. {error.problem} {error.found}"))
     return loaded
 
 
@@ -118,28 +118,29 @@ def room_for(num_bytes: int) -> tuple[str, bool]:
     """Return a sentence on required and free bytes, and whether too few would remain free.
 
     Raises:
-        OutputError: The cache cannot be written. RunError: The disk has less space.
+        OutputError: The cache cannot be written.
+        RunError: The disk has less space.
     """
     folder = disk.writable_folder(store_folder())
     disk.check_space(folder, num_bytes)
     free = disk.free_bytes(folder)
-    sizes = f"It takes {size(num_bytes)} of {size(free)} that are free in {folder}."
-    return sizes, free - num_bytes < LEFT_FREE
+    sizes = f"It takes {size(num_bytes)} of the free {size(free)} in {folder}."
+    return sizes, free - num_bytes < RESERVED_BYTES
 
 
 def folder_of(request: BaseRequest, *, shared: bool = False) -> Path | None:
-    """Return the cache's folder for a base in this form; None if it is never stored.
+    """Return the cache's folder for a request; None if such a base is never stored.
 
     Args:
-        shared: Whether several processes share it: bases that are not packed, or that have a
-            classification head, are then stored too.
+        shared: Whether several processes share it. If so, unpacked bases and bases with a
+            classification head are also stored.
     """
     purpose, is_packed = request.purpose, request.settings.quantize != "none"
     if not shared and (not is_packed or purpose.head is not None):
         return None
     checkpoint = published(request.config)
     if checkpoint is not None and not (checkpoint.has_codes and is_packed):
-        return None  # a checkpoint of bitsandbytes, or codes whose files open as fast
+        return None  # bitsandbytes, or codes whose files open as fast
     source = files_of(request.location)
     if source is None:
         return None
@@ -195,15 +196,15 @@ def open_stored(folder: Path, request: BaseRequest, *, is_known: bool = False) -
     """Open a packed base by memory-mapping its file; for a GPU its tensors are copied.
 
     Args:
-        is_known: Whether it has just been written or opened, so its hash is not checked.
+        is_known: Whether to skip the check of its hash, since it was just written or opened.
 
     Raises:
-        BaseError: It is damaged, of another version, or the base's files have changed.
+        BaseError: It is damaged or has another version, or the base's files have changed.
     """
     manifest = manifest_of(folder)
     if manifest["stamp"] != _stamp(request):
         raise _useless(
-            folder, f"The files of {request.location.name} have changed since it was made."
+            folder, f"The files of {request.location.name} have changed since it was stored."
         )
     path = folder / WEIGHTS
     if not path.is_file() or not (is_known or disk.sha256_of(path) == manifest["sha256"]):
@@ -223,7 +224,7 @@ def open_stored(folder: Path, request: BaseRequest, *, is_known: bool = False) -
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) -> str:
-    """Replace a model's tensors without data, including all uses of tied tensors.
+    """Replace a model's meta tensors, including all uses of tied tensors.
 
     Returns:
         The difference between the model's tensors and the given ones, or "".
@@ -248,7 +249,7 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) 
 
 
 def without_data(model: nn.Module) -> str:
-    """Return the path of an attribute that is a tensor without data, or ""."""
+    """Return the path of an attribute that is a meta tensor, or ""."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.device.type == "meta":
@@ -282,7 +283,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     """Read the manifest of a packed base.
 
     Raises:
-        BaseError: It is incomplete, or of another version.
+        BaseError: It is incomplete or has another version.
     """
     manifest = disk.read_json(folder / MANIFEST, error=BaseError)
     if manifest.get("version") != VERSION:

@@ -1,1 +1,1 @@
-"""Recipes and configs: strict YAML, validation, errors in words."""
+"""Recipes and configs: strict YAML, validation, and readable errors."""

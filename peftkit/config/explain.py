@@ -1,7 +1,7 @@
-"""Validation errors for someone writing a recipe: the key, pydantic's sentence, what was found.
+"""Readable validation errors of recipes: the key, pydantic's message, and the value.
 
-An error's `loc` holds more than keys (the tag of a section's type, the branch of a union): keys are
-the parts that the data has.
+The `loc` of a pydantic error also contains tags of unions and branches: the key consists of the
+parts that exist in the data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WORDS = {
     r"a valid boolean": "true or false",
     r"^should be (.*) or should be": r"should be \1 or",
 }
-"""Python's words in pydantic's sentences, and ours."""
+"""Patterns in pydantic's messages, and their replacements."""
 
 
 _SYNONYMS = {
@@ -65,14 +65,14 @@ _SYNONYMS = {
     "sft": "causal_lm",
     "dpo": "preference",
 }
-"""Names in other programs, and ours, with the section where several have it."""
+"""Settings of other programs, and ours; with a section where several sections have the name."""
 
 
 _REMOVED = {
     "context_parallel": "No setting splits a row over processes; for long rows set "
     "gradient_checkpointing: true, shard: base or offload, or base.quantize: nf4",
 }
-"""What to set instead of keys that earlier versions had."""
+"""Removed keys, and a replacement for each."""
 
 
 def problems_of(
@@ -88,7 +88,7 @@ def problems_of(
     problems = []
     for key, group in groups.items():
         if any(other[: len(key)] == key != other for other in groups):
-            continue  # of a union's branches, the one that matched deepest
+            continue  # keep the branch of a union that matched deepest
         location = next(locations[key[:n]] for n in range(len(key), -1, -1) if key[:n] in locations)
         problems.append(Problem(location, key, _message(root, group)))
     return problems
@@ -105,11 +105,11 @@ def options_of(declared: Any) -> tuple[Any, ...]:
 
 
 def sections_of(field: FieldInfo) -> list[type[BaseModel]]:
-    """Return the sections that a field's value may be; those of a table are imported."""
-    tables = [one for one in field.metadata if isinstance(one, LazyTable)]
+    """Return the config classes that a field accepts; classes of a LazyTable are imported."""
+    tables = [table for table in field.metadata if isinstance(table, LazyTable)]
     options = [kind for table in tables for kind in table.values()]
     options = options or [*options_of(field.annotation)]
-    return [one for one in options if isinstance(one, type) and issubclass(one, BaseModel)]
+    return [kind for kind in options if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
 def _key(detail: Mapping[str, Any], data: Any) -> Key:
@@ -125,7 +125,7 @@ def _key(detail: Mapping[str, Any], data: Any) -> Key:
 
 
 def _message(root: type[BaseModel], group: list[Mapping[str, Any]]) -> str:
-    """Return the message of the errors of one key; of a union there is one message per branch."""
+    """Merge the errors of one key (one per branch of a union) into one message."""
     first = group[0]
     kind, value = first["type"], first["input"]
     if kind == "extra_forbidden":
@@ -147,21 +147,21 @@ def _message(root: type[BaseModel], group: list[Mapping[str, Any]]) -> str:
 
 
 def _unknown(root: type[BaseModel], loc: tuple[int | str, ...]) -> str:
-    """Suggest the field that was meant: in this section first, then in the others."""
+    """Suggest a similar field of this section, then of other sections."""
     word = str(loc[-1])
     if word in _REMOVED:
         return f"was removed. {_REMOVED[word]}"
-    here = _fields(root, loc[:-1])
+    fields = _fields(root, loc[:-1])
     section, _, meant = _SYNONYMS.get(word, word).rpartition(".")
     for name in root.model_fields:
         if meant in _fields(root, (name,)) and name != loc[0] and section in ("", name):
-            here = {f"{name}.{meant}": meant, **here}
-    hint = _near(word, here)
-    return f"unknown key. {hint}" if hint else f"unknown key. Known here: {', '.join(here)}"
+            fields = {f"{name}.{meant}": meant, **fields}
+    hint = _near(word, fields) or f"Keys of this section: {', '.join(fields)}"
+    return f"unknown key. {hint}"
 
 
 def _may_be_null(root: type[BaseModel], loc: tuple[int | str, ...]) -> bool:
-    """Return whether the field at `loc` takes null; a field may be followed by a union's branch."""
+    """Return whether the field at `loc` accepts null; `loc` may end in the branch of a union."""
     for number in range(len(loc) - 1, -1, -1):
         for section in _sections(root, loc[:number]):
             if (field := section.model_fields.get(str(loc[number]))) is not None:
@@ -175,7 +175,7 @@ def _fields(root: type[BaseModel], loc: tuple[int | str, ...]) -> dict[str, str]
 
 
 def _sections(root: type[BaseModel], loc: tuple[int | str, ...]) -> list[type[BaseModel]]:
-    """Return the sections that `loc` may be; a key may be followed by the section's tag."""
+    """Return the config classes at `loc`; the tag of a section may follow its key."""
     sections = [root]
     for part in loc:
         tagged = [s for s in sections if part in _tags(s)]
@@ -185,13 +185,13 @@ def _sections(root: type[BaseModel], loc: tuple[int | str, ...]) -> list[type[Ba
 
 
 def _tags(section: type[BaseModel]) -> tuple[Any, ...]:
-    """Return the values of a section's `type` that choose this class."""
+    """Return the values of `type` that select this config class."""
     field = section.model_fields.get("type")
     return get_args(field.annotation) if field and get_origin(field.annotation) is Literal else ()
 
 
 def _near(word: object, options: Iterable[str]) -> str:
-    """Like did_you_mean, and also finds `lr` for learning_rate and a name within the word."""
+    """Return `did_you_mean`, also for synonyms, initials (`lr`) and names within the word."""
     names = list(options)
     if not isinstance(word, str) or not word:
         return ""
@@ -206,7 +206,7 @@ def _near(word: object, options: Iterable[str]) -> str:
 
 
 def show(value: object) -> str:
-    """Show a value as a recipe would hold it, short."""
+    """Format a value briefly, as a recipe would contain it."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, Mapping):

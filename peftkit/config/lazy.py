@@ -1,6 +1,6 @@
-"""Tables of classes and functions by name, each imported when a recipe or a file first names it.
+"""Lazy tables: classes and functions that are imported on first use.
 
-Other packages add names to a table by entry points, as in their pyproject.toml:
+Other packages add entries to a table with entry points in their pyproject.toml:
 
     [project.entry-points."peftkit.methods"]
     scale = "my_package.scale:Scale"
@@ -32,13 +32,13 @@ V = TypeVar("V")
 
 
 class LazyMap(Mapping[str, V]):
-    """Objects by name. A lookup imports the object's module; names and length import nothing.
+    """Maps names to objects; a lookup imports the module, iteration and length import nothing.
 
-    Entry points are read when a name is not built in, or when the names are listed.
+    Entry points are read if a name is not built in, or if the names are listed.
 
     Args:
         addresses: "module:attribute" of each built-in name.
-        group: Group of the entry points with which other packages add names; "": none may.
+        group: Group of the entry points of other packages; "" for none.
     """
 
     def __init__(self, addresses: Mapping[str, str], group: str = "") -> None:
@@ -51,17 +51,17 @@ class LazyMap(Mapping[str, V]):
         Raises:
             ConfigError: Two packages define one name, or a package defines a built-in one.
         """
-        found: dict[str, EntryPoint] = {}
+        points: dict[str, EntryPoint] = {}
         for point in entry_points(group=self._group) if self._group else ():
-            other = _package(found[point.name]) if point.name in found else "peftkit itself"
-            if point.name in found or point.name in self._addresses:
+            other = _package(points[point.name]) if point.name in points else "peftkit"
+            if point.name in points or point.name in self._addresses:
                 raise ConfigError(
                     f"two packages define {point.name!r} in {self._group}",
                     found=f"{other}; {_package(point)}",
                     fix="Rename one of them, or uninstall its package.",
                 )
-            found[point.name] = point
-        return found
+            points[point.name] = point
+        return points
 
     def __getitem__(self, name: str) -> V:
         if name in self._addresses:
@@ -96,13 +96,12 @@ def _package(point: EntryPoint) -> str:
 class LazyTable(LazyMap[type[T]]):
     """A `LazyMap` of classes.
 
-    A table of configs is also the annotation of a section that one of them describes, chosen by
-    its `type`:
+    A table of configs is also the annotation of a section whose `type` selects the config:
 
         METHODS = LazyTable[Method]({"lora": "peftkit.methods.lora:LoRA", ...})
         AnyMethod = Annotated[Method, METHODS]
 
-    It validates, reports errors and has a JSON schema like a union discriminated by `type`.
+    Validation, errors and JSON schema are those of a union discriminated by `type`.
     """
 
     def __hash__(self) -> int:
@@ -113,20 +112,20 @@ class LazyTable(LazyMap[type[T]]):
         branches: dict[Any, CoreSchema] = {
             name: branch(partial(self._validate, name)) for name in self._addresses
         }
-        # with the union itself, not its field: a validator before it may take other values
+        # on the union, not its field: a validator before it may accept other values
         functions = {"pydantic_js_functions": [self._json_schema]}
         union = core_schema.tagged_union_schema(branches, "type", metadata=functions)
         return core_schema.no_info_wrap_validator_function(self._of_plugins, union)
 
     def _of_plugins(self, value: Any, built_in: ValidatorFunctionWrapHandler) -> Any:
-        """Validate the section of another package's class, or else a built-in one."""
+        """Validate a section with the config of a plugin, or with a built-in one."""
         name = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
         if isinstance(name, str) and name not in self._addresses and name in self.plugins:
             return self._validate(name, value)
         return built_in(value)
 
     def _json_schema(self, _: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        union: Any = Union[tuple(self.values())]  # noqa: UP007  # of classes known at run time
+        union: Any = Union[tuple(self.values())]  # noqa: UP007  # classes are only available at run time
         return handler(TypeAdapter(Annotated[union, Field(discriminator="type")]).core_schema)
 
     def _validate(self, name: str, value: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Configs: frozen, strict, and validated with all errors at once.
+"""Frozen, strict configs, whose validation reports all errors together.
 
-A recipe is YAML plus `section.key=value` overrides. Both are merged and validated once; each value
-remembers where it was written, and one ConfigError lists all errors in plain words.
-Fields hold tuples, because a config is frozen; lists in YAML and Python become tuples.
-This module loads no torch; the config classes live next to the code that reads them, which does.
+A recipe is YAML plus `section.key=value` overrides, merged and then validated. One ConfigError
+lists all errors, each with its source: file and line, or override.
+Configs are frozen, so lists in YAML and Python become tuples.
+This module does not import torch; config classes are defined next to the code that reads them.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from peftkit.errors import ConfigError, first_few, neighbours
 
 MAX_BYTES = 1_000_000
 SHORT = ("task",)
-"""The section that may be written as its type alone."""
-_MAX_ERRORS = 50  # past that a file is no recipe
+"""Sections that may be given as their type alone."""
+_MAX_ERRORS = 50  # a file with more is not a recipe
 
 
 class Config(BaseModel):
-    """A frozen group of settings; an unknown key or a value of another type is an error.
+    """A frozen group of settings; unknown keys and values of another type are errors.
 
-    Docstrings below the fields become their descriptions, in the JSON schema too. A section of
-    several kinds is a union discriminated by a Literal field named `type`.
+    Docstrings below fields become their descriptions in the JSON schema. A section of several kinds
+    is a union discriminated by a Literal field named `type`.
 
     Raises:
-        ConfigError: From the constructor, with every error at once.
+        ConfigError: From the constructor, with all errors.
     """
 
     model_config = ConfigDict(
@@ -59,8 +59,8 @@ class Config(BaseModel):
             problems = problems_of(type(self), error, values, {(): SourceLocation("")})
             raise _config_error(f"{name}(...)", problems) from None
 
-    # Tells pydantic that validating a nested section need not come through __init__, so that the
-    # outermost call sees every error with its full path.
+    # Pydantic then validates nested sections without calling __init__: the outermost call gets
+    # every error with its full path.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @model_validator(mode="before")
@@ -79,16 +79,16 @@ def load(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
     """Read a YAML file, apply the overrides, and validate the result.
 
     Args:
-        overrides: Each "section.key=value"; the value is YAML and the last one wins.
+        overrides: Each "section.key=value"; the value is YAML, and the last one wins.
 
     Raises:
-        ConfigError: With every error, each with file and line or the override it came from.
+        ConfigError: With all errors, each with file and line or its override.
     """
     text = _read(path)
     parsed = parse(text, lambda line: SourceLocation(str(path), line))
     if not isinstance(parsed.data, dict):
-        words = "expected keys with values, such as 'train: {...}'"
-        problem = Problem(SourceLocation(str(path), 1), (), words)
+        text = "expected keys with values, such as 'train: {...}'"
+        problem = Problem(SourceLocation(str(path), 1), (), text)
         raise _config_error(str(path), parsed.problems or [problem])
     parsed.locations[()] = SourceLocation(str(path))
     for number, override in enumerate(overrides, start=1):
@@ -99,10 +99,10 @@ def load(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
 def from_dict(
     cls: type[C], data: Mapping[str, Any], source: str, overrides: Sequence[str] = ()
 ) -> C:
-    """Validate values that were read elsewhere; errors name `source`, or the override.
+    """Validate a mapping; errors name `source` or the override.
 
     Raises:
-        ConfigError: With every error at once.
+        ConfigError: With all errors.
     """
     parsed = ParsedYaml(dict(data), {(): SourceLocation(source)})
     for number, override in enumerate(overrides, start=1):
@@ -114,7 +114,7 @@ def dump_yaml(config: Config, *, only_set: bool = False) -> str:
     """Write a config as YAML that `load` reads back as an equal config.
 
     Args:
-        only_set: Leave out what was not given.
+        only_set: Omit fields that were not set.
     """
     return yaml.dump(
         config.model_dump(mode="json", exclude_unset=only_set),
@@ -127,7 +127,7 @@ def dump_yaml(config: Config, *, only_set: bool = False) -> str:
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, keys joined by dots."""
+    """Flatten nested mappings, joining keys with dots."""
     if not isinstance(value, Mapping) or not value:
         return {prefix: value} if prefix else {}
     inner = (flat(v, f"{prefix}.{k}" if prefix else str(k)) for k, v in value.items())
@@ -143,7 +143,7 @@ def json_schema(cls: type[Config]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file; refuse what cannot be a recipe before parsing it."""
+    """Return the text of a file; refuse a file that is too large, empty or not UTF-8."""
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -165,7 +165,7 @@ def _read(path: Path) -> str:
 
 
 def _apply(override: str, number: int, parsed: ParsedYaml) -> None:
-    """Put the value of one "section.key=value" into the data, and remember its location."""
+    """Apply one "section.key=value" to the data, and record its location."""
     label = "--set " + (override if len(override) <= 80 else override[:77] + "...")
     location = SourceLocation(label, override=number)
     name, equals, text = override.partition("=")
@@ -174,8 +174,8 @@ def _apply(override: str, number: int, parsed: ParsedYaml) -> None:
         parsed.problems.append(Problem(location, (), "expected section.key=value"))
         return
     if " #" in text and text.lstrip()[:1] not in {"'", '"', "[", "{"}:
-        words = "' #' begins a comment in YAML; put the value in quotes"
-        parsed.problems.append(Problem(location, key, words))
+        message = "' #' begins a comment in YAML; put the value in quotes"
+        parsed.problems.append(Problem(location, key, message))
         return
     value = parse(text, lambda line: location)
     if value.problems:
@@ -190,8 +190,8 @@ def _apply(override: str, number: int, parsed: ParsedYaml) -> None:
             section[part] = {"type": section[part]}
         section = section[part]
         if not isinstance(section, dict):
-            words = f"'{dotted(key[:depth])}' holds a single value, not a section"
-            parsed.problems.append(Problem(location, key, words))
+            message = f"'{dotted(key[:depth])}' is a single value, not a section"
+            parsed.problems.append(Problem(location, key, message))
             return
     section[key[-1]] = value.data
     parsed.locations = {k: p for k, p in parsed.locations.items() if k[: len(key)] != key}
@@ -218,7 +218,7 @@ def _config_error(source: str, problems: Iterable[Problem]) -> ConfigError:
 
 
 def _frozen(value: object, declared: Any) -> object:
-    """Turn lists into tuples, and text into a Path where a Path and no text is declared."""
+    """Convert lists to tuples, and strings to paths where the field accepts a Path but no str."""
     options = options_of(declared)
     if isinstance(value, list | tuple):
         inner = next((get_args(o)[0] for o in options if get_origin(o) is tuple), None)
@@ -232,7 +232,7 @@ def _frozen(value: object, declared: Any) -> object:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that the 1.2 core schema would read as a number, a truth value or null."""
+    """Quotes strings that the YAML 1.2 core schema would read as a number, boolean or null."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -240,7 +240,7 @@ class _Dumper(yaml.SafeDumper):
     def represent_str(self, data: str) -> yaml.ScalarNode:
         if not isinstance(plain_value(data), str):
             return self.represent_scalar("tag:yaml.org,2002:str", data, style="'")
-        if not data.isprintable():  # PyYAML folds some of these away in its other styles
+        if not data.isprintable():  # PyYAML drops some of these in other styles
             return self.represent_scalar("tag:yaml.org,2002:str", data, style='"')
         return super().represent_str(data)
 

@@ -1,9 +1,9 @@
-"""YAML for recipes: the core schema of YAML 1.2, and the line of every key.
+"""YAML for recipes: the core schema of YAML 1.2, with the line of every key.
 
-PyYAML alone reads `2e-4` as text, `yes` as true, and keeps the last of two equal keys. Here `2e-4`
-is a number, only `true` and `false` are booleans, and a duplicate key, an anchor, an alias or a tag
-is an error with its line. Values are read from PyYAML's nodes: no tag creates an object, no alias
-expands.
+PyYAML reads `2e-4` as text and `yes` as true, and keeps the last of two equal keys. Here `2e-4` is
+a number, only `true` and `false` are booleans, and duplicate keys, anchors, aliases and tags are
+errors with their line. Values are read from PyYAML's nodes, so no tag creates an object and no
+alias expands.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _INTEGER = re.compile(r"[-+]?[0-9]+")
 _BASED = {"0o": (8, re.compile(r"0o[0-7]+")), "0x": (16, re.compile(r"0x[0-9a-fA-F]+"))}
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_LONGEST_NUMBER = 400  # characters; int() of thousands of digits is refused by Python itself
+_LONGEST_NUMBER = 400  # in characters; Python refuses int() of thousands of digits
 
 
 class SourceLocation(NamedTuple):
-    """Where something was written: a file and line, or the text of the n-th override."""
+    """Source of a value: a file and line, or the text of the n-th override."""
 
     label: str
     line: int = 0
@@ -36,7 +36,7 @@ class SourceLocation(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key of errors: the file's lines, then the overrides."""
+        """Sort key: lines of the file, then overrides."""
         return (self.override, self.line)
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class SourceLocation(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """One error: where it was written, the key it is about, and the message."""
+    """One error: its source, its key, and the message."""
 
     location: SourceLocation
     key: Key
@@ -57,7 +57,7 @@ class Problem(NamedTuple):
 
 @dataclass(slots=True)
 class ParsedYaml:
-    """What was read; `data` is None if the text is not YAML."""
+    """A parsed document; `data` is None if the text is not YAML."""
 
     data: object = None
     locations: dict[Key, SourceLocation] = field(default_factory=dict)
@@ -65,18 +65,18 @@ class ParsedYaml:
 
 
 def dotted(key: Key) -> str:
-    """Write a key as users do: train.epochs, method.targets[0]."""
+    """Format a key: train.epochs, method.targets[0]."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key)
     return text.removeprefix(".")
 
 
 def printable(text: str) -> str:
-    """Escape what could move a terminal's cursor: control and other unprintable characters."""
+    """Escape unprintable characters, which could move the cursor of a terminal."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def plain_value(text: str) -> str | int | float | bool | None:
-    """Return what an unquoted scalar means in the YAML 1.2 core schema."""
+    """Return the value of an unquoted scalar in the YAML 1.2 core schema."""
     if text in _NULLS:
         return None
     if text in _TRUTHS:
@@ -96,10 +96,12 @@ def plain_value(text: str) -> str | int | float | bool | None:
 
 
 def parse(text: str, location: Callable[[int], SourceLocation]) -> ParsedYaml:
-    """Read one YAML document; a problem of its keys is noted, where it is no YAML the first alone.
+    """Parse one YAML document, and collect the problems of its keys.
+
+    If the text is not YAML, only the first problem is collected.
 
     Args:
-        location: Maps a line number, from 1, to the location to name in a problem.
+        location: Maps a line number (from 1) to the location in a problem.
     """
     parsed = ParsedYaml()
     try:
@@ -108,23 +110,23 @@ def parse(text: str, location: Callable[[int], SourceLocation]) -> ParsedYaml:
     except yaml.MarkedYAMLError as error:
         opened = error.context_mark
         context = f"{error.context} from line {opened.line + 1}" if opened else error.context
-        words = f"not valid YAML: {', '.join(filter(None, (context, error.problem)))}"
-        parsed.problems.append(Problem(location(_line(error.problem_mark)), (), words))
+        message = f"not valid YAML: {', '.join(filter(None, (context, error.problem)))}"
+        parsed.problems.append(Problem(location(_line(error.problem_mark)), (), message))
     except yaml.YAMLError as error:
-        words = f"not valid YAML: {' '.join(str(error).split())}"
-        parsed.problems.append(Problem(location(1), (), words))
+        message = f"not valid YAML: {' '.join(str(error).split())}"
+        parsed.problems.append(Problem(location(1), (), message))
     except RecursionError:
         parsed.problems.append(Problem(location(1), (), "nested too deeply"))
     return parsed
 
 
 def written_values(text: str) -> list[str]:
-    """Return the values between commas, each as it is written; none if they are not YAML."""
+    """Split comma-separated YAML values, without parsing them; [] if they are not YAML."""
     try:
-        listed = yaml.compose(f"[{text}]", Loader=yaml.SafeLoader)
+        sequence = yaml.compose(f"[{text}]", Loader=yaml.SafeLoader)
     except yaml.YAMLError:
         return []
-    nodes = listed.value if isinstance(listed, yaml.SequenceNode) else []
+    nodes = sequence.value if isinstance(sequence, yaml.SequenceNode) else []
     return [text[node.start_mark.index - 1 : node.end_mark.index - 1] for node in nodes]
 
 
@@ -137,12 +139,13 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         event = self.peek_event()
-        if event.anchor is not None:  # of an alias its name
-            words = f"anchor or alias '{event.anchor}'; write the value out instead"
-            raise yaml.composer.ComposerError(None, None, words, event.start_mark)
-        if getattr(event, "tag", None) is not None:
-            words = f"tag '{event.tag}'; tags are not accepted, remove it"
-            raise yaml.composer.ComposerError(None, None, words, event.start_mark)
+        problem = ""
+        if event.anchor is not None:  # the name of an alias, too
+            problem = f"anchor or alias '{event.anchor}'; write the value out instead"
+        elif getattr(event, "tag", None) is not None:
+            problem = f"tag '{event.tag}'; tags are not accepted, remove it"
+        if problem:
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
         node: Any = super().compose_node(parent, index)
         return node
 
@@ -150,7 +153,7 @@ class _Loader(yaml.SafeLoader):
 def _value(
     node: yaml.Node, key: Key, parsed: ParsedYaml, location: Callable[[int], SourceLocation]
 ) -> object:
-    """Return what a node means; notes where each key of it was written."""
+    """Return the value of a node, and record the location of each of its keys."""
     parsed.locations.setdefault(key, location(_line(node.start_mark)))
     if isinstance(node, yaml.ScalarNode):
         return plain_value(node.value) if node.style is None else node.value
@@ -160,15 +163,16 @@ def _value(
     for name, inner in node.value:
         line = _line(name.start_mark)
         if not isinstance(name, yaml.ScalarNode):
-            words = "a list or a section cannot be a key"
-            raise yaml.composer.ComposerError(None, None, words, name.start_mark)
+            problem = "a list or a section cannot be a key"
+            raise yaml.composer.ComposerError(None, None, problem, name.start_mark)
         inner_key = (*key, name.value)
         if name.style is None and not isinstance(plain_value(name.value), str):
-            words = f"a key must be text; put it in quotes: '{name.value}'"
-            parsed.problems.append(Problem(location(line), inner_key, words))
+            message = f"a key must be text; put it in quotes: '{name.value}'"
+            parsed.problems.append(Problem(location(line), inner_key, message))
         if name.value in values:
-            words = f"is given twice, first at line {parsed.locations[inner_key].line}; keep one"
-            parsed.problems.append(Problem(location(line), inner_key, words))
+            first = parsed.locations[inner_key].line
+            message = f"is given twice, first in line {first}; keep one"
+            parsed.problems.append(Problem(location(line), inner_key, message))
         parsed.locations[inner_key] = location(line)
         values[name.value] = _value(inner, inner_key, parsed, location)
     return values

@@ -89,7 +89,7 @@ class TextWatch:
             return self._task.prompt_row(self._base.model, text, where)
         except DataError as error:
             raise DataError(
-                f"Cannot use {where}: {error.asked}", found=error.found, fix=error.fix
+                f"Cannot use {where}: {error.problem}", found=error.found, fix=error.fix
             ) from None
 
     def _answers(self, rows: Sequence[Any], max_new_tokens: int | None) -> list[Sample]:
@@ -108,7 +108,7 @@ class TextWatch:
             )
         except AnswerTooLarge as error:
             raise RunError(
-                error.asked,
+                error.problem,
                 found=error.found,
                 fix="Leave out train.sample_every and train.eval_generate; peftkit generate and "
                 "eval answer afterwards.",

@@ -1,1 +1,1 @@
-"""What a run has to work with, and how it runs: decided once, handed down."""
+"""The environment of a run: device, processes, plan, state, signals and random numbers."""

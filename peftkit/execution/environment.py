@@ -1,7 +1,6 @@
-"""The machine: a device, its memory, and the processes that were launched together.
+"""Device, memory and launched processes of this machine, or of another one to plan for.
 
-The only place that asks the machine. An `Environment` can also describe another machine. Sizes are
-in bytes.
+Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -18,24 +17,25 @@ from peftkit.kernels.device import free_bytes, gpu_of, local_gpu, resident_bytes
 GPU_SHARE = 0.95
 """Share of a GPU's memory that can be allocated."""
 PROCESS_BYTES = {"cpu": 700_000_000, "cuda": 450_000_000}
-"""Memory of a process before any model: Python with torch and transformers; CUDA's context."""
+"""Memory of a process without a model: Python with torch and transformers; the CUDA context."""
 
 SEGMENTS = "expandable_segments:True"
-"""Setting of CUDA's allocator: batches of many lengths fragment segments that cannot grow."""
+"""Setting of the CUDA allocator; batches of many lengths fragment fixed-size segments."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where torch reads its allocator's settings; the first one counts where both are set."""
+"""Environment variables of torch's allocator; if both are set, the first one counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A device, and the processes that each have one like it.
+    """The device of each process of a run.
 
     Attributes:
-        kind: Of the device: cpu, cuda or mps.
-        memory: Total of a GPU, free main memory of a CPU; None where the system does not say.
-        share: Usable share of the memory.
-        process: Memory of the process itself; 0 if `memory` is already without it.
-        world_size: Processes of the run.
+        kind: Device type: cpu, cuda or mps.
+        memory: Total memory of a GPU, free main memory of a CPU; None if the system does not
+            report it.
+        share: Usable fraction of the memory.
+        process: Memory of the process itself; 0 if `memory` already excludes it.
+        world_size: Number of processes of the run.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class Environment:
 
 
 def gpu_of_size(memory: int) -> Environment:
-    """Return a CUDA GPU with that many bytes of memory."""
+    """Return the environment of a CUDA GPU with `memory` bytes."""
     return Environment("cuda", memory, GPU_SHARE, PROCESS_BYTES["cuda"])
 
 
@@ -74,7 +74,7 @@ def this_machine() -> Environment:
     """Return the environment of a run on this machine.
 
     Raises:
-        ConfigError: The system does not say how much memory is free.
+        ConfigError: The system does not report its free memory.
     """
     if (here := local_gpu()) is not None:
         device, gpu = here
@@ -83,14 +83,14 @@ def this_machine() -> Environment:
     free = free_bytes()
     if free is None:
         raise ConfigError(
-            "this machine does not tell how much memory is free.",
-            fix="Say what to plan for: --memory 8GB (a GPU's).",
+            "this machine does not report its free memory.",
+            fix="Give the memory of a GPU to plan for: --memory 8GB",
         )
     return Environment("cpu", free, process=PROCESS_BYTES["cpu"])
 
 
 def free_now(device: torch.device | None = None) -> Environment:
-    """Return the memory that is free for this process; a run's processes share main memory."""
+    """Return the free memory of this process; the processes of a run share main memory."""
     device = default_device() if device is None else device
     if (gpu := gpu_of(device)) is not None:
         left = int(GPU_SHARE * gpu.total(device)) - gpu.used(device)
@@ -101,33 +101,32 @@ def free_now(device: torch.device | None = None) -> Environment:
 
 
 def used_bytes(device: torch.device) -> int:
-    """Return the memory in use: of a GPU by all processes, less torch's cache; else by this one."""
+    """Return the memory in use: all of a GPU but torch's cache; on a CPU, by this process."""
     gpu = gpu_of(device)
     return resident_bytes() if gpu is None else gpu.used(device)
 
 
 def world_size() -> int:
-    """Return how many processes the launcher has started for this run."""
+    """Return the number of processes that the launcher has started for this run."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_rank() -> int:
-    """Return the number of this process among those on this machine."""
+    """Return the rank of this process on this machine."""
     return max(int(os.environ.get("LOCAL_RANK", "0")), 0)
 
 
 def is_main_process() -> bool:
-    """Return whether this process, of those that the launcher has started, writes the files."""
+    """Return whether this process has rank 0 and writes the files."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def default_device() -> torch.device:
-    """Return this process's device: a GPU if there is one, and make it the current one.
+    """Return the device of this process, a GPU if there is one, and make it current.
 
-    GPUs are numbered as accelerate does: where every process sees one GPU alone, all have number 0.
+    GPUs are numbered as in accelerate: if each process sees one GPU, all have index 0.
     """
-    here = local_gpu()
-    if here is None:
+    if (here := local_gpu()) is None:
         return torch.device("cpu")
     if here[0].type != "cuda":
         return here[0]
@@ -135,24 +134,24 @@ def default_device() -> torch.device:
 
 
 def as_current(device: torch.device) -> torch.device:
-    """Make a device the current one of its kind; return it with its number."""
+    """Make a device current, and return it with its index."""
     if device.type != "cuda":
         return device
-    _let_segments_grow()
-    number = torch.cuda.current_device() if device.index is None else device.index
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)
+    _enable_expandable_segments()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
-def _let_segments_grow() -> None:
-    """Add to the allocator's settings that segments grow, unless the user says how they do.
+def _enable_expandable_segments() -> None:
+    """Enable expandable_segments, unless the environment sets it.
 
-    Windows has no growing segments, and CUDA's own asynchronous allocator no segments.
+    Windows does not support them, and cudaMallocAsync has no segments.
     """
     if sys.platform != "linux":
         return
-    given = [name for name in ALLOCATOR_VARIABLES if os.environ.get(name)]
-    for name in given or ALLOCATOR_VARIABLES[-1:]:
+    set_by_user = [name for name in ALLOCATOR_VARIABLES if os.environ.get(name)]
+    for name in set_by_user or ALLOCATOR_VARIABLES[-1:]:
         settings = os.environ.get(name, "").rstrip(", ")
         if "expandable_segments" not in settings and "cudaMallocAsync" not in settings:
             os.environ[name] = f"{settings},{SEGMENTS}".lstrip(",")

@@ -1,4 +1,4 @@
-"""Memory that ran out, and blocks that do not compile: recognised, cleaned up after, reported."""
+"""Recognise out-of-memory and compile errors, free memory, and format errors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from peftkit.kernels.device import gpu_of, local_gpu
 
 T = TypeVar("T")
 NO_ROOM = "Allow fewer new tokens, or load the base in 4 bits (base.quantize: nf4)."
-"""What to do if memory runs out during a single completion."""
-# RuntimeErrors that torch and the vendors' libraries raise when memory runs out
+"""Fix for an out-of-memory error during a single completion."""
+# messages of out-of-memory RuntimeErrors from torch and the vendors' libraries
 _SIGNS = (
     "out of memory",
     "can't allocate memory",
@@ -23,7 +23,7 @@ _SIGNS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that memory ran out, on a GPU or on the CPU."""
+    """Return whether an error means that a GPU or the CPU ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
@@ -58,39 +58,39 @@ def release_memory() -> None:
 
 
 class RetryWatch:
-    """Watches a GPU's allocator, which releases its cache and waits when memory is nearly full."""
+    """Detects that a GPU's allocator keeps flushing its cache because memory is nearly full."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_reported = device, False
         self._before: int | None = None
 
     def report(self, num_steps: int) -> str:
-        """Return, once, that it has done so in each of the steps since the last call; else "".
+        """Return a warning, once, if the cache was flushed as often as steps were run; else "".
 
-        The first call counts only: in the steps before it a smaller plan may have been looked for.
+        The first call only sets the baseline: the search for a smaller plan flushes the cache, too.
         """
         gpu = gpu_of(self._device)
         before, self._before = self._before, 0 if gpu is None else gpu.retries(self._device)
-        more = 0 if before is None else self._before - before
-        if self._is_reported or more < num_steps:
+        num_flushes = 0 if before is None else self._before - before
+        if self._is_reported or num_flushes < num_steps:
             return ""
         self._is_reported = True
         return (
-            f"The GPU's memory is nearly full: in {num_steps} steps torch released its cache "
-            f"{more} times, and waits for the GPU each time. A lower train.tokens_per_batch or "
-            "train.gradient_checkpointing: true may be faster."
+            f"The GPU's memory is nearly full: in {num_steps} steps torch flushed its cache "
+            f"{num_flushes} times, and waited for the GPU each time. A lower "
+            "train.tokens_per_batch or train.gradient_checkpointing: true may be faster."
         )
 
 
 def is_compile_error(error: BaseException) -> bool:
-    """Tell whether an error is of the compiler, or of a kernel of its, and not of the model."""
+    """Return whether an error comes from the compiler or one of its kernels."""
     from torch._dynamo.exc import TorchDynamoException
 
-    of_triton = type(error).__module__.partition(".")[0] == "triton" or "Triton Error" in str(error)
-    return isinstance(error, TorchDynamoException) or of_triton
+    is_triton = type(error).__module__.partition(".")[0] == "triton" or "Triton Error" in str(error)
+    return isinstance(error, TorchDynamoException) or is_triton
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error in one line."""
+    """Format an error as one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])[:240]}"  # whose fault, and what it was
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:240]}"  # source and message

@@ -1,4 +1,4 @@
-"""How the processes of a run share the rows of a step and the passes over a model."""
+"""Distribute the micro-batches of a step over the processes of a run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from peftkit.execution.out_of_memory import is_out_of_memory, one_line
 from peftkit.execution.world import World
 
 Part = Sequence[Any]
-"""Rows that go through the model at once."""
+"""Rows of one forward pass (a micro-batch)."""
 
 
 class Parallel:
-    """Data parallelism: each process has rows of its own, and runs the model as often as it needs.
+    """Data parallelism: processes have different rows and any number of forward passes.
 
-    `Lockstep` overrides it: if processes hold shards of the weights, all of them have to run the
-    model equally often.
+    `Lockstep` overrides this class for sharded weights, where all processes must run the same
+    number of forward passes.
 
     Attributes:
-        in_lockstep: Whether every pass over the model needs all processes.
+        in_lockstep: Whether every forward pass needs all processes.
     """
 
     in_lockstep = False
@@ -30,20 +30,20 @@ class Parallel:
         self.world = world
 
     def align(self, parts: Sequence[Part]) -> list[tuple[Part, bool]]:
-        """Return the passes of this process: rows, and whether they are its own.
+        """Return the micro-batches of this process, each with whether it counts.
 
-        Others are padding that keeps the processes in lockstep. All processes have to call it.
+        The others are padding that keeps the processes in lockstep. All processes must call this.
         """
         return [(part, True) for part in parts]
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Do work in which no process needs another; what ends it for one, ends it for all.
+        """Run independent work of the processes; an error in one is raised in all.
 
-        Else the others would wait for it where they next meet, and the run would end unsaved.
+        Otherwise the other processes would hang in the next collective.
 
         Raises:
-            EndedTogetherError: On all processes, if there are several and one has failed.
+            EndedTogetherError: On all processes, if there are several and one failed.
         """
         if self.world.world_size == 1:
             yield
@@ -55,25 +55,27 @@ class Parallel:
             error = problem
         if not self.world.max(error is not None):
             return
-        told = self.world.all_gather(None if error is None else _parts(error))
-        rank, (asked, found, fix) = next((n, each) for n, each in enumerate(told) if each)
-        found = f"In process {rank} of {len(told)}. {found}".rstrip()
-        raise self.world.of_all(EndedTogetherError(asked, found=found, fix=fix)) from error
+        failures = self.world.all_gather(None if error is None else _error_fields(error))
+        rank, (message, found, fix) = next(
+            (n, fields) for n, fields in enumerate(failures) if fields
+        )
+        found = f"In process {rank} of {len(failures)}. {found}".rstrip()
+        raise self.world.of_all(EndedTogetherError(message, found=found, fix=fix)) from error
 
     def ran_out(self, error: Exception) -> bool:
-        """Return whether memory ran out, and this process may go on with smaller batches.
+        """Return whether memory ran out and this process may continue with smaller batches.
 
         Raises:
-            RunError: Memory ran out, and the other processes wait for this one.
+            RunError: Memory ran out, and the other processes depend on this one.
         """
         return is_out_of_memory(error)
 
 
-def _parts(error: Exception) -> tuple[str, str, str]:
-    """Return what an error says: what was asked, found, and what to do."""
+def _error_fields(error: Exception) -> tuple[str, str, str]:
+    """Return the problem, `found` and `fix` of an error."""
     if isinstance(error, PeftkitError):
-        return error.asked, error.found, error.fix
+        return error.problem, error.found, error.fix
     if is_out_of_memory(error):
-        fix = "Fewer or shorter answers; base.quantize: nf4; a smaller base."
+        fix = "Use fewer or shorter answers, base.quantize: nf4, or a smaller base."
         return "memory ran out", one_line(error), fix
-    return "a step broke off", one_line(error), ""
+    return "a step failed", one_line(error), ""

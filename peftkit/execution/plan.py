@@ -1,7 +1,7 @@
-"""The execution plan: how a run is carried out on a device.
+"""The execution plan: the code paths and batch limits of a run on a device.
 
-Layers, losses and norms never inspect a tensor's device. This file alone decides how each kind of
-device computes. train/fitting.py decides which plan fits into memory.
+Layers, losses and norms never inspect a tensor's device: the plan selects the code paths of each
+kind of device. train/fitting.py decides which plan fits into memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CPU_TOKENS = 1280
 """train.tokens_per_batch: auto on a CPU, enough to keep a few cores busy."""
 GPU_TOKENS = 16_384
 """train.tokens_per_batch: auto on a GPU, far more than keeps it busy. Longer steps are sorted by
-length, so short rows are not padded to the longest."""
+length, to avoid padding short rows to the longest."""
 BUSY_TOKENS = {"cuda": 4096}
 """Tokens per micro-batch below which a GPU waits for Python. Recomputing activations, a third more
 work, is preferred to smaller micro-batches."""
@@ -33,7 +33,7 @@ TILE, MOST_TILES = 4096, 16
 """Minimum tokens per tile of a feed-forward layer, and maximum tiles per row. Smaller tiles leave
 matrix products idle and unpack 4-bit weights too often."""
 CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 96 << 20, 512 << 20
-"""Maximum bytes of logits in memory at once."""
+"""Maximum bytes of a chunk of logits."""
 
 ACTIVATIONS_IN_WORDS: Mapping[Activations, str] = {
     "keep": "all activations are kept",
@@ -44,7 +44,7 @@ ACTIVATIONS_IN_WORDS: Mapping[Activations, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
-    """How the rows of a step go through a model.
+    """How a model processes the rows of a step.
 
     Attributes:
         device: Kind of device: cpu, cuda or mps.
@@ -105,7 +105,7 @@ class ExecutionPlan:
 
     @property
     def chunk_bytes(self) -> int:
-        """Maximum bytes of logits in memory at once."""
+        """Maximum bytes of a chunk of logits."""
         return GPU_CHUNK_BYTES if self.on_gpu else CPU_CHUNK_BYTES
 
     @property
@@ -141,7 +141,7 @@ class ExecutionPlan:
         return asdict(self)
 
     def describe(self) -> str:
-        """Return the plan as a phrase for people."""
+        """Return the plan as a readable phrase."""
         parts = [f"{self.num_processes} x {self.device}" if self.num_processes > 1 else self.device]
         if self.dtype:
             parts.append(self.dtype + f" ({self.autocast} by autocast)" * bool(self.autocast))
@@ -159,19 +159,19 @@ class ExecutionPlan:
 
     def less_than(self, before: ExecutionPlan) -> str:
         """Describe the changes that save memory; "" if there are none."""
-        how = []
+        changes = []
         if self.activations != before.activations:
             where = ", from main memory" * (self.activations == "offload")
-            how.append(f"activations are recomputed{where} (train.gradient_checkpointing)")
+            changes.append(f"activations are recomputed{where} (train.gradient_checkpointing)")
         if self.rows != before.rows:
-            how.append(f"{self.rows} rows at a time instead of {before.rows}")
+            changes.append(f"{self.rows} rows at a time instead of {before.rows}")
         if self.tokens != before.tokens:
-            how.append(f"{self.tokens} tokens at a time instead of {before.tokens}")
-        return ", ".join(how)
+            changes.append(f"{self.tokens} tokens at a time instead of {before.tokens}")
+        return ", ".join(changes)
 
 
 def plan_from(values: Mapping[str, Any]) -> ExecutionPlan:
-    """Return the plan that `as_dict` returned; ignore fields of other versions."""
+    """Return the plan with the fields of `as_dict`; ignore fields of other versions."""
     names = {field.name for field in fields(ExecutionPlan)}
     return ExecutionPlan(**{name: value for name, value in values.items() if name in names})
 
@@ -204,7 +204,7 @@ def plan_of(
     dtype: str = "",
     autocast: str = "",
 ) -> ExecutionPlan:
-    """Return the plan that `train` requests, before it is adapted to the memory.
+    """Return the plan that `train` requests, before it is fitted to the memory.
 
     Args:
         device: Kind of device.
@@ -240,8 +240,8 @@ def activation_modes(
     Args:
         requested: train.gradient_checkpointing.
         has_blocks: Whether the model has blocks that can be recomputed.
-        streamed: Whether weights are streamed; activations that are kept would hold all of them.
-        recomputes: Whether the model recomputes its blocks already.
+        streamed: Whether weights are streamed; kept activations would hold all of them in memory.
+        recomputes: Whether the model already recomputes its blocks.
     """
     less: tuple[Activations, ...] = ("recompute", "offload") if on_gpu else ("recompute",)
     if streamed or requested is True or (requested == "auto" and recomputes):

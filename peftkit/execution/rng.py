@@ -1,4 +1,4 @@
-"""The random number generators of a process: seeded, captured and restored as plain tensors."""
+"""Seed, capture and restore the random number generators of a process, as plain tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ State = dict[str, Tensor]
 
 
 def seed_everything(seed: int, rank: int = 0) -> None:
-    """Seed python, numpy and torch, every process differently: their dropout masks must differ."""
+    """Seed python, numpy and torch; ranks get different seeds, since dropout masks must differ."""
     seed = (seed + 1_000_003 * rank) % 2**32
     random.seed(seed)
     np.random.seed(seed)
@@ -27,7 +27,7 @@ def seed_everything(seed: int, rank: int = 0) -> None:
 
 
 def capture(device: torch.device) -> State:
-    """Return the state of all generators; every process's has the same names, shapes and dtypes."""
+    """Return the state of all generators; names, shapes and dtypes are equal on all processes."""
     version, words, gauss = random.getstate()
     python = [version, *words, gauss is not None, _bits(gauss or 0.0)]
     # numpy types its legacy state too loosely for mypy
@@ -59,7 +59,7 @@ def restore(state: Mapping[str, Tensor], device: torch.device) -> None:
 
 @contextmanager
 def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Leave generators and buffers, such as running means, as they were."""
+    """Restore the generators and the model's buffers (running means) on exit."""
     before = capture(device)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
@@ -72,13 +72,13 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def seed_of(*numbers: int) -> int:
-    """Return a seed that is a function of numbers."""
+    """Derive a seed from numbers."""
     digest = hashlib.sha256(",".join(map(str, numbers)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def _bits(value: float) -> int:
-    """Return the 64 bits of a float, so that it can stand among integers, exactly."""
+    """Return the bits of a float as an int64, which keeps its exact value."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first lets a run save and stop, the second ends it at once."""
+"""SIGINT and SIGTERM: the first saves and stops a run, the second stops it immediately."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from types import FrameType
 from peftkit.execution.environment import is_main_process, world_size
 
 RELAY_SECONDS = 2.0
-"""torchrun relays a signal that its workers, in its process group, got already: within this time
-the second one does not count."""
+"""Time after the first signal in which a second one is ignored: torchrun relays a signal that its
+workers, in the same process group, have already received."""
+
+# Shorter than 80 columns: the live screen would overwrite a second line.
+STOPPING = "Saving a checkpoint after this step, then stopping. Again: stop now, unsaved."
+SAVING = "Saving the adapter, then stopping. Again: stop now, unsaved."
 
 
 class Interrupted(Exception):
-    """A signal stopped the run; its progress is saved.
+    """A signal stopped the run, after its progress was saved.
 
     Args:
         signum: The signal; the process should exit with `exit_code`.
-        where: What was reached and saved.
+        where: The saved progress, for the message.
     """
 
     def __init__(self, signum: int, where: str) -> None:
@@ -31,67 +35,57 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """A signal to stop, `signum`; 0 until one comes.
+    """The signal that was received, `signum`; 0 before.
 
     Args:
-        at_once: Raise on the first signal already.
-        waits_for: What a stop waits for, told on stderr at the first signal; "": nothing is told.
+        immediately: Raise on the first signal already.
+        message: Text for stderr at the first signal, if any.
     """
 
-    def __init__(self, at_once: bool = False, waits_for: str = "") -> None:
-        self.signum, self._at_once, self._waits_for = 0, at_once, waits_for
-        self._at = 0.0
+    def __init__(self, immediately: bool = False, message: str = "") -> None:
+        self.signum, self._immediately, self._message = 0, immediately, message
+        self._received = 0.0
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal: record the first, raise on the second."""
-        launched = world_size() > 1
         if not self.signum:
-            self.signum, self._at = signum, time.monotonic()
-            if not self._at_once:
-                self._tell()
+            self.signum, self._received = signum, time.monotonic()
+            if not self._immediately:
+                if self._message and is_main_process():
+                    # not print: the handler may interrupt one
+                    with suppress(OSError):
+                        os.write(2, f"\n{self._message}\n".encode())
                 return
-        elif launched and time.monotonic() - self._at < RELAY_SECONDS:
+        elif world_size() > 1 and time.monotonic() - self._received < RELAY_SECONDS:
             return
-        # not an Exception: no handler on the way out may survive it
+        # not an Exception: no `except Exception` on the way out may catch it
         raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
 
-    def _tell(self) -> None:
-        if not self._waits_for or not is_main_process():
-            return
-        # below 80 columns: of a second line the live screen would leave nothing
-        text = f"\nStopping after {self._waits_for}; once more: at once, unsaved.\n"
-        with suppress(OSError):  # not print: a handler may run in the middle of one
-            os.write(2, text.encode())
 
-
-_here = threading.local()
-
-
-def _in_this_thread() -> tuple[StopRequest, ...]:
-    return getattr(_here, "requests", ())
+_thread = threading.local()
 
 
 def stop_here(signum: int = signal.SIGTERM) -> None:
-    """Ask the run of this thread, which is not the main one, to save and stop, as a signal does."""
-    for request in _in_this_thread():
+    """Stop the run of this thread (not the main thread) after saving, as a signal does."""
+    for request in getattr(_thread, "requests", ()):
         request.signum = request.signum or signum
 
 
 @contextmanager
-def stop_requests(at_once: bool = False, waits_for: str = "") -> Iterator[StopRequest]:
+def stop_requests(immediately: bool = False, message: str = "") -> Iterator[StopRequest]:
     """Handle SIGINT and SIGTERM within the context; in other threads, `stop_here`.
 
-    A signal that is ignored, as `nohup` and a script's `&` have it, stays ignored.
+    An ignored signal (`nohup`, a script's `&`) stays ignored.
     """
-    request = StopRequest(at_once, waits_for)
+    request = StopRequest(immediately, message)
     if threading.current_thread() is not threading.main_thread():
-        # python gives signals to the main thread, and its handlers are not ours
-        outer = _in_this_thread()
-        _here.requests = (request, *outer)
+        # python delivers signals to the main thread only, whose handlers belong to the application
+        outer = getattr(_thread, "requests", ())
+        _thread.requests = (request, *outer)
         try:
             yield request
         finally:
-            _here.requests = outer
+            _thread.requests = outer
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     before = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN}
@@ -101,18 +95,18 @@ def stop_requests(at_once: bool = False, waits_for: str = "") -> Iterator[StopRe
         yield request
     finally:
         for number, handler in before.items():
-            # None: set by C code; the default is the nearest that python can set
+            # None means that C code has set the handler, which python cannot restore
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextmanager
-def stopping_at_once(where: str) -> Iterator[None]:
-    """Raise Interrupted on the first signal within the context: there is nothing to save yet.
+def stopping_immediately(where: str) -> Iterator[None]:
+    """Raise Interrupted on the first signal within the context, where nothing needs saving yet.
 
     Args:
         where: Message of the exception.
     """
-    with stop_requests(at_once=True) as request:
+    with stop_requests(immediately=True) as request:
         try:
             yield
         except BaseException:  # a library may have replaced or swallowed the exception

@@ -1,4 +1,4 @@
-"""A run's state between two steps, apart from weights, optimizer and generators; and its end."""
+"""State of a run between two steps (without weights, optimizer and generators), and its result."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from peftkit.errors import CheckpointError
 from peftkit.execution.plan import ExecutionPlan, plan_from
 
 RETIRED = ("empty_steps", "is_sure", "loss")
-"""Fields of earlier versions, which a checkpoint may have."""
+"""Fields of earlier versions that a checkpoint may contain."""
 
 
 @dataclass(slots=True)
 class State:
-    """A run's state, saved with every checkpoint.
+    """State of a run, saved with every checkpoint.
 
     Attributes:
-        step: Optimizer steps done.
-        plan: How rows go through the model now.
-        measured: Whether the plan is refined by the run's own rows (train/memory.py).
-        recent_losses: Of the last RECENT_STEPS steps.
-        num_tokens: Trained on so far, on all processes.
-        seconds: Wall-clock time of the run, including the parts before a resume.
-        step_seconds: Time in optimizer steps.
-        evaluated_step: The last step that was evaluated.
-        eval_loss: Of that evaluation; None if it was not finite.
-        best_step: The step with the lowest eval loss, which is `best_loss`.
-        patience_loss: The lowest eval loss, as early stopping counts it.
-        worse_evals: Evaluations since then.
+        step: Completed optimizer steps.
+        plan: The current execution plan.
+        measured: Whether the plan is refined by measuring rows of this run (train/memory.py).
+        recent_losses: Losses of the last RECENT_STEPS steps.
+        num_tokens: Tokens trained on so far, on all processes.
+        seconds: Wall-clock time of the run, including the time before a resume.
+        step_seconds: Time spent in optimizer steps.
+        evaluated_step: Step of the last evaluation.
+        eval_loss: Loss of that evaluation; None if it was not finite.
+        best_step: Step with the lowest eval loss, `best_loss`.
+        patience_loss: Lowest eval loss for early stopping.
+        worse_evals: Number of evaluations since `patience_loss`.
         is_ended: Whether the task has ended the run early (`RunHooks.stop_reason`).
         loss_scale, good_steps: State of LossScale.
     """
@@ -55,14 +55,14 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """The figures of one step; all but `notice` are equal on every process.
+    """Figures of one step; all but `notice` are equal on all processes.
 
     Attributes:
         loss: Mean over the targets of all processes.
-        figures: The task's metrics, by name.
-        num_tokens: Trained on, all processes together.
-        stop: A signal that some process got, or 0.
-        notice: A change of the plan in words, or "".
+        figures: Metrics of the task, by name.
+        num_tokens: Tokens trained on, summed over all processes.
+        stop: Signal that one of the processes received, or 0.
+        notice: Description of a change of the plan, or "".
     """
 
     loss: float
@@ -78,14 +78,14 @@ class Result:
     """A completed run.
 
     Attributes:
-        step: Optimizer steps, including those before a resume.
-        seconds: Wall-clock time, likewise.
+        step: Optimizer steps, including steps before a resume.
+        seconds: Wall-clock time, including the time before a resume.
         metrics: loss (`recent_mean`), epochs, num_tokens, tokens_per_second, peak_bytes; with eval
-            rows eval_loss, best_eval_loss and, of a task that predicts tokens, eval_perplexity.
-        checkpoint: The last one; the model has its weights.
-        best_step: The step with the lowest eval loss.
-        best_checkpoint: Its checkpoint.
-        is_main: Whether this is the process, of several, that writes files.
+            rows eval_loss, best_eval_loss and, for a task that predicts tokens, eval_perplexity.
+        checkpoint: The last checkpoint; the model has its weights.
+        best_step: Step with the lowest eval loss.
+        best_checkpoint: Checkpoint of that step.
+        is_main: Whether this process has rank 0 and writes the files.
     """
 
     step: int
@@ -98,7 +98,7 @@ class Result:
 
 
 def state_from_json(values: Mapping[str, Any]) -> State:
-    """Return a saved state; missing fields have their defaults.
+    """Return a saved state; missing fields get their defaults.
 
     Raises:
         CheckpointError: It has unknown fields or lacks required ones.
@@ -108,7 +108,8 @@ def state_from_json(values: Mapping[str, Any]) -> State:
     missing = [name for name in required if required[name] and name not in names]
     if missing or not names <= set(required):
         raise CheckpointError(
-            "cannot resume: state.json is not of this version", found=", ".join(sorted(values))
+            "cannot resume: state.json is from another version of peftkit",
+            found=", ".join(sorted(values)),
         )
     current = {"is_ended": values.get("is_sure", False)} | {name: values[name] for name in names}
     losses = tuple(current.get("recent_losses", ()))

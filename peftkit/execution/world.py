@@ -1,11 +1,13 @@
-"""The processes of a run, over accelerate: one alone, or several under `accelerate launch`.
+"""The processes of a run, through accelerate: a single one, or several under `accelerate launch`.
 
-Before a run they compare their settings. When a process dies, the launcher stops those of its
-machine; others fail in their next collective, on the lost connection or after PATIENCE.
+Before a run, the processes compare their settings. If a process dies, the launcher stops the others
+on its machine; processes on other machines fail in their next collective, because the connection is
+lost or after PATIENCE.
 
 The model is not wrapped in DistributedDataParallel: adapters are small, so their gradients are
-summed once per step, in one buffer. A process may then take its own number of micro-batches (after
-running out of memory, or of rows in a small last group), and a task may call any part of the model.
+summed once per step, in one buffer. Processes may therefore run different numbers of micro-batches
+(after an out-of-memory error, or for a small last batch), and a task may call any module of the
+model.
 """
 
 from __future__ import annotations
@@ -26,18 +28,18 @@ from peftkit.execution.environment import default_device, local_rank, world_size
 from peftkit.files.disk import writable_folder
 
 PATIENCE = timedelta(hours=4)
-"""Timeout of a collective: the main process may generate, or pack a base, for longer than NCCL's
+"""Timeout of a collective: the main process may generate or pack a base for longer than NCCL's
 default of ten minutes."""
 
 
 class World:
-    """This process among all.
+    """The rank of this process, and collectives over all processes.
 
     Args:
-        device: Where the model is.
+        device: The device of the model.
 
     Raises:
-        RunError: The model is not on the device that the launcher gave this process.
+        RunError: The launcher assigned another device to this process.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,7 +47,7 @@ class World:
         from accelerate.utils import InitProcessGroupKwargs
 
         launched = world_size()
-        # Without cpu=True, accelerate on a machine without GPU would let each process train alone.
+        # Without cpu=True, processes on a machine without a GPU would train separately.
         self._accelerator = Accelerator(
             cpu=device.type == "cpu" and launched > 1,
             gradient_accumulation_steps=1,
@@ -54,40 +56,37 @@ class World:
         self.rank = self._accelerator.process_index
         self.world_size = self._accelerator.num_processes
         self.device = device
-        self._check(launched)
-
-    def _check(self, launched: int) -> None:
-        device = self._accelerator.device
         if self.world_size != launched:
             raise RunError(
-                f"{launched} processes were launched, and accelerate has joined {self.world_size}",
+                f"{launched} processes were launched, but accelerate has joined {self.world_size}.",
                 fix="Launch with: accelerate launch --num_processes N -m peftkit_cli train ...",
             )
-        same = device.type == self.device.type and (device.type == "cpu" or device == self.device)
-        if self.world_size > 1 and not same:
+        assigned = self._accelerator.device
+        is_same = assigned.type == device.type and (device.type == "cpu" or assigned == device)
+        if self.world_size > 1 and not is_same:
             raise RunError(
-                f"process {self.rank} of {self.world_size} has its model on the wrong device",
-                found=f"It is on {self.device}; accelerate gives this process {device}.",
+                f"process {self.rank} of {self.world_size} has its model on the wrong device.",
+                found=f"It is on {device}; accelerate assigned {assigned} to this process.",
             )
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes files and emits events."""
+        """Whether this process has rank 0, writes files and emits events."""
         return self.rank == 0
 
     @property
     def is_first_here(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """Whether this is the first process on its machine."""
         return local_rank() == 0
 
     @property
     def precision(self) -> str | None:
-        """The launcher's mixed precision, "bf16" or "fp16"; None without."""
+        """The mixed precision of the launcher, "bf16" or "fp16", if any."""
         precision = str(self._accelerator.mixed_precision)
         return None if precision == "no" else precision
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return a context with the launcher's mixed precision, if any."""
+        """Return a context with the mixed precision of the launcher, if any."""
         return self._accelerator.autocast()
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -97,7 +96,7 @@ class World:
         return self._accelerator.reduce(tensor, reduction="sum")
 
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Replace each gradient by its sum over all processes."""
+        """Replace each gradient with its sum over all processes."""
         if self.world_size == 1:
             return
         total = self.sum(torch.cat([gradient.reshape(-1).float() for gradient in gradients]))
@@ -106,34 +105,34 @@ class World:
             gradient.copy_(part.view_as(gradient))
 
     def broadcast_parameters(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the main process's values into the tensors of all processes."""
+        """Copy the values of rank 0 into the tensors of all processes."""
         if self.world_size > 1:
             for tensor in tensors:
                 tensor.data.copy_(self.from_main(tensor.data))
 
     def from_main(self, tensor: Tensor) -> Tensor:
-        """Return the main process's tensor on this tensor's device; shapes are equal on all."""
+        """Return rank 0's tensor on the device of `tensor`; all ranks have equal shapes."""
         if self.world_size == 1:
             return tensor
         from accelerate.utils import broadcast
 
-        sent = tensor.to(self.device, copy=True)
-        broadcast(sent, from_process=0)
-        return sent.to(tensor.device)
+        buffer = tensor.to(self.device, copy=True)
+        broadcast(buffer, from_process=0)
+        return buffer.to(tensor.device)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the vectors of all processes on the CPU: (world_size, length)."""
+        """Gather a vector of all processes on the CPU: (world_size, length)."""
         if self.world_size == 1:
             return tensor.cpu()[None]
         gathered: Tensor = self._accelerator.gather(tensor.to(self.device))
         return gathered.cpu().view(self.world_size, -1)
 
     def max(self, value: int) -> int:
-        """Return the largest value of all processes."""
+        """Return the maximum over all processes."""
         return int(self.gather(torch.tensor([value], device=self.device)).max())
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return every process's value, in the order of ranks; waits for all."""
+        """Return the values of all processes, in the order of ranks."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -141,10 +140,10 @@ class World:
         return values
 
     def check_equal_across_ranks(self, **settings: Mapping[str, Any]) -> None:
-        """Check that every rank has the same settings.
+        """Check that all ranks have the same settings.
 
         Raises:
-            ConfigError: Lists what differs.
+            ConfigError: Settings differ; the error lists them.
         """
         first, *others = self.all_gather(settings)
         differing = [
@@ -157,9 +156,9 @@ class World:
         ]
         if differing:
             error = ConfigError(
-                "ranks have different settings",
+                "the processes have different settings.",
                 found="\n".join(differing[:8]),
-                fix="Give all of them the same recipe, files and versions.",
+                fix="Give all processes the same recipe, files and versions.",
             )
             raise self.of_all(error)
 
@@ -167,55 +166,57 @@ class World:
         """Check that all processes see the same folder.
 
         Raises:
-            OutputError: They do not, or it is not writable.
+            OutputError: They do not, or the folder is not writable.
         """
         if self.world_size == 1:
             return
-        mark = folder / f".{self.all_gather(secrets.token_hex(8))[0]}"
+        probe = folder / f".{self.all_gather(secrets.token_hex(8))[0]}"
         if self.is_main:
             writable_folder(folder)
-            mark.touch()
+            probe.touch()
         try:
             self.wait()
-            seen = self.all_gather(mark.exists())
+            visible = self.all_gather(probe.exists())
         finally:
             if self.is_main:
-                mark.unlink()
-        if not all(seen):
-            blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
+                probe.unlink()
+        if not all(visible):
+            ranks = ", ".join(
+                str(rank) for rank, is_visible in enumerate(visible) if not is_visible
+            )
             error = OutputError(
                 f"the output folder {folder} is not the same for all processes.",
-                found=f"What process 0 writes there is not seen by process {blind}.",
-                fix="Give --out a folder that all machines share, by its whole path.",
+                found=f"A file that process 0 writes there is not visible to process {ranks}.",
+                fix="Give --out the absolute path of a folder that all machines share.",
             )
             raise self.of_all(error)
 
     def of_all(self, error: PeftkitError) -> PeftkitError:
-        """Return an error that every process raises and the main one prints."""
+        """Return an error that all processes raise and only rank 0 prints."""
         if not self.is_main:
             silence(error)
         return error
 
     def wait(self) -> None:
-        """Wait for all processes.
+        """Wait for all processes, with a reduction on this process's device.
 
-        By a sum on this process's device: accelerate's barrier names a device by its LOCAL_RANK,
-        which is not there where each process sees one GPU alone.
+        The barrier of accelerate picks a device by LOCAL_RANK, which does not exist if each process
+        sees one GPU.
         """
         self.max(0)
 
 
 @contextmanager
 def joined_ranks() -> Iterator[World]:
-    """Join the processes that were launched together, each on its device.
+    """Join the launched processes, each on its device.
 
     Raises:
-        RunError: They do not find each other, or one is gone.
+        RunError: The processes cannot connect, or one has terminated.
     """
     world = World(default_device())
     try:
         yield world
-        world.wait()  # others may still read from a process that leaves first
+        world.wait()  # other processes may still read from this one
     except PeftkitError:
         raise
     except Exception as error:
@@ -224,8 +225,8 @@ def joined_ranks() -> Iterator[World]:
             raise
         raise RunError(
             "another process terminated unexpectedly.",
-            found=f"It was killed, or its machine or the network is gone. {_short(error)}",
-            fix="Its own output may say more. Go on from the newest checkpoint with --resume.",
+            found=f"It was killed, or its machine or the network failed. {_short(error)}",
+            fix="See its output. Continue from the newest checkpoint with --resume.",
         ) from None
 
 

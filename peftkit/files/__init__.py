@@ -1,1 +1,1 @@
-"""Files: written atomically, read with bounds."""
+"""Files: atomic writes, bounded reads."""

@@ -1,7 +1,7 @@
-"""Files and folders: regular files and strict JSON are read, and all is written atomically.
+"""Files and folders: read regular files and strict JSON, and write atomically.
 
-Writing: a temporary file or folder next to it, fsync, rename, fsync of the parent; so a crash, a
-full disk or a signal leaves the old one or the new one.
+A write goes to a temporary file or folder in the same parent: fsync, rename, fsync of the parent.
+After a crash, a full disk or a signal, either the old or the new version exists.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ MAX_JSON_BYTES = 1 << 20
 
 
 def open_regular(path: Path, *, error: ErrorType = AdapterError) -> BinaryIO:
-    """Open a regular file, or a symlink to one, for reading; anything else raises `error`."""
+    """Open a regular file or a symlink to one; raise `error` for anything else."""
     message = f"cannot read {path}"
     try:
-        mode = os.stat(path).st_mode  # before open: opening a fifo would wait for a writer
+        mode = os.stat(path).st_mode  # before open, since opening a fifo waits for a writer
         # SIM115: the caller closes it
         file = open(path, "rb") if stat.S_ISREG(mode) else None  # noqa: SIM115
     except FileNotFoundError:
         broken = os.path.islink(path)
-        reason = "It is a symbolic link to nothing." if broken else "There is no such file."
+        reason = "It is a broken symbolic link." if broken else "There is no such file."
         raise error(message, found=reason) from None
     except (OSError, ValueError) as problem:  # ValueError: a NUL in the name
         raise error(message, found=str(problem)) from None
@@ -45,7 +45,7 @@ def open_regular(path: Path, *, error: ErrorType = AdapterError) -> BinaryIO:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the hex digest of a file's bytes."""
+    """Return the SHA-256 of a file, as hex digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):
@@ -56,7 +56,7 @@ def sha256_of(path: Path) -> str:
 def read_json(
     path: Path, *, max_bytes: int = MAX_JSON_BYTES, error: ErrorType = AdapterError
 ) -> dict[str, Any]:
-    """Read a JSON object, strictly (see `parse_json`); anything that is not one raises `error`."""
+    """Read a strict JSON object (see `parse_json`); raise `error` for anything else."""
     with open_regular(path, error=error) as file:
         data = file.read(max_bytes + 1)
     message = f"cannot read {path} as JSON"
@@ -66,14 +66,14 @@ def read_json(
 
 
 def fsync_file(path: Path) -> None:
-    """Flush a file that a library has written, so that it survives a crash."""
-    with open(path, "rb+") as file:  # Windows flushes only what is open for writing
+    """Flush a file written by a library to disk."""
+    with open(path, "rb+") as file:  # Windows flushes only files open for writing
         os.fsync(file.fileno())
 
 
 def fsync_dir(folder: Path) -> None:
-    """Flush a folder, so that renames in it survive a crash."""
-    if os.name == "nt":  # folders cannot be opened there
+    """Flush a folder to disk, including its renames."""
+    if os.name == "nt":  # Windows cannot open folders
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -107,7 +107,7 @@ def is_disk_full(error: Exception) -> bool:
 
 
 def writable_folder(folder: Path) -> Path:
-    """Create a folder if needed and check that it is writable; OutputError otherwise."""
+    """Create a folder if needed and check that it is writable; else raise OutputError."""
     message = f"cannot write into {folder}"
     fix = "Choose another output folder."
     try:
@@ -123,7 +123,7 @@ def writable_folder(folder: Path) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise OutputError where a folder cannot be made or written to; creates nothing."""
+    """Raise OutputError if a folder cannot be created or written to; create nothing."""
     nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         kind = "not writable" if nearest.is_dir() else "a file"
@@ -136,11 +136,14 @@ def check_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
-    """Yield a file that replaces `path`, complete and durable, when the block succeeds.
+    """Yield a file that atomically replaces `path` if the block succeeds.
 
-    Raises OutputError where `path` cannot be written, RunError for a full or broken disk. On these
-    and on any exception of the block, what was there stays and no partial file is left. A symbolic
-    link at `path` is refused: following it would write elsewhere, replacing it would lose it.
+    After an exception, the old file exists and no partial file remains. A symbolic link at `path`
+    is refused: following it would write elsewhere, replacing it would lose it.
+
+    Raises:
+        OutputError: `path` cannot be written.
+        RunError: The disk is full or broken.
     """
     message = f"cannot write {path}"
     if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):
@@ -148,7 +151,7 @@ def replacing(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
         raise OutputError(message, found=f"It exists and is {kind}.", fix="Remove it first.")
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     try:
-        # "x": never through a link that someone put there; permissions are left to the umask
+        # "x": never write through an existing link; the umask sets the permissions
         with open(temporary, "xb") as file:
             yield file
             file.flush()
@@ -167,7 +170,7 @@ def _write_error(problem: OSError, message: str, folder: Path, num_bytes: int) -
     if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         reason = f"The disk is full: {num_bytes:,} bytes needed, {free_bytes(folder):,} free."
         if problem.errno != errno.ENOSPC:
-            reason += f"\nThe system says: {problem.strerror} (a quota, or ulimit -f)."
+            reason += f"\n{problem.strerror} (a quota, or ulimit -f)."
         kind = DiskFullError if problem.errno == errno.ENOSPC else RunError
         return kind(message, found=reason, fix="Make room, or choose another output folder.")
     if problem.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR):
@@ -176,18 +179,18 @@ def _write_error(problem: OSError, message: str, folder: Path, num_bytes: int) -
 
 
 def write_bytes_atomic(data: bytes, path: Path) -> None:
-    """Write a file, or leave the old one."""
+    """Write a file atomically."""
     with replacing(path, len(data)) as file:
         file.write(data)
 
 
 def write_text(text: str, path: Path) -> None:
-    """Write a UTF-8 file, or leave the old one."""
+    """Write a UTF-8 file atomically."""
     write_bytes_atomic(text.encode("utf-8"), path)
 
 
 def write_json(value: Mapping[str, Any], path: Path) -> None:
-    """Write an object as sorted, indented JSON; NaN and Infinity are a RunError."""
+    """Write an object as sorted, indented JSON; raise RunError for NaN and Infinity."""
     try:
         text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False)
     except ValueError as problem:
@@ -199,32 +202,32 @@ def write_json(value: Mapping[str, Any], path: Path) -> None:
 def new_folder(
     out: Path, *, last: str = "", replaced: Callable[[str], bool] = lambda name: True
 ) -> Iterator[Path]:
-    """Yield an empty folder; its files move to `out`, durably, when the block succeeds.
+    """Yield an empty folder, whose files move to `out` if the block succeeds.
 
-    Otherwise `out` is unchanged. An existing folder is kept and filled, since it may be a mounted
-    disk.
+    Otherwise `out` is unchanged. An existing `out` is filled, not replaced, since it may be a mount
+    point.
 
     Args:
-        last: The file without which nothing reads `out`: removed first and moved last, so that a
-            half replaced folder is never used.
-        replaced: Whether a file of this name in `out` is removed where no new one replaces it.
+        last: File that all readers of `out` require. It is removed first and moved last, so a
+            partially replaced folder is never read.
+        replaced: Whether an old file of this name is removed if there is no new one.
 
     Raises:
         OutputError: The folder cannot be written into.
     """
-    home = writable_folder(out if out.exists() else out.parent)
-    folder = home / f".{out.name}-{secrets.token_hex(4)}"
+    parent = writable_folder(out if out.exists() else out.parent)
+    folder = parent / f".{out.name}-{secrets.token_hex(4)}"
     folder.mkdir()
     try:
         yield folder
-        for path in folder.rglob("*"):  # those that libraries wrote are not on the disk yet
+        for path in folder.rglob("*"):  # libraries do not flush their files
             if path.is_file():
                 fsync_file(path)
-        if home == out or out.exists():
+        if parent == out or out.exists():
             _move_into(folder, out, last, replaced)
         else:
             os.replace(folder, out)
-        fsync_dir(home)
+        fsync_dir(parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -243,29 +246,29 @@ def _move_into(folder: Path, out: Path, last: str, replaced: Callable[[str], boo
 
 
 LOCKS = ".locks"
-"""A folder of lock files next to what they lock; not every system can remove them."""
+"""Folder of lock files, next to the locked files; some systems cannot remove them."""
 
 
 @contextlib.contextmanager
 def alone(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold the lock of a file or folder while the context lasts; wait while another process does.
+    """Hold the lock of a file or folder; wait if another process holds it.
 
-    The lock of a killed process is free. On file systems without locks nobody waits.
+    The system releases the lock of a killed process. On file systems without locks, nothing waits.
 
     Args:
-        path: In an existing folder; it need not exist itself.
-        on_wait: Called before waiting; its exceptions end the wait.
+        path: A path in an existing folder; it need not exist itself.
+        on_wait: Called before waiting; an exception from it cancels the wait.
     """
-    from filelock import FileLock, Timeout  # brought by datasets
+    from filelock import FileLock, Timeout  # a dependency of datasets
 
     (path.parent / LOCKS).mkdir(exist_ok=True)
     lock = FileLock(path.parent / LOCKS / path.name)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
-            held.enter_context(lock.acquire(timeout=0))
+            stack.enter_context(lock.acquire(timeout=0))
         except Timeout:
             on_wait()
-            held.enter_context(lock.acquire(poll_interval=0.2))
+            stack.enter_context(lock.acquire(poll_interval=0.2))
         except NotImplementedError:
             pass
         yield

@@ -1,7 +1,6 @@
-"""Untrusted forms, multipart/form-data (RFC 7578): read as they come, their file written to disk.
+"""Streaming parser of untrusted multipart/form-data (RFC 7578), which writes the file to disk.
 
-By hand, since a hundred lines are less than a dependency, and nothing but one file and a few short
-fields is taken.
+It supports one file and a few short fields only, which saves a dependency.
 """
 
 from __future__ import annotations
@@ -13,38 +12,38 @@ from typing import BinaryIO
 from peftkit.errors import PeftkitError
 
 MAX_HEAD, MAX_FIELD, MAX_PARTS, MAX_NAME = 8192, 4096, 16, 255
-"""Bytes of what stands before a part, bytes of a field, parts, and characters of a file's name."""
+"""Limits: bytes of the headers of a part, bytes of a field, parts, characters of a file name."""
 FILE = "file"
-"""Name of the part that is a file."""
+"""Name of the part with the file."""
 
 
 class FormError(PeftkitError):
-    """Bytes are no form, or too many.
+    """The bytes are not a form, or exceed a limit.
 
     Args:
-        part: The name of the part in question.
-        is_too_long: Whether there are too many.
+        part: Name of the part that has the error.
+        is_too_long: Whether a limit is exceeded.
     """
 
     def __init__(
-        self, asked: str, *, found: str = "", part: str | None = None, is_too_long: bool = False
+        self, problem: str, *, found: str = "", part: str | None = None, is_too_long: bool = False
     ) -> None:
-        super().__init__(asked, found=found)
+        super().__init__(problem, found=found)
         self.part, self.is_too_long = part, is_too_long
 
 
 class Form:
-    """Takes a form as it comes, and writes its file.
+    """Parses a form incrementally, and writes its file.
 
     Args:
-        content_type: The header of the request.
-        file: Gets the file's bytes.
-        max_bytes: Of the file.
+        content_type: The Content-Type header of the request.
+        file: Receives the bytes of the file.
+        max_bytes: Maximum size of the file.
 
     Attributes:
         fields: The other parts, by name.
-        filename: As the client calls the file; it never becomes a path.
-        num_bytes: Of the file so far.
+        filename: File name from the client; never used as a path.
+        num_bytes: Bytes of the file so far.
     """
 
     def __init__(self, content_type: str, file: BinaryIO, max_bytes: int) -> None:
@@ -57,19 +56,19 @@ class Form:
         boundary = head.get_boundary()
         if head.get_content_type() != "multipart/form-data" or not boundary:
             raise FormError(
-                "an upload is a form: multipart/form-data, with a boundary.",
+                "an upload must be multipart/form-data with a boundary.",
                 found=f"Content-Type: {content_type[:80] or 'none'}",
             )
         self._mark = b"\r\n--" + boundary.encode("ascii", "replace")[:200]
-        self._left = bytearray(b"\r\n")  # so that the first boundary is like the others
+        self._left = bytearray(b"\r\n")  # the first boundary then matches the mark, too
         self._in_head, self._is_over = False, False
         self._name, self._value, self._num_parts = "", bytearray(), 0
 
     def feed(self, data: bytes) -> None:
-        """Take the next bytes; what comes after the form is left out.
+        """Parse the next bytes; bytes after the form are discarded.
 
         Raises:
-            FormError: They are no form, or too many.
+            FormError: The bytes are not a form, or exceed a limit.
         """
         self._left += data
         while not self._is_over and (self._take_head() if self._in_head else self._take_part()):
@@ -78,10 +77,10 @@ class Form:
             self._left.clear()
 
     def close(self) -> None:
-        """Check that the form is whole.
+        """Check that the form is complete.
 
         Raises:
-            FormError: It is cut short, or has no file.
+            FormError: It is truncated, or has no file.
         """
         if not self._is_over:
             raise FormError("the upload was cut short.")
@@ -89,7 +88,7 @@ class Form:
             raise FormError("the upload has no file.", part=FILE)
 
     def _take_head(self) -> bool:
-        """Take what stands between a boundary and its part; False: more has to come."""
+        """Parse the headers of a part; return False if more bytes are needed."""
         self._is_over = self._left.startswith(b"--")
         at = self._left.find(b"\r\n\r\n")
         if not self._is_over and (at > MAX_HEAD or (at < 0 and len(self._left) > MAX_HEAD)):
@@ -102,20 +101,20 @@ class Form:
             headers = HeaderParser().parsestr(text)
             name = headers.get_param("name", header="content-disposition")
             filename = headers.get_filename("")
-        except (LookupError, ValueError):  # a charset that is not there, say
+        except (LookupError, ValueError):  # an unknown charset, for example
             name = None
         self._num_parts += 1
         if not isinstance(name, str) or self._num_parts > MAX_PARTS:
             raise FormError(f"the upload has a part without a name, or over {MAX_PARTS} parts.")
         if name in self.fields or (name == FILE and self.filename is not None):
-            raise FormError("the upload has two parts of one name.", part=name[:80])
+            raise FormError("the upload has two parts with the same name.", part=name[:80])
         self._name, self._value = name[:MAX_NAME], bytearray()
         if name == FILE:
             self.filename = _plain(filename)[:MAX_NAME] or "upload"
         return True
 
     def _take_part(self) -> bool:
-        """Take what is there of a part, or of what stands before all; False: more has to come."""
+        """Read a part (or the preamble); return False if more bytes are needed."""
         left, mark, is_file = self._left, self._mark, self._name == FILE
         at = left.find(mark)
         end = at if at >= 0 else max(0, len(left) - len(mark) + 1)
@@ -124,9 +123,10 @@ class Form:
             self.num_bytes += end
         else:
             self._value += left[:end]
-        size, most = (self.num_bytes, self._max_bytes) if is_file else (len(self._value), MAX_FIELD)
-        if size > most:
-            found, part = f"The limit of this part is {most:,} bytes.", self._name[:80] or None
+        size = self.num_bytes if is_file else len(self._value)
+        limit = self._max_bytes if is_file else MAX_FIELD
+        if size > limit:
+            found, part = f"The limit of this part is {limit:,} bytes.", self._name[:80] or None
             raise FormError("the upload is too long.", found=found, part=part, is_too_long=True)
         if at < 0:
             del left[:end]
@@ -138,5 +138,5 @@ class Form:
 
 
 def _plain(text: str) -> str:
-    """Return a text without halves of surrogate pairs, which JSON cannot be written with."""
+    """Replace unpaired surrogates, which cannot be encoded as UTF-8."""
     return text.encode("utf-8", "replace").decode()

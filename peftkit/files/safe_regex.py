@@ -1,7 +1,7 @@
-"""Untrusted regular expressions, matched in bounded time.
+"""Match untrusted regular expressions in bounded time.
 
-Python's engine backtracks: "(a+)+b" takes minutes on thirty letters. A pattern that cannot blow up
-is matched directly; any other in a subprocess, which is killed when it takes too long.
+Python's engine backtracks: "(a+)+b" takes minutes on thirty letters. A pattern without exponential
+backtracking is matched directly; other patterns run in a subprocess with a timeout.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ json.dump([re.search(*pair, flags) is not None for pair in pairs], sys.stdout)
 
 
 def is_simple(pattern: str) -> bool:
-    """True if matching takes at most about the cube of the text's length."""
+    """Return whether matching takes at most about cubic time in the length of the text."""
     plain = _ESCAPED.sub("x", pattern)
     return (
         len(_UNBOUNDED.findall(plain)) <= 2
@@ -50,7 +50,7 @@ def is_simple(pattern: str) -> bool:
 
 
 def is_pattern(pattern: str) -> bool:
-    """True if a text is a valid regular expression."""
+    """Return whether a text is a valid regular expression."""
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError):
@@ -59,18 +59,18 @@ def is_pattern(pattern: str) -> bool:
 
 
 def fullmatches(pattern: str, names: Sequence[str]) -> list[str]:
-    """Return those of `names` that a regular expression matches in full.
+    """Return the names that a regular expression matches in full.
 
     Raises:
         AdapterError: The pattern is invalid, too long, or takes too long.
     """
     message = f"cannot use the pattern {shown(pattern)}"
     if len(pattern) > MAX_LENGTH:
-        raise AdapterError(message, found=f"it is longer than {MAX_LENGTH:,} characters")
+        raise AdapterError(message, found=f"It is longer than {MAX_LENGTH:,} characters.")
     try:
         matcher = re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as problem:
-        raise AdapterError(message, found=f"it is no regular expression: {problem}") from None
+        raise AdapterError(message, found=f"It is not a regular expression: {problem}.") from None
     if is_simple(pattern):
         return [name for name in names if matcher.fullmatch(name)]
     try:
@@ -85,7 +85,7 @@ def fullmatches(pattern: str, names: Sequence[str]) -> list[str]:
     except subprocess.TimeoutExpired:
         fix = "Write it without repetitions inside repetitions."
         raise AdapterError(
-            message, found=f"it takes more than {SECONDS:g} seconds", fix=fix
+            message, found=f"It takes more than {SECONDS:g} seconds.", fix=fix
         ) from None
     except subprocess.CalledProcessError as problem:
         raise AdapterError(message, found=problem.stderr.strip().rpartition("\n")[2]) from None
@@ -94,12 +94,12 @@ def fullmatches(pattern: str, names: Sequence[str]) -> list[str]:
 
 
 def searched(pairs: Sequence[tuple[str, str]], seconds: float, *, flags: int = 0) -> list[bool]:
-    """Tell for each pattern and text whether the pattern is found in it, in a subprocess.
+    """Search each (pattern, text) in a subprocess; return whether each pattern matches.
 
-    Python's engine holds the interpreter's lock, so that no thread can end a search.
+    Python's engine holds the interpreter lock, so a thread cannot end a search.
 
     Raises:
-        TimeoutError: It takes longer than so many seconds.
+        TimeoutError: The searches take longer than `seconds`.
         ValueError: A pattern is invalid.
     """
     if not pairs:
@@ -117,5 +117,5 @@ def searched(pairs: Sequence[tuple[str, str]], seconds: float, *, flags: int = 0
         raise TimeoutError(f"regular expressions took more than {seconds:g} seconds") from None
     except subprocess.CalledProcessError as problem:
         raise ValueError(problem.stderr.strip().rpartition("\n")[2]) from None
-    found: list[bool] = json.loads(done.stdout)
-    return found
+    matches: list[bool] = json.loads(done.stdout)
+    return matches

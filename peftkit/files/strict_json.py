@@ -1,4 +1,4 @@
-"""Untrusted JSON: bounded time and depth, nothing ambiguous."""
+"""Parse untrusted JSON in bounded time and depth; refuse ambiguous JSON."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class AmbiguousJsonError(ValueError):
-    """JSON that parses, but readers differ on what it means."""
+    """Valid JSON that parsers interpret differently."""
 
 
 def strict_decoder(parse_int: Callable[[str], int]) -> json.JSONDecoder:
     """Return a decoder that raises `AmbiguousJsonError` for duplicate keys, NaN and Infinity.
 
     Args:
-        parse_int: Makes an integer, or raises the same error for one that is too large.
+        parse_int: Converts an integer, or raises the same error if it is too large.
     """
     return json.JSONDecoder(
         object_pairs_hook=_unique,
@@ -38,15 +38,15 @@ def strict_decoder(parse_int: Callable[[str], int]) -> json.JSONDecoder:
 def parse_json(
     data: bytes, message: str, *, error: type[PeftkitError] = AdapterError
 ) -> dict[str, Any]:
-    """Parse a JSON object; anything else raises `error` with `message` as its first sentence.
+    """Parse a JSON object; on failure raise `error` with `message` as its first sentence.
 
-    Refused: duplicate keys, NaN and Infinity, numbers out of float64's range, integers beyond 64
-    bits, a byte order mark, other encodings than UTF-8, unpaired surrogates, nesting deeper than
-    MAX_DEPTH.
+    Refused: duplicate keys, NaN and Infinity, numbers outside the range of float64, integers beyond
+    64 bits, a byte order mark, encodings other than UTF-8, unpaired surrogates, and nesting deeper
+    than MAX_DEPTH.
     """
 
     def refuse(reason: str) -> PeftkitError:
-        return error(message, found=reason, fix="Write it again as plain UTF-8 JSON.")
+        return error(message, found=reason, fix="Save it again as plain UTF-8 JSON.")
 
     text = _decoded(data, refuse)
     if _nesting_exceeds(text, MAX_DEPTH):
@@ -58,11 +58,11 @@ def parse_json(
     except json.JSONDecodeError as problem:
         raise refuse(f"line {problem.lineno}, column {problem.colno}: {problem.msg}") from None
     except UnicodeEncodeError:
-        raise refuse("It holds an unpaired surrogate escape (\\ud800 to \\udfff).") from None
+        raise refuse("It contains an unpaired surrogate escape (\\ud800 to \\udfff).") from None
     except AmbiguousJsonError as problem:
         raise refuse(str(problem)) from None
     if not isinstance(value, dict):
-        raise refuse(f"It holds a {type(value).__name__}, not an object.")
+        raise refuse(f"It contains a {type(value).__name__}, not an object.")
     return value
 
 
@@ -76,7 +76,7 @@ def _decoded(data: bytes, refuse: Callable[[str], PeftkitError]) -> str:
     if not data.strip():
         raise refuse("It is empty.")
     if data.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in data:
-        raise refuse("It is UTF-16 or binary (it holds NUL bytes), not UTF-8 text.")
+        raise refuse("It is UTF-16 or binary (it contains NUL bytes), not UTF-8 text.")
     if data.startswith(b"\xef\xbb\xbf"):
         raise refuse("It begins with a byte order mark (BOM).")
     try:
@@ -105,8 +105,8 @@ def _nesting_exceeds(text: str, limit: int) -> bool:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise AmbiguousJsonError(f"The key {shown(twice)} is given twice in one object.")
+        duplicate = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise AmbiguousJsonError(f"The key {shown(duplicate)} is given twice in one object.")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Safetensors files: checked before memory is allocated for tensors, written atomically.
+"""Safetensors files: headers are checked before tensors are allocated; writes are atomic.
 
 Format: u64 little-endian header length, JSON header, payload
 (https://github.com/huggingface/safetensors#format). Nothing is pickled or unpickled.
@@ -26,8 +26,8 @@ from peftkit.files.strict_json import shown
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 MAX_DIMS = 32
 
-# Name in the file -> bits, torch dtype (None: can be copied as bytes only). In safetensors' own
-# order: it sorts the tensors of a file by it, last first, and then by name.
+# Name in the file -> bits, torch dtype (None: can be copied as bytes only), in the order of the
+# safetensors library, which sorts the tensors of a file by dtype (last first), then by name.
 DTYPES: dict[str, tuple[int, torch.dtype | None]] = {
     "BOOL": (8, torch.bool),
     "F4": (4, None),
@@ -58,7 +58,7 @@ _DTYPE_ORDER = {name: index for index, name in enumerate(DTYPES)}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor's entry; `start` and `end` are bytes from the beginning of the payload."""
+    """Entry of a tensor; `start` and `end` are byte offsets into the payload."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header; `tensors` is in the order of the payload, which begins at `payload`."""
+    """A checked header; `tensors` has the order of the payload, which starts at byte `payload`."""
 
     tensors: Mapping[str, Entry]
     metadata: Mapping[str, str]
@@ -77,7 +77,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor to be written: its name, dtype (a key of DTYPES) and shape."""
+    """A tensor to write: its name, dtype (a key of DTYPES) and shape."""
 
     name: str
     dtype: str
@@ -85,12 +85,12 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Size in the payload."""
+        """Size in the payload, in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype][0] // 8
 
     @property
     def order(self) -> tuple[int, str]:
-        """Sort key: the order in which safetensors writes tensors."""
+        """Sort key of the safetensors library."""
         return -_DTYPE_ORDER[self.dtype], self.name
 
 
@@ -101,25 +101,25 @@ def read_header(
     max_bytes: int = MAX_HEADER_BYTES,
     error: ErrorType = AdapterError,
 ) -> Header:
-    """Read and check the header of a file; anything wrong raises `error`.
+    """Read and check the header of a file; raise `error` if it is invalid.
 
-    The safetensors library checks keys, dtypes, shapes against bytes, and that every byte of the
-    payload belongs to one tensor. Checked here: the length before anything is parsed, names that
-    occur twice (of which the library takes the last), and shapes that torch cannot hold.
+    The safetensors library checks keys, dtypes, shapes against sizes, and that every byte of the
+    payload belongs to exactly one tensor. This function also checks the length of the header before
+    parsing, duplicate names (the library keeps the last), and shapes that torch cannot represent.
 
     Args:
-        file: `path`, open at its beginning.
+        file: `path`, open at its start.
     """
     message = f"cannot read {path} as safetensors"
     status = os.fstat(file.fileno())
     if status.st_size < 8:
-        raise error(message, found=f"It holds {status.st_size} bytes; a header length takes 8.")
+        raise error(message, found=f"It has {status.st_size} bytes; a header length takes 8.")
     length = int.from_bytes(file.read(8), "little")
     if length > status.st_size - 8:
         raise error(
             message,
-            found=f"It promises a header of {length:,} bytes; the file has {status.st_size:,}.",
-            fix="The file is cut short or is not safetensors: fetch or write it again.",
+            found=f"Its header should have {length:,} bytes; the file has {status.st_size:,}.",
+            fix="The file is truncated or not safetensors: download or save it again.",
         )
     if length > max_bytes:
         raise error(message, found=f"Its header has {length:,} bytes; the limit is {max_bytes:,}.")
@@ -142,35 +142,35 @@ def read_header(
                 entries[name] = Entry(dtype, shape, start, end)
                 start = end
         if not os.path.samestat(status, os.stat(path)):
-            problem = "It was replaced while it was read."
+            problem = "It was replaced while being read."
         elif text.count(b'"data_offsets"') != len(entries):
-            problem = "It holds a tensor twice."
-    except (SafetensorError, OSError) as refusal:  # the text may quote a tensor's name
+            problem = "It contains a tensor twice."
+    except (SafetensorError, OSError) as refusal:  # the message may quote the name of a tensor
         problem = shown(str(refusal).removeprefix("Error while deserializing header: "), 300)[1:-1]
     if problem:
-        raise error(message, found=problem, fix="The file is damaged: fetch or write it again.")
+        raise error(message, found=problem, fix="The file is damaged: download or save it again.")
     return Header(entries, metadata, 8 + length)
 
 
 class TensorFile:
-    """An open safetensors file, its header checked; reads one tensor at a time, as a copy."""
+    """An open safetensors file with a checked header; reads one tensor at a time, as a copy."""
 
     def __init__(self, path: Path, file: BinaryIO, header: Header, error: ErrorType) -> None:
         self.path, self.header = path, header
         self._file, self._error = file, error
 
     def raw(self, name: str) -> Tensor:
-        """Return a tensor's bytes: uint8 of shape (num_bytes,)."""
+        """Return the bytes of a tensor: uint8 of shape (num_bytes,)."""
         entry = self.header.tensors[name]
         data = torch.empty(entry.end - entry.start, dtype=torch.uint8)
         self._file.seek(self.header.payload + entry.start)
-        # not mmap: a file cut short meanwhile would be a SIGBUS instead of an error
+        # not mmap: if the file is truncated meanwhile, mmap raises SIGBUS instead of an error
         if self._file.readinto(data.numpy().data) != data.numel():  # type: ignore[attr-defined]
-            raise self._error(f"cannot read {self.path}", found="It shrank while it was read.")
+            raise self._error(f"cannot read {self.path}", found="It shrank while being read.")
         return data
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor in its own dtype and shape."""
+        """Return a tensor with its stored dtype and shape."""
         entry = self.header.tensors[name]
         dtype = DTYPES[entry.dtype][1]
         if dtype is None:
@@ -185,31 +185,31 @@ class TensorFile:
 def open_tensors(
     path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES, error: ErrorType = AdapterError
 ) -> Iterator[TensorFile]:
-    """Open a safetensors file after checking its header; anything wrong raises `error`."""
+    """Open a safetensors file and check its header; raise `error` if it is invalid."""
     with open_regular(path, error=error) as file:
         header = read_header(path, file, max_bytes=max_header_bytes, error=error)
         yield TensorFile(path, file, header, error)
 
 
 def read_tensors(path: Path, *, error: ErrorType = AdapterError) -> dict[str, Tensor]:
-    """Return every tensor of a safetensors file, on the CPU, each with memory of its own."""
+    """Return all tensors of a safetensors file, on the CPU and with separate memory."""
     with open_tensors(path, error=error) as file:
         return {name: file.tensor(name) for name in file.header.tensors}
 
 
 def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the tensors that hold NaN or Infinity."""
+    """Return the names of the tensors that contain NaN or Infinity."""
     return [name for name, tensor in tensors.items() if not is_finite(tensor)]
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """True if every number is finite; needs little extra memory."""
+    """Return whether every number is finite; needs little extra memory."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     small = tensor.element_size() == 1  # torch has no min of 8-bit floats
     for chunk in tensor.detach().reshape(-1).split(1 << 22):
-        # NaN comes out of aminmax too; eight times as fast as isfinite().all()
+        # aminmax propagates NaN, and is eight times as fast as isfinite().all()
         lowest, highest = torch.aminmax(chunk.float() if small else chunk)
         if not (lowest.isfinite() and highest.isfinite()):
             return False
@@ -217,7 +217,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None) -> bytes:
-    """Return length and header for tensors that follow one another in the order of `specs`."""
+    """Return the length and the header for contiguous tensors in the order of `specs`."""
     content: dict[str, object] = {"__metadata__": dict(metadata)} if metadata is not None else {}
     position = 0
     for spec in specs:
@@ -236,9 +236,11 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None
 def write_tensors(
     tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a safetensors file, byte for byte as the safetensors library would.
+    """Write a safetensors file, byte-identical to the output of the safetensors library.
 
-    Raises RunError for no tensors and for non-finite ones, naming them; else as `replacing`.
+    Raises:
+        RunError: There are no tensors, or some contain NaN or Infinity; or see `replacing`.
+        OutputError: See `replacing`.
     """
     message = f"cannot save {path}"
     if not tensors:
@@ -255,7 +257,7 @@ def write_tensors(
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> list[TensorSpec]:
-    """Return the specs of tensors, in the order in which a file holds them."""
+    """Return the specs of tensors, in the order of a file."""
     specs = [TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in tensors.items()]
     return sorted(specs, key=lambda spec: spec.order)
 
@@ -266,9 +268,9 @@ def write_tensor_stream(
     tensors: Iterable[Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a safetensors file whose tensors come one at a time, in the order of `specs`.
+    """Write a safetensors file from a stream of tensors in the order of `specs`.
 
-    A tensor may also come as its bytes (uint8). Nothing is checked for being finite.
+    A tensor may also be given as its bytes (uint8). Non-finite values are not checked.
     """
     header = header_bytes(specs, metadata)
     with replacing(path, len(header) + sum(spec.num_bytes for spec in specs)) as file:

@@ -170,7 +170,7 @@ def check_serving(folder: Path) -> None:
         raise AdapterError(
             f"vLLM would refuse {folder}",
             found=first_few(problems + too_high, 60),
-            fix=f"What helps: {_MERGE}" if problems else f"{lower}\nOr: {_MERGE}",
+            fix=f"Instead, {_MERGE}" if problems else f"{lower}\nOr: {_MERGE}",
         )
 
 

@@ -23,7 +23,8 @@ Kind = TypeVar("Kind", bound=type)
 
 def arguments(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the arguments of a module's forward pass."""
-    return _arguments(type(module))
+    kind: Any = type(module)
+    return _arguments(kind)
 
 
 @cache

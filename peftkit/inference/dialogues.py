@@ -1,9 +1,9 @@
-"""Answers of several turns: something replies to the model, which goes on.
+"""Multi-turn rollouts: an environment replies to the model, which continues.
 
-Tokens stay as they were sampled, replies are appended. Meanwhile a row's keys and values wait in
-the cache, and other rows grow. A row goes on a fixed number of steps after its turn has ended, or
-when no other grows: which rows share a batch, and so every rounding, does not depend on how long
-replies take.
+Sampled tokens are never re-encoded; replies are appended. While a row waits for its reply, its keys
+and values stay in the cache, and other rows grow. A row resumes a fixed number of steps after its
+turn has ended, or when no other row grows. The rows of a batch, and therefore all rounding, do not
+depend on the duration of replies.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from dataclasses import dataclass, field, replace
 
 from peftkit.execution import rng
 from peftkit.inference.engine import Completion, Engine, Limits, Request
-from peftkit.inference.generate import ModelSampler, SampledAnswer
+from peftkit.inference.generate import ModelSampler, SampledAnswer, sampled
 from peftkit.inference.open_engine import open_engine
 from peftkit.inference.sampling import Sampling
 
 REPLY_STEPS = 16
-"""Tokens by which other rows grow before one waits for its reply."""
+"""Steps of other rows before a row resumes with its reply."""
 
 Wait = Callable[[int], Sequence[int] | None]
-"""Waits for the tokens that follow a turn; None: they leave none of so many tokens."""
+"""Waits for the reply's tokens, given the remaining tokens; None: the reply does not fit."""
 Reply = Callable[[int, int, SampledAnswer], Wait | None]
-"""Begins the reply to a turn of an answer (its prompt's index, its number); None: it has ended."""
+"""Starts the reply to a turn (index of the prompt, number of the answer); None: the answer ends."""
 
 
 @dataclass(eq=False)
 class _Row:
     """An answer that grows turn by turn."""
 
-    place: tuple[int, int]
+    index: tuple[int, int]
     prompt: Sequence[int]
     seed: int
     ids: list[int] = field(default_factory=list)
-    learnt: list[bool] = field(default_factory=list)
+    is_target: list[bool] = field(default_factory=list)
     num_turns: int = 0
     is_cut: bool = False
     completion: Completion | None = None
 
-    def ask(self, engine: Engine, sampling: Sampling) -> None:
+    def submit(self, engine: Engine, sampling: Sampling) -> None:
         """Request the next turn."""
         left = sampling.max_new_tokens - len(self.ids)
         seed = self.seed if not self.num_turns else rng.seed_of(self.seed, self.num_turns)
@@ -50,21 +50,16 @@ class _Row:
         self.num_turns += 1
 
     def take(self) -> SampledAnswer:
-        """Take the turn that has ended."""
+        """Append the turn that has ended."""
         assert self.completion is not None
-        end = self.completion.end
-        turn = SampledAnswer((*self.completion.ids, *([] if end is None else [end])), end is None)
-        self._extend(turn.ids, is_learnt=True)
+        turn = sampled(self.completion)
+        self.extend(turn.ids, is_target=True)
         self.is_cut = turn.is_cut
         return turn
 
-    def go_on(self, tokens: Sequence[int]) -> None:
-        """Append a reply."""
-        self._extend(tokens, is_learnt=False)
-
-    def _extend(self, tokens: Sequence[int], *, is_learnt: bool) -> None:
+    def extend(self, tokens: Sequence[int], *, is_target: bool) -> None:
         self.ids += tokens
-        self.learnt += [is_learnt] * len(tokens)
+        self.is_target += [is_target] * len(tokens)
 
 
 def dialogues(
@@ -76,13 +71,13 @@ def dialogues(
     stops: Sequence[int],
     reply: Reply,
 ) -> list[list[SampledAnswer]]:
-    """Return answers of several turns; without seeds greedy ones.
+    """Return multi-turn answers; without seeds greedy ones.
 
     Args:
-        prompts: Of each answer of each group.
-        max_new_tokens: Of all turns of an answer and the replies to them. An answer whose reply
-            leaves no room to go on ends before it, and counts as cut.
-        reply: Called at the end of each turn; one that was cut gets no reply.
+        prompts: The prompt of each answer of each group.
+        max_new_tokens: Limit of an answer, all its turns and replies included. If a reply does not
+            fit, the answer ends before it and counts as cut.
+        reply: Called at the end of each turn, unless the turn was cut.
     """
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
@@ -98,44 +93,40 @@ def dialogues(
         with open_engine(sampler.model, sampler.tokenizer, Limits(rows=sampler.num_rows)) as engine:
             _run(engine, rows, sampling, reply)
     return [
-        [SampledAnswer(tuple(row.ids), row.is_cut, tuple(row.learnt)) for row in group]
+        [SampledAnswer(tuple(row.ids), row.is_cut, tuple(row.is_target)) for row in group]
         for group in groups
     ]
 
 
 def _run(engine: Engine, rows: Sequence[_Row], sampling: Sampling, reply: Reply) -> None:
-    growing = sorted(rows, key=lambda row: -len(row.prompt))  # as Engine.answers begins
-    waiting: list[tuple[int, _Row, Wait]] = []  # the step at which each goes on
+    growing = sorted(rows, key=lambda row: -len(row.prompt))  # the order of Engine.answers
+    waiting: list[tuple[int, _Row, Wait]] = []  # the step at which each resumes
     for row in growing:
-        row.ask(engine, sampling)
+        row.submit(engine, sampling)
     step = 0
     while growing or waiting:
         if growing:
             engine.step()
             step += 1
-        for row in [row for row in growing if _has_ended(row)]:
+        for row in [row for row in growing if row.completion and row.completion.ended_by]:
             growing.remove(row)
             turn = row.take()
-            wait = reply(*row.place, turn)
+            wait = reply(*row.index, turn)
             if wait is None or turn.is_cut:
                 _release(engine, row)
             else:
                 waiting.append((step + REPLY_STEPS, row, wait))
-        due = [one for one in waiting if one[0] <= step] if growing else waiting
-        waiting = [one for one in waiting if one not in due]
+        due = [item for item in waiting if item[0] <= step] if growing else waiting
+        waiting = [item for item in waiting if item not in due]
         for _, row, wait in due:
             tokens = wait(sampling.max_new_tokens - len(row.ids))
             if tokens is None:
                 row.is_cut = True
                 _release(engine, row)
             else:
-                row.go_on(tokens)
-                row.ask(engine, sampling)
+                row.extend(tokens, is_target=False)
+                row.submit(engine, sampling)
                 growing.append(row)
-
-
-def _has_ended(row: _Row) -> bool:
-    return row.completion is not None and row.completion.ended_by is not None
 
 
 def _release(engine: Engine, row: _Row) -> None:

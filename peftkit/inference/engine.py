@@ -1,11 +1,12 @@
-"""The interface of the engines that make many answers at once: requests, answers, limits.
+"""The interface of engines for concurrent completions: requests, completions, limits.
 
     with open_engine(model, tokenizer) as engine:
         completion = engine.submit(Request(ids, Sampling(max_new_tokens=64)))
         while completion.ended_by is None:
             engine.step()
 
-In a `CachedEngine` answers join and leave at any token; a `PlainEngine` answers batch after batch.
+In a `CachedEngine` completions join and leave the batch at any token. A `PlainEngine` runs batch
+after batch.
 """
 
 from __future__ import annotations
@@ -41,39 +42,39 @@ Ended = Literal["stop", "length", "cancelled"]
 AnEngine = TypeVar("AnEngine", bound="Engine")
 
 MAX_ROWS = 64
-"""Answers that grow at once."""
+"""Default maximum of concurrent completions."""
 FEWEST_TOKENS = 128
-"""Tokens of prompts in a forward pass, at least, when memory has run out."""
+"""Minimum tokens of prompts per forward pass after memory has run out."""
 
 _LOG = logging.getLogger(__name__)
 _rows_that_fit: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""By model: the rows for which memory has not run out yet, where it has run out before."""
+"""By model: the reduced limit of rows after memory has run out."""
 
 OnAnswer = Callable[[int], None]
-"""Receives the number of answers that have ended, as it grows."""
+"""Receives the number of completions that have ended, whenever it increases."""
 OnFewer = Callable[[int], None]
-"""Receives the number of answers that grow at once from now on, when memory has run out."""
+"""Receives the lowered limit of concurrent completions when memory has run out."""
 Use = Callable[[Sequence[str | None]], AbstractContextManager[None]]
 """Switches the model to the adapters of the rows of a batch (`AdapterBank.use`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A request for one answer.
+    """A request for one completion.
 
     Attributes:
         ids: Tokens of the prompt.
-        seed: Of its sampling; `sampling.seed` is not read.
-        adapter: A name in the engine's bank; None: no switch of adapters.
+        seed: Random seed of its sampling; `sampling.seed` is ignored.
+        adapter: A name in the engine's bank; None: do not switch adapters.
         log_probs: Whether to return log-probabilities.
-        constraint: Restricts the answer to a grammar.
-        keeps: Whether its keys and values stay, once an end token has ended it, for a request that
+        constraint: Restricts the completion to a grammar.
+        keeps: Whether its keys and values stay in the cache after an end token, for a request that
             continues it; see `Engine.release`.
-        after: The answer that this continues: `ids` begin with its tokens and its end token.
+        after: The completion that this continues: `ids` begin with its tokens and its end token.
         on_token: Called after each token, and at the end, in the thread that steps the engine.
         inputs: The model's inputs for a prompt with media, (1, T); for `PlainEngine` only, which
-            answers it in a batch of its own.
-        ends: The tokens that end it, and no others; None: the model's, and those of `sampling`.
+            runs it in a separate batch.
+        ends: The only tokens that end it; None: the model's end tokens and `sampling.stops`.
     """
 
     ids: Sequence[int]
@@ -90,14 +91,14 @@ class Request:
 
 
 class Completion:
-    """An answer, from its request to its end.
+    """A completion, from its request to its end.
 
     Attributes:
         ids: Its tokens so far, without the end token.
-        chosen: Each of them, and the end token, with log-probabilities.
-        max_new_tokens: As requested, or fewer by the model's context.
+        chosen: Its tokens and the end token, with log-probabilities.
+        max_new_tokens: The requested limit, lowered to the model's context.
         ended_by: stop: an end token or a stop text; length: `max_new_tokens`; cancelled: by the
-            caller; None while it grows.
+            caller; None: it is not complete.
         end: The end token.
     """
 
@@ -111,7 +112,7 @@ class Completion:
 
     @property
     def num_tokens(self) -> int:
-        """Maximum number of tokens, with its prompt."""
+        """Maximum number of tokens, including the prompt."""
         return len(self.request.ids) + self.max_new_tokens
 
     @property
@@ -120,7 +121,7 @@ class Completion:
         return [*self.request.ids, *self.ids]
 
     def take(self, chosen: Chosen) -> None:
-        """Take the next token."""
+        """Append the next token."""
         if self.ended_by is not None:
             return
         self.chosen.append(chosen)
@@ -136,19 +137,19 @@ class Completion:
             self.request.on_token(self)
 
     def finish(self, why: Ended = "cancelled") -> None:
-        """End it: its slot is free at the next token. Any thread may call this."""
+        """End it, which frees its slot at the next token. Any thread may call this."""
         if self.ended_by is None:
             self.ended_by = why
 
     @property
     def log_probs(self) -> list[float]:
-        """Of each token and of the end token, if requested."""
-        return [one.log_prob for one in self.chosen] if self.request.log_probs else []
+        """Log-probabilities of its tokens and the end token, if requested."""
+        return [chosen.log_prob for chosen in self.chosen] if self.request.log_probs else []
 
 
 def log_fewer(number: int) -> None:
-    """Log that memory has run out: the default of `OnFewer`."""
-    _LOG.warning("Memory ran out: %d answers at a time from here on; none is lost.", number)
+    """Log that memory has run out, by default."""
+    _LOG.warning("Memory ran out: at most %d concurrent completions from now on.", number)
 
 
 def masked(logits: Tensor, rows: Sequence[Completion | None]) -> Tensor:
@@ -174,15 +175,15 @@ def table_of(rows: Sequence[Completion | None], device: torch.device) -> Samplin
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The work that an engine takes on at once.
+    """The limits of an engine.
 
     Attributes:
-        rows: Answers that grow at once.
-        tokens: Tokens for which the cache allocates memory, with slots that are empty or not full
-            yet; None: no limit. An answer that needs more runs alone.
-        prefill: Tokens of prompts in a step; while they are computed, answers do not grow.
-        prefix_tokens: Tokens of common prefixes that stay in the cache without a reader.
-        pass_tokens: Tokens of prompts in one forward pass.
+        rows: Maximum concurrent completions.
+        tokens: Tokens for which the cache allocates memory, unused slots included; None: no limit.
+            A completion that needs more runs alone.
+        prefill: Tokens of prompts per step; completions do not grow in the meantime.
+        prefix_tokens: Tokens of unused shared prefixes that stay in the cache.
+        pass_tokens: Tokens of prompts per forward pass.
     """
 
     rows: int = MAX_ROWS
@@ -193,32 +194,28 @@ class Limits:
 
 
 class AnswerTooLarge(RunError):
-    """Memory ran out for one answer by itself; the engine goes on without it.
-
-    Attributes:
-        completion: The answer.
-    """
+    """Memory ran out for a single completion; the engine continues without it."""
 
     def __init__(self, completion: Completion) -> None:
         left = completion.max_new_tokens - len(completion.ids)
         super().__init__(
-            "memory ran out while one prompt was answered",
-            found=f"It has {len(completion.tokens):,} tokens, and up to {left:,} follow.",
+            "memory ran out during one completion",
+            found=f"It has {len(completion.tokens):,} tokens, and up to {left:,} would follow.",
             fix=NO_ROOM,
         )
         self.completion = completion
 
 
 class Engine(ABC):
-    """Makes answers, each with its own settings, adapter and end.
+    """Generates completions, each with separate settings, adapter and end tokens.
 
-    Within its context the model is in eval mode, and nothing else may run it. Where memory runs
-    out, the answers that grow wait again with the tokens that they have, and half as many grow at
-    once from then on; later engines of the model begin with so many.
+    Within its context the model is in eval mode, and nothing else may run it. If memory runs out,
+    running completions are queued again with their tokens, and the limit of concurrent completions
+    is halved, also for later engines of the model.
 
     Attributes:
         num_passes: Forward passes so far.
-        ends: Tokens that end every answer.
+        ends: Tokens that end every completion.
     """
 
     def __init__(
@@ -257,24 +254,24 @@ class Engine(ABC):
     @property
     @abstractmethod
     def num_running(self) -> int:
-        """Number of answers that grow or whose prompts are being computed."""
+        """Number of completions in progress, prompts included."""
 
     def step(self) -> None:
-        """Advance by a token of each answer, or by a batch.
+        """Advance each completion by a token, or run a batch.
 
         Raises:
-            AnswerTooLarge: Memory ran out for one answer by itself.
+            AnswerTooLarge: Memory ran out for a single completion.
         """
         running: list[Completion] = []
 
         def advance() -> bool:
-            # a thread begins on the first card, and kernels are launched on the current one
+            # a new thread's current GPU is the first one
             with on_device(self.model.device):
                 self._advance()
             return True
 
         def ran_out(error: Exception) -> bool:
-            # processes that share a base would have to take fewer rows together
+            # processes that share a base would have to lower their limits together
             return is_out_of_memory(error) and not is_sharded(self.model)
 
         if attempt(advance, ran_out, undo=lambda: running.extend(self._take_back())) is None:
@@ -283,17 +280,17 @@ class Engine(ABC):
 
     @abstractmethod
     def _advance(self) -> None:
-        """Advance by a token of each answer, or by a batch."""
+        """Advance each completion by a token, or run a batch."""
 
     @abstractmethod
     def _take_back(self) -> list[Completion]:
-        """Drop all that was computed; return the answers that have begun and not ended."""
+        """Drop all computed state; return the completions in progress."""
 
     def _take_fewer(self, running: Sequence[Completion]) -> None:
         """Lower the limits after memory has run out.
 
         Raises:
-            AnswerTooLarge: They cannot be lower.
+            AnswerTooLarge: The limits are already minimal.
         """
         lower = self._lower_limits(max(len(running), 1))
         if lower is None:
@@ -314,27 +311,27 @@ class Engine(ABC):
         """Prepare the model until the stack is closed."""
 
     def uses(self, adapter: str) -> bool:
-        """Whether an answer that waits or grows is an adapter's."""
-        return any(one.request.adapter == adapter for one in (*self._waiting, *self._running()))
+        """Return whether a queued or running completion uses an adapter."""
+        return any(c.request.adapter == adapter for c in (*self._waiting, *self._running()))
 
     @abstractmethod
     def forget(self, adapter: str) -> None:
-        """Drop what was computed with an adapter that no answer uses, since it changes."""
+        """Drop cached states of an adapter that changes; no completion may use it."""
 
     def release(self, completion: Completion) -> None:
-        """Drop what is kept of an answer (`Request.keeps`) that nothing will continue."""
+        """Drop the cached state of a completion (`Request.keeps`) that is not continued."""
         return None
 
     @abstractmethod
     def _running(self) -> list[Completion]:
-        """Return the answers that grow or whose prompts are being computed."""
+        """Return the completions in progress, prompts included."""
 
     @property
     def is_idle(self) -> bool:
         return not (self._waiting or self.num_running)
 
     def submit(self, request: Request) -> Completion:
-        """Queue a request; the following steps answer it.
+        """Queue a request; the following steps run it.
 
         Raises:
             DataError: The prompt is empty or fills the context.
@@ -344,16 +341,14 @@ class Engine(ABC):
         return completion
 
     def completion(self, request: Request) -> Completion:
-        """Return the empty answer to a request, not queued.
+        """Return an empty completion of a request, without queueing it.
 
         Raises:
             DataError: The prompt is empty or fills the context.
         """
         room = room_left(self.model, [request.ids], request.sampling.max_new_tokens)
-        ends = request.ends
-        if ends is None:
-            ends = self.ends | frozenset(request.sampling.stops)
-        return Completion(request, room, ends)
+        default_ends = self.ends | frozenset(request.sampling.stops)
+        return Completion(request, room, default_ends if request.ends is None else request.ends)
 
     def answers(
         self,
@@ -366,31 +361,36 @@ class Engine(ABC):
         log_probs: bool = True,
         on_answer: OnAnswer | None = None,
     ) -> list[list[Completion]]:
-        """Return n answers to each prompt; a prompt is computed once for all of its answers.
+        """Return n completions of each prompt; they share the computation of the prompt.
 
         Args:
-            sampling: One for all prompts, or one for each.
-            seeds: For each prompt, one for each of its answers; by default from `sampling.seed`.
-            adapters: One for each prompt.
+            sampling: Settings of all prompts, or of each.
+            seeds: The seeds of each prompt's completions; by default from `sampling.seed`.
+            adapters: The adapter of each prompt.
             log_probs: Whether to return log-probabilities.
         """
         settings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
         names = [None] * len(prompts) if adapters is None else adapters
-        completions: dict[int, list[Completion]] = {}
+        groups: dict[int, list[Completion]] = {}
         # Longest first: prompts of similar length are computed together.
         for index in sorted(range(len(prompts)), key=lambda index: -len(prompts[index])):
-            one, ids, name = settings[index], prompts[index], names[index]
-            drawn = seeds[index] if seeds else [seed_of(one, index * n + k) for k in range(n)]
-            completions[index] = [
-                self.submit(Request(ids, one, seed, name, log_probs)) for seed in drawn
+            prompt_settings = settings[index]
+            drawn = (
+                seeds[index]
+                if seeds
+                else [seed_of(prompt_settings, index * n + k) for k in range(n)]
+            )
+            groups[index] = [
+                self.submit(Request(prompts[index], prompt_settings, seed, names[index], log_probs))
+                for seed in drawn
             ]
         number = 0
         while not self.is_idle:
             self.step()
-            ended = sum(one.ended_by is not None for group in completions.values() for one in group)
+            ended = sum(c.ended_by is not None for group in groups.values() for c in group)
             if on_answer is not None and ended > number:
                 on_answer(number := ended)
-        return [completions[index] for index in range(len(prompts))]
+        return [groups[index] for index in range(len(prompts))]
 
     def run(self) -> None:
         while not self.is_idle:
@@ -401,13 +401,13 @@ class Engine(ABC):
 
 
 def context_length(model: Any) -> int | None:
-    """Return how many tokens a model reads at most; None: its config tells no limit."""
+    """Return a model's maximum context length in tokens; None: its config has no limit."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return None if limit is None else int(limit)
 
 
 def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
-    """Return how many tokens may follow the longest prompt.
+    """Return how many tokens can follow the longest prompt.
 
     Raises:
         DataError: A prompt is empty or fills the context.

@@ -1,6 +1,6 @@
-"""Completions of prompts, at once or streamed, by a model with or without an adapter.
+"""Completions of prompts, whole or streamed, by a model with or without an adapter.
 
-The base's own generation_config (temperature, penalties, lengths) is ignored, except for its end
+The base's generation_config (temperature, penalties, lengths) is ignored, except for its end
 tokens. Temperature 0 is greedy decoding.
 """
 
@@ -32,7 +32,7 @@ from peftkit.inference.open_engine import PlainEngine, open_engine
 from peftkit.inference.sampling import Sampling, seed_of
 
 THOUGHT, TAIL = "<think>", 16
-"""The mark of reasoning, and the tokens of a prompt in which a template may open it."""
+"""The opening tag of reasoning, and the last tokens of a prompt that may contain it."""
 
 
 def generate(
@@ -48,27 +48,22 @@ def generate(
 
     Args:
         model: A causal language model, with or without an adapter; its mode is restored.
-        tokenizer: The model's own.
+        tokenizer: The model's tokenizer.
         prompts: One text or several.
         style: The adapter's prompt format; by default the prompt is a user message in the chat
             template, or plain if the tokenizer has none.
-        batch_size: Most answers made at once; None: 64.
+        batch_size: Maximum concurrent completions; None: 64.
         settings: max_new_tokens, temperature, top_p, top_k, seed, as in `Sampling`.
 
     Raises:
-        DataError: A prompt is empty or fills the context, or an argument is out of its range.
+        DataError: A prompt is empty or fills the context, or an argument is out of range.
     """
     style = style or default_style(tokenizer)
     texts = [prompts] if isinstance(prompts, str) else prompts
-    answers = generate_ids(
-        model,
-        tokenizer,
-        [prompt_ids(tokenizer, prompt, style) for prompt in texts],
-        stops=stop_ids(tokenizer, style),
-        batch_size=batch_size,
-        **settings,
-    )
-    return [decoded(tokenizer, ids) for ids in answers]
+    ids = [prompt_ids(tokenizer, prompt, style) for prompt in texts]
+    stops = stop_ids(tokenizer, style)
+    answers = generate_ids(model, tokenizer, ids, stops=stops, batch_size=batch_size, **settings)
+    return [decoded(tokenizer, answer) for answer in answers]
 
 
 def answers_to(
@@ -77,22 +72,22 @@ def answers_to(
     conversations: Sequence[Sequence[Message]],
     **settings: Any,
 ) -> list[str]:
-    """Return the answer to each conversation in the tokenizer's own chat template.
+    """Return the answer to each conversation, in the tokenizer's chat template.
 
-    An answer that the template lets begin within reasoning begins with the mark of reasoning.
+    If the template opens reasoning in the prompt, the answer begins with its opening tag.
 
     Args:
         settings: As in `generate`.
 
     Raises:
-        DataError: The tokenizer has no chat template; or as `generate_ids`.
+        DataError: The tokenizer has no chat template, or see `generate_ids`.
     """
     style = Style("chat")
     prompts = [prompt_ids(tokenizer, turns, style) for turns in conversations]
     ids = generate_ids(model, tokenizer, prompts, stops=stop_ids(tokenizer, style), **settings)
-    before = (decoded(tokenizer, prompt[-TAIL:], special=True) for prompt in prompts)
-    opened = [THOUGHT if text.rstrip().endswith(THOUGHT) else "" for text in before]
-    return [o + decoded(tokenizer, answer) for o, answer in zip(opened, ids, strict=True)]
+    tails = (decoded(tokenizer, prompt[-TAIL:], special=True) for prompt in prompts)
+    tags = [THOUGHT if tail.rstrip().endswith(THOUGHT) else "" for tail in tails]
+    return [tag + decoded(tokenizer, answer) for tag, answer in zip(tags, ids, strict=True)]
 
 
 def generate_ids(
@@ -108,20 +103,20 @@ def generate_ids(
     """Return the token ids that follow each prompt, without the end token that stopped it.
 
     Args:
-        model: A causal language model; left in the train or eval mode it was in.
-        tokenizer: The model's own.
+        model: A causal language model; its train or eval mode is restored.
+        tokenizer: The model's tokenizer.
         prompts: Token ids of each prompt.
-        batch_size: Most answers made at once; None: 64.
-        on_answer: Called with the number of answers that have ended, as it grows.
-        on_fewer: Called with the answers at once when memory has run out.
+        batch_size: Maximum concurrent completions; None: 64.
+        on_answer: See `OnAnswer`.
+        on_fewer: See `OnFewer`.
         settings: max_new_tokens, temperature, top_p, top_k, seed, stops, as in `Sampling`.
             Sampling depends on the seed and on the prompt's index.
 
     Raises:
-        DataError: A prompt is empty or fills the context, or an argument is out of its range.
+        DataError: A prompt is empty or fills the context, or an argument is out of range.
     """
     sampling = Sampling(**settings)
-    room_left(model, prompts, sampling.max_new_tokens)  # raises before any work is done
+    room_left(model, prompts, sampling.max_new_tokens)  # raises early
     limits = Limits(rows=batch_size or MAX_ROWS)
     with open_engine(model, tokenizer, limits, on_fewer=on_fewer) as engine:
         answers = engine.answers(prompts, sampling, log_probs=False, on_answer=on_answer)
@@ -143,7 +138,7 @@ def stream(
 
     Args:
         prompt: Token ids; or the model's inputs for one prompt, whose input_ids are (1, T).
-        special: Whether special tokens are text, too.
+        special: Whether the text includes special tokens.
     """
     sampling = Sampling(**settings)
     inputs = prompt if isinstance(prompt, Mapping) else None
@@ -178,8 +173,8 @@ def stream(
 def decoded(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, special: bool = False
 ) -> str:
-    """Return the text of an answer, with special tokens if asked for."""
-    # Cleaning up would take spaces out of code and JSON.
+    """Return the text of an answer, optionally with special tokens."""
+    # clean-up would remove spaces from code and JSON
     options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
     return str(tokenizer.decode(list(ids), **options))
 
@@ -188,8 +183,8 @@ class TextStream:
     """Incremental decoder of the tokens of one answer.
 
     Args:
-        stop_texts: Texts that end the answer before them.
-        special: Whether special tokens are text, too.
+        stop_texts: Texts that end the answer; they are not part of it.
+        special: Whether the text includes special tokens.
 
     Attributes:
         text: All text returned so far.
@@ -228,7 +223,7 @@ class TextStream:
     def _decoded(self, ids: Sequence[int], has_ended: bool) -> str:
         """Return the text of the tokens, without an incomplete last character.
 
-        Decodes only the last tokens, with some before them, on which spaces depend.
+        Decodes only the last tokens and some context, which determines spaces.
         """
         before = self._decode(ids[self._start : self._end])
         after = self._decode(ids[self._start :])
@@ -252,27 +247,27 @@ class TextStream:
 
 @dataclass(frozen=True, slots=True)
 class SampledAnswer:
-    """A model's answer: `ids` with its end token, which an answer that was cut lacks.
+    """A sampled completion: `ids` with its end token, unless it was cut.
 
     Attributes:
-        learnt: Which of `ids` the model wrote itself; None: all.
+        is_target: Which of `ids` the model generated, not replies; None: all.
     """
 
     ids: tuple[int, ...]
     is_cut: bool
-    learnt: tuple[bool, ...] | None = None
+    is_target: tuple[bool, ...] | None = None
 
     @property
-    def num_learnt(self) -> int:
-        """Number of tokens that the model wrote itself."""
-        return len(self.ids) if self.learnt is None else sum(self.learnt)
+    def num_targets(self) -> int:
+        """Number of tokens that the model generated."""
+        return len(self.ids) if self.is_target is None else sum(self.is_target)
 
 
 class ModelSampler:
-    """Answers prompts with the model in training, at temperature 1 or greedily.
+    """Samples completions from the model in training, at temperature 1 or greedily.
 
     Args:
-        num_rows: Most answers at once.
+        num_rows: Maximum concurrent completions.
     """
 
     def __init__(self, model: Any, tokenizer: Any, num_rows: int) -> None:
@@ -287,12 +282,12 @@ class ModelSampler:
         stops: Sequence[int],
         model: Any = None,
     ) -> list[list[SampledAnswer]]:
-        """Return answers to each prompt: one for each of its seeds; without seeds a greedy one.
+        """Return the completions of each prompt: one per seed, or a greedy one without seeds.
 
-        An answer depends on its prompt, its seed and the model alone.
+        A completion depends only on its prompt, its seed and the model.
 
         Args:
-            model: By default the sampler's own.
+            model: By default the sampler's model.
         """
         if not prompts:
             return []
@@ -310,10 +305,10 @@ class ModelSampler:
                 seeds=seeds,
                 log_probs=False,
             )
-        return [
-            [
-                SampledAnswer((*one.ids, *([] if one.end is None else [one.end])), one.end is None)
-                for one in group
-            ]
-            for group in groups
-        ]
+        return [[sampled(completion) for completion in group] for group in groups]
+
+
+def sampled(completion: Completion) -> SampledAnswer:
+    """Return a completed answer with its end token, if any."""
+    end = completion.end
+    return SampledAnswer((*completion.ids, *([] if end is None else [end])), end is None)

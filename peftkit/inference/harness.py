@@ -1,7 +1,7 @@
-"""Tasks of lm-evaluation-harness, for the base and for the adapter on it.
+"""Tasks of lm-evaluation-harness, for the base and for the adapter.
 
-The harness (the extra `lm-eval`) makes prompts and scores. It gets the model itself, so that its
-figures equal those of its own run with PEFT and the same adapter.
+The harness (the extra `lm-eval`) builds the prompts and computes the scores. It receives the model
+object: the scores equal a run of the harness with PEFT and the same adapter.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Score:
     Attributes:
         metric: The harness's name, with its filter if that is not "none".
         base, adapter: The figure without and with the adapter.
-        stderr: Of the adapter's figure; None: the harness has none.
-        num_rows: Rows that were evaluated.
+        stderr: Standard error of the adapter's figure; None: the harness has none.
+        num_rows: Number of evaluated rows.
     """
 
     task: str
@@ -49,15 +49,15 @@ def run_tasks(
     batch_size: int = 8,
     on_event: Listener = ignore,
 ) -> list[Score]:
-    """Measure tasks of lm-evaluation-harness, with the adapter and without it.
+    """Evaluate tasks of lm-evaluation-harness, with the adapter and without it.
 
     Args:
         tasks: Their names.
-        include: A folder with task files (YAML) of your own; functions that they name are run.
+        include: A folder with further task files (YAML); functions that they name are run.
         limit: Rows of each task; None: all.
         num_fewshot: Examples before each question; None: the task's default.
-        chat_template: Whether questions go through the chat template: the one that the adapter was
-            trained with, else the tokenizer's.
+        chat_template: Whether to render questions with a chat template: the adapter's, or by
+            default the tokenizer's.
 
     Raises:
         ConfigError: The harness is not installed, or has no such task; or there is no template.
@@ -82,14 +82,14 @@ def run_tasks(
         raise ConfigError(
             f"lm-evaluation-harness has no task '{unknown[0]}'.",
             found=did_you_mean(unknown[0], manager.all_tasks),
-            fix="Names: lm-eval ls tasks; files of your own: --include FOLDER.",
+            fix="List the names with lm-eval ls tasks; add task files with --include FOLDER.",
         )
     model = HFLM(opened.base.model, tokenizer=tokenizer, batch_size=batch_size)
     results = {}
-    for who, context in (("base", opened.adapter.disabled()), ("adapter", nullcontext())):
-        on_event(Stage(f"Tasks by the {who}: {', '.join(tasks)}"))
+    for name, context in (("base", opened.adapter.disabled()), ("adapter", nullcontext())):
+        on_event(Stage(f"Tasks of the {name}: {', '.join(tasks)}"))
         with context:
-            results[who] = simple_evaluate(
+            results[name] = simple_evaluate(
                 model,
                 tasks=list(tasks),
                 task_manager=manager,
@@ -110,7 +110,7 @@ def run_tasks(
 def with_template(opened: Opened, on_event: Listener = ignore) -> Any:
     """Return a tokenizer with the chat template of an adapter's training.
 
-    An adapter whose prompts had no template gets the tokenizer's own, with a notice.
+    If the adapter was trained without a template, use the tokenizer's, with a notice.
 
     Raises:
         ConfigError: There is no template.
@@ -127,17 +127,13 @@ def with_template(opened: Opened, on_event: Listener = ignore) -> Any:
             fix="Leave --chat-template out.",
         )
     if style.kind != "chat":
-        on_event(
-            Notice(
-                f"{folder} was trained on prompts of the style {style.kind}, without a chat "
-                "template: with --chat-template it is asked in another way than it learnt."
-            )
-        )
+        text = f"{folder} was trained on prompts of the style {style.kind}, without a chat template"
+        on_event(Notice(f"{text}: --chat-template renders other prompts than in training."))
     return tokenizer
 
 
 def scores_of(base: Mapping[str, Any], adapter: Mapping[str, Any]) -> list[Score]:
-    """Return the figures of two results of the harness, in its order."""
+    """Return the scores of two results of the harness, in its order."""
     scores = []
     for task, figures in adapter["results"].items():
         for name, value in figures.items():

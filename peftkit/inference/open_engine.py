@@ -1,9 +1,9 @@
-"""The choice of the engine for a model: `CachedEngine`, or `PlainEngine` over `model.generate`.
+"""The engine of a model: `CachedEngine`, or `PlainEngine` over `model.generate`.
 
-`PlainEngine` is for models whose cache cannot be taken apart: states or convolutions,
-encoder-decoders, virtual tokens, positions of their own, and prompts with media. It runs a batch
-until its last row has ended; later requests wait for the next batch. Each row still has its own
-settings, seed, adapter and end.
+`PlainEngine` serves models whose cache cannot be split by rows: states or convolutions,
+encoder-decoders, virtual tokens, custom positions, and prompts with media. It runs a batch until
+its last row has ended; later requests wait for the next batch. Each row still has separate
+settings, seed, adapter and end tokens.
 
 Shapes: B rows, T tokens of the longest prompt, V tokens of the vocabulary.
 """
@@ -56,8 +56,8 @@ from peftkit.model.modes import evaluating
 from peftkit.model.places import num_virtual
 
 CACHE_SHARE = {"cpu": 0.5, "cuda": 0.8}
-"""Of the free memory, for keys and values. The rest is for passes over prompts and the choice of
-tokens; on a CPU also for unpacked weights (`ready.COPY_SHARE`)."""
+"""Share of the free memory for keys and values. Prompts and sampling need the rest, and on a CPU
+also unpacked weights (`ready.COPY_SHARE`)."""
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 TOLERANCE_16_BIT = 0.1
 """Difference of logits, as a share of their standard deviation; a wrong mask makes it about 1."""
@@ -79,7 +79,7 @@ def open_engine(
     use: Use | None = None,
     on_fewer: OnFewer | None = None,
 ) -> Engine:
-    """Return an engine for a model, to be entered: `CachedEngine` where possible.
+    """Return an engine for a model, a context manager: `CachedEngine` if possible.
 
     Args:
         limits: By default `tokens` are as many as fit into memory.
@@ -97,7 +97,7 @@ def tokens_that_fit(model: Any, *, left: float = 0.0) -> int | None:
     """Return for how many tokens keys and values fit into memory; None: unknown.
 
     Args:
-        left: Share of the free memory that something else will take.
+        left: Share of the free memory that is reserved for other uses.
     """
     environment = free_now(model.device)
     size = bytes_per_token(model.config.get_text_config(), compute_dtype(model))
@@ -110,16 +110,17 @@ def cache_tokens(environment: Environment, size: int, taken: int = 0) -> int:
     """Return for how many tokens keys and values fit.
 
     Args:
-        size: Bytes of a token. taken: Bytes of the free memory that something else will take.
+        size: Bytes of a token.
+        taken: Bytes of the free memory that are reserved for other uses.
     """
     share = CACHE_SHARE["cuda" if environment.on_gpu else "cpu"]
     return int(share * max(environment.usable - taken, 0)) // size
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int | None:
-    """Return the bytes of a token's keys and values; None: the config does not say.
+    """Return the bytes of a token's keys and values; None: the config lacks the sizes.
 
-    One layer is counted twice: so it exists while it grows.
+    One layer is counted twice, since its copy exists while the cache grows.
     """
     query_heads = getattr(config, "num_attention_heads", None)
     heads = getattr(config, "num_key_value_heads", None) or query_heads

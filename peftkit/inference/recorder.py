@@ -1,7 +1,4 @@
-"""Decoding steps: what they compute, and their recordings as CUDA graphs.
-
-A recorded step is one launch instead of hundreds.
-"""
+"""Decoding steps, and their capture as CUDA graphs: one launch instead of hundreds."""
 
 from __future__ import annotations
 
@@ -21,24 +18,23 @@ from peftkit.inference.engine import Completion, masked, table_of
 from peftkit.model.blocks import is_sharded, is_streamed
 
 EAGER_STEPS = 4
-"""Calls before a step is recorded, which rarer shapes are not worth."""
-
+"""Eager calls of a shape before it is captured as a CUDA graph."""
 GROUPED_ON_CARD = (9, 10)
-"""Compute capabilities on which torch has a grouped product of bf16 that asks nobody."""
+"""Major compute capabilities whose bf16 grouped_mm does not synchronise with the host."""
 _LOG = logging.getLogger(__name__)
 _unrecordable: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Models of which no step could be recorded; later engines do not try again."""
+"""Models whose steps cannot be captured; later engines do not try again."""
 
 
 def static_block(arena: Arena) -> Block:
-    """Return the slots and lengths of a step that also serves rows after these."""
+    """Return the slots and lengths of a step that later rows can use too."""
     longest = power_of_two(1 + max(row.length for row in arena.rows))
     num_slots = min(power_of_two(len(arena.rows)), arena.num_slots)
     return Block(arena, num_slots, min(max(longest, SMALLEST), arena.capacity))
 
 
 class Step(NamedTuple):
-    """A forward pass over some slots, whatever rows they hold; `run` returns the logits."""
+    """A forward pass over some slots, with any rows; `run` returns the logits."""
 
     blocks: list[Block]
     decode: Decode
@@ -46,7 +42,7 @@ class Step(NamedTuple):
 
 
 class Batch:
-    """The growing rows, as long as they stay the same."""
+    """A fixed set of growing rows."""
 
     def __init__(self, step: Step) -> None:
         self.decode, self._run = step.decode, step.run
@@ -56,28 +52,28 @@ class Batch:
         self._table = table_of(self._owners, step.decode.device)
 
     def step(self) -> None:
-        """Choose the next tokens; they are the model's next input and continue the answers."""
+        """Choose the next tokens, and append them to the completions and the model's input."""
         chosen = self._table.choose(masked(self._run(), self._owners))
         self.decode.advance(chosen[:, :1])
-        choices = self._table.choices(chosen.tolist())  # the one wait for the device
+        choices = self._table.choices(chosen.tolist())  # the only synchronisation
         for owner, choice in zip(self._owners, choices, strict=True):
             if owner is not None:
                 owner.take(choice)
 
 
 def why_not_recorded(model: Any) -> str:
-    """Return why a model's decoding steps on a GPU are not recorded; "" if they are."""
+    """Return why a model's decoding steps on a GPU are not captured as CUDA graphs, or ""."""
     if is_sharded(model) or is_streamed(model):
-        return "Its blocks wait for other processes or for main memory, which no graph records."
+        return "Its blocks wait for other processes or host memory; no graph captures that."
     if model in _unrecordable:
-        return "Recording a step has failed."
-    if _asks_the_host(model):
+        return "Capturing a step has failed."
+    if _reads_on_host(model):
         return "The grouped product of its experts reads its sizes on the host."
     return ""
 
 
-def _asks_the_host(model: Any) -> bool:
-    """Whether torch reads on the host how many rows each expert has (ATen's GroupedBlas.cpp)."""
+def _reads_on_host(model: Any) -> bool:
+    """Return whether torch reads the rows of each expert on the host (ATen's GroupedBlas.cpp)."""
     if getattr(model.config.get_text_config(), "_experts_implementation", "") != "grouped_mm":
         return False
     major, _ = torch.cuda.get_device_capability(model.device)
@@ -85,7 +81,7 @@ def _asks_the_host(model: Any) -> bool:
 
 
 def unrecorded(cause: str) -> Fallback:
-    """Return the fallback of a model whose decoding steps are not recorded."""
+    """Return the fallback of a model whose decoding steps are not captured."""
     return Fallback(
         path="Decoding runs without CUDA graphs",
         cause=f"{cause.rstrip('.')}.",
@@ -95,14 +91,15 @@ def unrecorded(cause: str) -> Fallback:
 
 
 class Recorder:
-    """Records the decoding steps of one engine as CUDA graphs, which share one memory pool.
+    """Captures the decoding steps of one engine as CUDA graphs, which share one memory pool.
 
     Args:
-        model: The engine's; remembered where recording fails for another reason than memory.
+        model: The engine's model. If a capture fails, except for lack of memory, later engines of
+            the model do not try again.
 
     Attributes:
         num_recorded: Number of graphs.
-        is_able: False once a step could not be recorded: it waited for the host, say.
+        is_able: False after a failed capture, for example of a step that waits for the host.
     """
 
     def __init__(self, model: Any) -> None:
@@ -111,10 +108,10 @@ class Recorder:
         self._pool: Any = None
 
     def step(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Return a function that is recorded after its first `EAGER_STEPS` calls.
+        """Return a function that is captured after its first `EAGER_STEPS` calls.
 
         Args:
-            run: Reads and writes tensors at fixed addresses; the next call overwrites its result.
+            run: Reads and writes tensors at fixed addresses; each call overwrites its result.
         """
         num_calls, recorded = 0, None
 
@@ -132,10 +129,10 @@ class Recorder:
         return call
 
     def _record(self, run: Callable[[], Tensor]) -> tuple[Any, Tensor] | None:
-        """Return a graph and the tensor that it writes; None if recording fails."""
+        """Return a graph and its output tensor; None if the capture fails."""
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        # a capture that fails raises at its end too, and torch leaves the thread on its stream
+        # a failed capture also raises at its end, and torch leaves the thread on its stream
         before = torch.cuda.stream(torch.cuda.current_stream())
         # other threads may use the device meanwhile
         capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")

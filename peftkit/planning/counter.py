@@ -1,8 +1,8 @@
-"""Counts the memory and the FLOPs of a step that runs on tensors without data.
+"""Count the memory and the FLOPs of a step on tensors without data.
 
-Under FakeTensorMode every operation of the real step runs on shapes alone. `Counter` sees each
-operation: its FLOPs, and the storages that live, by the phase of the step that made them. All
-tensors are on the CPU; for the step of a GPU the caller sets the paths that depend on the device.
+Under FakeTensorMode every operation of the real step runs on shapes alone. `Counter` receives each
+operation: it adds its FLOPs, and tracks live storages by the phase of the step that allocated them.
+All tensors are on the CPU; for a GPU's step the caller selects the code paths of the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 GPU_ROUNDING = 512
-"""CUDA's caching allocator gives multiples of it."""
+"""CUDA's caching allocator allocates multiples of it."""
 _DEVICE = torch.ops.prim.device.default
 
 
@@ -29,13 +29,13 @@ class Counter(TorchDispatchMode):
     """The peak of live bytes, by phase, and the FLOPs.
 
     Args:
-        rounding: Storages count as multiples of so many bytes.
+        rounding: Sizes of storages are rounded up to a multiple of it.
 
     Attributes:
         phase: The phase of new storages.
-        live, peak: Bytes now, and at most since `restart`.
-        at_peak: Bytes by phase at that moment.
-        flops: Since `restart`.
+        live, peak: Current bytes, and their maximum since `restart`.
+        at_peak: Bytes by phase at the peak.
+        flops: FLOPs since `restart`.
     """
 
     def __init__(self, rounding: int = 1) -> None:
@@ -47,7 +47,7 @@ class Counter(TorchDispatchMode):
         self._storages: dict[int, tuple[int, str, Any]] = {}
 
     def restart(self) -> None:
-        """Forget the peak and the FLOPs so far."""
+        """Reset the peak and the FLOPs."""
         self.peak, self.flops, self.at_peak = self.live, 0, dict(self._by)
 
     @contextmanager
@@ -70,20 +70,20 @@ class Counter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Leave out torch's guard against being compiled, which takes as long as the counting."""
+        """Disable torch's guard against compilation, which takes as long as the counting."""
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is _DEVICE:  # two of three calls: torch's own code asks each tensor where it is
+        if func is _DEVICE:  # two of three calls: torch reads the device of each tensor
             return args[0].device
         kwargs = kwargs or {}
         inside = _written_in_python(func)
-        if inside is not None:  # the intermediates of our own operators count too
+        if inside is not None:  # intermediates of peftkit's operators are counted too
             with self:
                 return inside(*args, **kwargs)
-        if _is_composed(func):  # as it arrives from within an operator of ours
+        if _is_composed(func):  # called within an operator of peftkit
             with self:
                 return func.decompose(*args, **kwargs)
         name = func._overloadpacket.__name__
@@ -128,7 +128,7 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
 def _flops_of_attention(name: str, args: Any, kwargs: Any) -> int:
     is_backward = "backward" in name
     query, key = args[1:3] if is_backward else args[:2]
-    products = 5 if is_backward else 2  # the backward pass makes the scores once more
+    products = 5 if is_backward else 2  # the backward pass recomputes the scores
     pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     is_causal = kwargs.get("is_causal", any(a is True for a in args))
     return int(2 * products * pairs * query.shape[3] // (2 if is_causal else 1))
@@ -136,7 +136,7 @@ def _flops_of_attention(name: str, args: Any, kwargs: Any) -> int:
 
 @cache
 def _is_composed(func: Any) -> bool:
-    """Tell whether an operator is composed of others, which are counted one by one."""
+    """Return whether an operator is composed of others, which are counted separately."""
     key = "CompositeImplicitAutograd"
     return func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), key
@@ -144,15 +144,15 @@ def _is_composed(func: Any) -> bool:
 
 
 def _answer(tensor: Tensor) -> bool | int | float:
-    """Placeholder for `.item()`-like reads of a tensor without data: True, or 1.
+    """Return a placeholder for `.item()`-like reads of a tensor without data: True, or 1.
 
-    transformers reads whether all documents begin at a row's start, and whether no mask is needed.
+    transformers checks whether documents begin at the start of a row, and whether a mask is needed.
     """
     return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
 def _written_in_python(func: Any) -> Any:
-    """Return the code of an operator of peftkit; None of all others."""
+    """Return the Python function of a peftkit operator; None for other operators."""
     if func.namespace != "peftkit":
         return None
     definition = torch._library.custom_ops.OPDEFS.get(f"peftkit::{func._overloadpacket.__name__}")

@@ -1,6 +1,6 @@
-"""The memory of a recipe's step on a machine, counted from the config of a model; GPUs by name.
+"""The memory of a recipe's step on a machine, estimated from the model's config, and named GPUs.
 
-For a run `smallest_step` is the only entry, called where a base's size alone does not decide.
+A run calls only `smallest_step`, if the size of its base alone does not decide the placement.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from peftkit.recipe import Recipe
 from peftkit.train.optim import STATE_BYTES
 
 PRODUCT_SHARE = 0.4
-"""Of the peak rate a step reaches, as the best published LoRA runs do."""
+"""Share of the peak rate of a step, as in the best published LoRA runs."""
 BANDWIDTH_SHARE = 0.85
 LINK = 16.0
-"""GB/s from main memory to a GPU: PCIe 4.0 x16 in practice is a little under it."""
+"""GB/s from main memory to a GPU, approximately PCIe 4.0 x16 in practice."""
 WIRES = (25.0, 3.0)
-"""GB/s between GPUs: of one machine, over PCIe; of several, over 25 Gbit/s."""
+"""GB/s between GPUs: within a machine, over PCIe; between machines, over 25 Gbit/s."""
 LONGEST = 1 << 20
 STEP = 64
 """Lengths of rows are rounded down to a multiple of it."""
 REACH = 4
-"""Times the tokens of a counted row up to which a longer one is extrapolated: as rows grow, another
-part of the step has the peak, and from some length on layers go tile by tile."""
+"""Maximum ratio of an extrapolated row's tokens to the counted row's: in longer rows the peak moves
+to another part of the step, and layers run tile by tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU: dense bf16 TFLOP/s with fp32 sums, GB/s and GB of its memory, as its maker says."""
+    """A GPU's published dense bf16 TFLOP/s with fp32 sums, memory bandwidth in GB/s, and GB."""
 
     name: str
     tflops: float
@@ -48,13 +48,14 @@ class Card:
 
     @property
     def rate(self) -> float:
-        """FLOP/s that a step reaches."""
+        """Estimated FLOP/s of a step."""
         return PRODUCT_SHARE * self.tflops * 1e12
 
     def seconds(self, flops: float, num_bytes: float) -> float:
-        """Return the time of a step: by its FLOPs, or by the bytes that it reads."""
-        by_flops = flops / self.rate
-        return max(by_flops, num_bytes / (BANDWIDTH_SHARE * self.gigabytes_per_second * 1e9))
+        """Return the time of a step: the maximum by its FLOPs and by the bytes that it reads."""
+        return max(
+            flops / self.rate, num_bytes / (BANDWIDTH_SHARE * self.gigabytes_per_second * 1e9)
+        )
 
 
 CARDS = (
@@ -68,7 +69,7 @@ CARDS = (
 
 
 def card_of(memory: int) -> Card:
-    """Return the named GPU that has so much memory: the smallest, or else the largest."""
+    """Return the smallest named GPU with enough memory, or the largest one."""
     return next((card for card in CARDS if card.gigabytes * 1e9 >= 0.95 * memory), CARDS[-1])
 
 
@@ -78,16 +79,16 @@ class Strategy:
 
     Attributes:
         placement: Whether the base is on the device, or its blocks are streamed to it.
-        peak_bytes: Of a step of the rows that go through the model at once.
-        by_category: The same: weights, adapters, gradients, optimizer, activations.
-        fits: Whether it is within the memory that is usable.
-        longest_row: Tokens of the longest single row that fits; 0: none does.
-        most_rows: Rows of the requested length that fit at once.
-        step_flops: Of forward and backward pass of one batch.
-        moved_bytes: Weights of streamed blocks that reach the device in a step.
-        compute_bound_tokens: Tokens at once from which the step takes longer than their transfer;
-            0: none moves, or the device is no GPU.
-        host_bytes: Weights that wait in main memory.
+        peak_bytes: Peak of a step over one micro-batch.
+        by_category: The peak by weights, adapters, gradients, optimizer and activations.
+        fits: Whether the peak is within the usable memory.
+        longest_row: Tokens of the longest single row that fits; 0: no row fits.
+        most_rows: Rows of the requested length that fit in one batch.
+        step_flops: FLOPs of the forward and backward pass of one batch.
+        moved_bytes: Weights of streamed blocks that are transferred to the device in a step.
+        compute_bound_tokens: Tokens per batch from which a step takes longer than the transfer;
+            0: no weights are streamed, or the device is not a GPU.
+        host_bytes: Weights in main memory.
     """
 
     placement: Placement
@@ -105,13 +106,13 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True)
 class DeviceEstimate:
-    """The memory of each of several cards that share a base (train.shard: base).
+    """The memory of each of several GPUs that share a base (train.shard: base).
 
     Attributes:
-        wire_bytes: Bytes that a card receives in a step of one batch: blocks, and the adapter's
+        wire_bytes: Bytes that a GPU receives in a step of one batch: blocks, and the adapter's
             gradients.
-        compute_bound_tokens: By GB/s between cards: the tokens at once from which the step takes
-            longer than the transfer.
+        compute_bound_tokens: By GB/s between GPUs: tokens per batch from which a step takes longer
+            than the transfer.
     """
 
     cards: int
@@ -125,16 +126,16 @@ class DeviceEstimate:
 
 
 class MemoryEstimator:
-    """Counts the steps of one recipe.
+    """Estimates the steps of one recipe.
 
     Args:
-        config: The model's.
+        config: The model's config.
         link: GB/s from main memory to the device.
 
     Attributes:
-        rows, length: Rows, and tokens of each of their texts, that go through the model at once.
-        steps: Counts steps with the whole base on the device.
-        card: The named GPU that is like the machine's.
+        rows, length: Rows of a micro-batch, and tokens of each of their texts.
+        steps: Step estimator with the whole base on the device.
+        card: The named GPU that is most similar to the machine's.
     """
 
     def __init__(
@@ -155,33 +156,33 @@ class MemoryEstimator:
 
     @cached_property
     def _bare(self) -> StepEstimator:
-        """Counts steps of a base that is partly elsewhere: no unpacked weights are kept."""
+        """Step estimator for a streamed or sharded base, which keeps no unpacked copies."""
         if not self.steps.keeps_copies:
             return self.steps
         return steps_of(self.recipe, self.config, self.environment.kind)
 
     @cached_property
     def streams(self) -> WeightFootprint:
-        """The device's part of a base whose blocks are streamed."""
+        """The footprint of a base whose blocks are streamed."""
         return streamed_footprint(self.steps.whole)
 
     @cached_property
     def can_stream(self) -> bool:
-        """Whether the base has blocks that can be streamed, and its activations be recomputed."""
+        """Whether the base has blocks that can be streamed, and may recompute activations."""
         may_recompute = self.recipe.train.gradient_checkpointing is not False
         return self.streams.elsewhere > 0 and may_recompute
 
     def activations(self, placement: Placement = "device") -> tuple[Activations, ...]:
-        """Return the activation modes that the recipe allows, the fastest first."""
+        """Return the activation modes that the recipe allows, fastest first."""
         requested = self.recipe.train.gradient_checkpointing
         return self.steps.activation_modes(requested, streamed=placement == "stream")
 
     def strategies(self) -> Iterator[Strategy]:
-        """Yield the strategies that base.placement allows, the fastest first.
+        """Yield the strategies that base.placement allows, fastest first.
 
-        With `auto` the base is streamed where it would be in a run (`fits_device`); here the step
-        is a row of the requested length, which no strategy on the device lets through. Each tells
-        the longest row as rows about as long are counted.
+        With `auto` the base is streamed if a run would stream it (`fits_device`), here for a row of
+        the requested length. Each strategy has the longest row, estimated from rows of about that
+        length.
         """
         placement, fits = self.recipe.base.placement, False
         if placement != "stream":
@@ -197,7 +198,7 @@ class MemoryEstimator:
             yield from self.placed("stream")
 
     def placed(self, placement: Placement) -> Iterator[Strategy]:
-        """Yield the strategies of a placement, the fastest first, with their longest rows."""
+        """Yield the strategies of a placement, fastest first, with their longest rows."""
         for activations in self.activations(placement):
             strategy = self.strategy(placement, activations)
             footprint = self.streams if placement == "stream" else None
@@ -207,13 +208,13 @@ class MemoryEstimator:
     def _longest_row(
         self, footprint: WeightFootprint | None, activations: Activations, longest: int
     ) -> int:
-        """Return the longest row that fits, extrapolated no further than REACH.
+        """Return the longest row that fits, extrapolated by at most REACH.
 
-        Rows of ever more tokens are counted, REACH times as many each time, and at last the one
-        that is found, if it is far: a short row's loss grows faster than one computed in chunks.
+        Counts ever longer rows, REACH times as long each time, and finally the result itself if it
+        is far: the loss of a short row grows faster than a loss in chunks.
 
         Args:
-            longest: As it is extrapolated from a row of the recipe's length.
+            longest: The estimate from a row of the recipe's length.
         """
         length, is_near = self.length, False
         while longest > 2 * length and not is_near:
@@ -224,7 +225,7 @@ class MemoryEstimator:
         return longest
 
     def smallest(self, placement: Placement = "device", shard: Shard = "none") -> Strategy:
-        """Return the strategy that takes the least memory, for one row."""
+        """Return the strategy with the lowest peak, for one row."""
         return self.strategy(placement, self.activations(placement)[-1], rows=1, shard=shard)
 
     def strategy(
@@ -234,10 +235,10 @@ class MemoryEstimator:
         rows: int | None = None,
         shard: Shard = "none",
     ) -> Strategy:
-        """Count a strategy.
+        """Estimate a strategy.
 
         Args:
-            rows: At once; by default as many as the recipe's.
+            rows: Rows of a batch; by default the recipe's.
         """
         footprint = self.streams if placement == "stream" else None
         if shard != "none":
@@ -262,7 +263,7 @@ class MemoryEstimator:
         )
 
     def share(self, cards: int) -> DeviceEstimate:
-        """Estimate one card of several, with the first activation mode that fits."""
+        """Estimate one GPU of several, with the first activation mode that fits."""
         offload = self.recipe.train.shard == "offload"
         footprint = (
             sharded_footprint(self.steps.whole, cards, offload=offload) if cards > 1 else None
@@ -282,7 +283,7 @@ class MemoryEstimator:
         )
 
     def _compute_bound_tokens(self, moved: int, flops_of_row: float, link: float) -> int:
-        """Return the tokens whose computation takes as long as the transfer of bytes at GB/s."""
+        """Return the tokens whose computation takes as long as a transfer of bytes over a link."""
         seconds = moved / (link * 1e9) if self.environment.on_gpu else 0.0
         return round(seconds * self.card.rate / (flops_of_row / self.length))
 
@@ -293,10 +294,10 @@ class MemoryEstimator:
         rows: int,
         length: int | None = None,
     ) -> tuple[dict[str, int], int, int]:
-        """Return bytes by category, the tokens of a row that would fit, and FLOPs.
+        """Return bytes by category, the tokens of the longest row that fits, and FLOPs.
 
         Args:
-            length: Tokens of a row; by default as many as the recipe's.
+            length: Tokens of a row; by default the recipe's.
         """
         length = length or self.length
         steps = self.steps if footprint is None else self._bare
@@ -305,7 +306,7 @@ class MemoryEstimator:
         peak = {**count.peak, "optimizer": state, "process": self.environment.process}
         if footprint is not None:
             peak["weights"] += footprint.at_most - steps.weights
-        if self.recipe.train.gradient_accumulation > 1:  # a second batch next to the first's
+        if self.recipe.train.gradient_accumulation > 1:  # held during the second batch
             peak["gradients"] = max(peak["gradients"], sum(p.nbytes for p in steps.trained))
         slope = max(steps.bytes_per_token(rows, length, activations), 1.0)
         left = self.environment.room - sum(peak.values())
@@ -319,14 +320,14 @@ def smallest_step(
     plan: ExecutionPlan,
     on_event: Listener,
 ) -> int | None:
-    """Return the bytes of a recipe's smallest step, one row of the longest length, in a plan.
+    """Return the bytes of a recipe's smallest step in a plan, a row of the maximum length.
 
     Returns:
-        None, with a notice, where the model's step cannot be counted without data.
+        None, with a notice, if the model's step cannot run on tensors without data.
     """
     try:
         estimator = MemoryEstimator(recipe, config, environment)
         return estimator.smallest(plan.placement, plan.shard).peak_bytes
-    except (CountError, TargetError) as error:  # the latter of an adapter made elsewhere
-        on_event(Notice(f"{error} So the weights alone tell whether the base fits the device."))
+    except (CountError, TargetError) as error:  # TargetError: an adapter of another library
+        on_event(Notice(f"{error} Only the size of the weights decides if the base fits."))
         return None

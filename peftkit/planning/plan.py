@@ -1,7 +1,7 @@
-"""The costs of a run before it starts: memory, time, disk; and what to change if it does not fit.
+"""The estimated memory, time and disk of a run, and a change of settings if it does not fit.
 
-Of a model only the config is read. A training step is counted on tensors without data
-(`planning/step.py`), so that the plan and the run take the same paths.
+Only the config of the model is read. A training step runs on tensors without data
+(`planning/step.py`), which takes the same code paths as the run.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from peftkit.recipe import Recipe, load
 from peftkit.train.optim import STATE_BYTES
 
 BYTES_PER_TOKEN = 4
-"""Of text in most languages and most vocabularies, about; data is not tokenised for a plan."""
+"""Approximate bytes of text per token, since data is not tokenised for a plan."""
 NUM_CARDS = (1, 2, 4, 8)
 ANSWER_LENGTHS = (1024, 4096, 16384)
 """Context lengths for which `peftkit plan --json` counts concurrent completions."""
-MOMENT = 0.5
-"""Seconds that measuring takes, about."""
+MEASURE_SECONDS = 0.5
+"""Approximate duration of the speed measurement."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}I": 1 << (10 * n) for n, unit in enumerate("KMGT", 1)}
 
@@ -44,18 +44,18 @@ class Plan:
     """The estimated costs of a run.
 
     Attributes:
-        stored: The format of the base's files, if their bits are kept; else "".
-        ways: All strategies, the fastest first.
-        chosen: The first strategy that fits, else the one with the lowest peak.
+        stored: The format of the base's files, if their codes are kept, or "".
+        ways: All strategies, fastest first.
+        chosen: The first strategy that fits, or the one with the lowest peak.
         cards: Estimates for the base sharded over 1, 2, 4 and 8 GPUs (train.shard: base).
         link: GB/s from main memory to the device.
         rows, length: Rows of a micro-batch, and tokens of each of their texts.
         memory_bytes, usable_bytes: Memory of the planned machine.
-        fits: Whether a strategy fits a row of the requested length.
-        change: If none does: arguments to add to the command line, or "".
+        fits: Whether a row of the requested length fits with any strategy.
+        change: If it does not fit: arguments to add to the command line, or "".
         execution: The run's execution plan.
-        answers: Context length to the number of concurrent completions that fit beside the base on
-            the device (serve, generate, eval); empty if the config does not say.
+        answers: Context length to the number of concurrent completions that fit on the device with
+            the base (serve, generate, eval); empty if the config lacks the sizes.
         num_rows, num_tokens: Estimated from the data file's size; None without a file.
     """
 
@@ -103,14 +103,14 @@ def plan_run(
     """Estimate the costs of a run from the model's config alone.
 
     Args:
-        target: A recipe, its file, or a model (trained as a recipe's defaults say).
-        memory: Of the GPU to plan for ("8GB", or bytes); None: this machine's.
+        target: A recipe, its file, or a model (trained with a recipe's defaults).
+        memory: Memory of the GPU to plan for ("8GB", or bytes); None: this machine.
         overrides: "section.key=value" each.
-        link: GB/s from main memory to the GPU, over which streamed blocks come.
-        measure: Measure for a moment how fast this machine multiplies.
+        link: GB/s from main memory to the GPU, for streamed blocks.
+        measure: Whether to measure the speed of this machine's matrix products.
 
     Raises:
-        PeftkitError: The recipe, the model's config or the size is of no use.
+        PeftkitError: The recipe, the model's config or the size is invalid.
     """
     recipe = as_continued(_recipe(target, overrides))
     environment = this_machine()
@@ -124,20 +124,20 @@ def plan_run(
     chosen = chosen or next((s for s in strategies if s.longest_row >= length), None)
     fits = chosen is not None
     chosen = chosen or min(strategies, key=lambda s: s.peak_bytes)
-    kept = published_codes(config, recipe.base)
+    codes = published_codes(config, recipe.base)
     num_rows, num_tokens = _data(recipe, length)
     run_tokens = _run_tokens(recipe, num_rows, num_tokens, length)
     batches = (run_tokens or 1) / (rows * length * recipe.task.texts_per_row) if run_tokens else 1.0
     work = batches * chosen.step_flops
     adapter = sum(p.nbytes for p in steps.trained)
     state = STATE_BYTES[recipe.train.optimizer] * steps.num_trained
-    here = 0.7 * measured_rate(steps.dtype) if measure else 0.0
+    local_rate = 0.7 * measured_rate(steps.dtype) if measure else 0.0
     return Plan(
         model=recipe.base.model,
         on_gpu=environment.on_gpu,
         dtype=str(steps.dtype).removeprefix("torch."),
         quantize=recipe.base.quantize,
-        stored=kept.description if kept is not None else "",
+        stored=codes.description if codes is not None else "",
         num_parameters=steps.num_parameters,
         num_trained=steps.num_trained,
         rows=rows,
@@ -156,7 +156,7 @@ def plan_run(
         num_rows=num_rows,
         num_tokens=num_tokens,
         run_tokens=run_tokens,
-        seconds_here=work / here if measure else None,
+        seconds_here=work / local_rate if measure else None,
         answers=_answers(estimator),
         seconds_on={
             card.name: max(
@@ -169,7 +169,7 @@ def plan_run(
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that a text like 8GB, 12 GiB or 16 means; a bare number is in GB.
+    """Return the bytes of a size such as 8GB, 12 GiB or 16; a bare number is in GB.
 
     Raises:
         ConfigError: It is not a size.
@@ -186,16 +186,16 @@ def parse_size(text: str) -> int:
 
 
 def measured_rate(dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a product of matrices on this machine.
+    """Return the FLOP/s of a matrix product on this machine.
 
-    The best of a moment: other programs take turns with most of the products.
+    The fastest of several products, since other programs slow down most of them.
     """
-    here = local_gpu()
-    device, size = (here[0], 4096) if here else (torch.device("cpu"), 512)
-    wait = torch.get_device_module(device).synchronize if here else lambda: None
+    gpu = local_gpu()
+    device, size = (gpu[0], 4096) if gpu else (torch.device("cpu"), 512)
+    wait = torch.get_device_module(device).synchronize if gpu else lambda: None
     a = torch.ones(size, size, dtype=dtype, device=device)
-    best, num_done, until = float("inf"), 0, time.perf_counter() + MOMENT
-    while num_done < 2 or time.perf_counter() < until:  # the first one makes its kernel
+    best, num_done, until = float("inf"), 0, time.perf_counter() + MEASURE_SECONDS
+    while num_done < 2 or time.perf_counter() < until:  # the first one loads its kernel
         wait()
         began = time.perf_counter()
         a @ a
@@ -227,7 +227,7 @@ def _execution(estimator: MemoryEstimator, chosen: Strategy) -> ExecutionPlan:
 
 
 def _answers(estimator: MemoryEstimator) -> dict[int, int]:
-    """Return how many completions of each length fit beside the base, as the engine counts them."""
+    """Return the number of concurrent completions of each length, as the engine counts them."""
     config, environment = estimator.config.get_text_config(), estimator.environment
     size = bytes_per_token(config, estimator.steps.dtype)
     if size is None:
@@ -237,11 +237,10 @@ def _answers(estimator: MemoryEstimator) -> dict[int, int]:
 
 
 def _data(recipe: Recipe, length: int) -> tuple[int | None, int | None]:
-    """Estimate the rows and tokens of a data file by its size; None if it is not at hand."""
-    if not isinstance(recipe.data.train, str):
-        return None, None
-    path = Path(recipe.data.train).expanduser()
-    if not recipe.data.train or not path.is_file() or path.suffix != ".jsonl":
+    """Estimate the rows and tokens of a local data file by its size; None without one."""
+    train = recipe.data.train
+    path = Path(train if isinstance(train, str) else "").expanduser()
+    if not path.is_file() or path.suffix != ".jsonl":
         return None, None
     rows = tokens = 0
     with open(path, "rb") as file:
@@ -255,7 +254,7 @@ def _data(recipe: Recipe, length: int) -> tuple[int | None, int | None]:
 def _run_tokens(
     recipe: Recipe, num_rows: int | None, num_tokens: int | None, length: int
 ) -> int | None:
-    """Estimate the tokens that a run reads, where those of its data are known."""
+    """Estimate the tokens that a run reads; None without a data file."""
     train = recipe.train
     if not num_rows or not num_tokens:
         return num_tokens
@@ -270,32 +269,32 @@ Changes = tuple[str, ...]
 
 
 def cheapest_change(estimator: MemoryEstimator, chosen: Strategy) -> str:
-    """Return the first change that lets one row through, as arguments; "" if none does.
+    """Return the first change with which one row fits, as arguments; "" if there is none.
 
-    Of those that leave rows as they are; only then shorter rows.
+    Shorter rows are the last resort.
 
     Args:
-        chosen: What is planned without a change.
+        chosen: The strategy without a change.
     """
-    best, with_it = chosen.longest_row, Changes()
-    kept = published_codes(estimator.config, estimator.recipe.base)
-    for changes in _tried(estimator.recipe, in_codes=kept is not None):
+    longest_row, best = chosen.longest_row, Changes()
+    codes = published_codes(estimator.config, estimator.recipe.base)
+    for changes in _candidates(estimator.recipe, in_codes=codes is not None):
         changed = _changed(estimator.recipe, changes)
         environment, link = estimator.environment, estimator.link
         trial = MemoryEstimator(changed, estimator.config, environment, link=link)
         longest = max((s.longest_row for s in trial.strategies()), default=0)
         if longest >= trial.length:
             return _arguments(changes)
-        if longest > best:
-            best, with_it = longest, changes
-    return _arguments((*with_it, f"data.max_length={best}")) if best >= STEP else ""
+        if longest > longest_row:
+            longest_row, best = longest, changes
+    return _arguments((*best, f"data.max_length={longest_row}")) if longest_row >= STEP else ""
 
 
-def _tried(recipe: Recipe, *, in_codes: bool) -> Iterator[Changes]:
-    """Yield changes, those that cost the least time first, alone and then together.
+def _candidates(recipe: Recipe, *, in_codes: bool) -> Iterator[Changes]:
+    """Yield changes in the order of their cost in time, alone and then together.
 
     Args:
-        in_codes: Whether the base's files are quantised, which are not to be rounded again.
+        in_codes: Whether the base's files are quantised, and should not be quantised again.
     """
     changes: list[str] = []
     if recipe.train.optimizer == "adamw":
@@ -319,8 +318,8 @@ def _changed(recipe: Recipe, changes: Sequence[str]) -> Recipe:
     for change in changes:
         name, _, value = change.partition("=")
         section, field = name.split(".")
-        part = getattr(recipe, section).model_copy(update={field: value})
-        recipe = recipe.model_copy(update={section: part})
+        config = getattr(recipe, section).model_copy(update={field: value})
+        recipe = recipe.model_copy(update={section: config})
     return recipe
 
 

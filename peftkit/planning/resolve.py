@@ -1,7 +1,7 @@
-"""The execution plan of a recipe, made before anything is loaded.
+"""The execution plan of a recipe, before its base and rows are loaded.
 
-`place_weights` (base/request.py) settles `base.placement: auto` and `train.shard: auto`. The rows
-themselves settle the activation mode and the rows at once (train/memory.py).
+`place_weights` (base/request.py) resolves `base.placement: auto` and `train.shard: auto`. The
+activation mode and the size of micro-batches follow from the rows (train/memory.py).
 """
 
 from __future__ import annotations
@@ -87,10 +87,11 @@ def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
 def as_continued(recipe: Recipe) -> Recipe:
     """Return a recipe with the method of the adapter that it continues, if any.
 
-    The few rows of new tokens are left out, since a plain base lacks them.
+    The few rows of new tokens are omitted, since a plain base lacks them. An adapter on the hub is
+    downloaded.
 
     Raises:
-        AdapterError: There is no such adapter. An adapter on the hub is downloaded first.
+        AdapterError: There is no such adapter.
     """
     if not recipe.method.start_from:
         return recipe
@@ -105,7 +106,7 @@ def as_continued(recipe: Recipe) -> Recipe:
 
 
 def config_of(recipe: Recipe) -> Any:
-    """Read the config with which a recipe's base will be loaded."""
+    """Read the config of a recipe's base, with its rope_scaling."""
     base = recipe.base
     purpose = replace(recipe.task.plain_purpose, rope_scaling=base.rope_scaling)
     return read_config(base.model, base.revision, purpose)

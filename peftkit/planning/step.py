@@ -1,7 +1,7 @@
-"""One training step of a model without data: its memory by category, its FLOPs.
+"""One training step of a model without data: its memory by category, and its FLOPs.
 
-The model is built with a few of its blocks, its weights as packed as they will be, the method on
-it; then a forward and a backward pass of the code that trains run under a `Counter`.
+The model is built with a few blocks, packed weights and the method. Then a forward and a backward
+pass of the training code run under a `Counter`.
 
 Shapes: B rows, T tokens.
 """
@@ -43,43 +43,39 @@ TOKEN_CLASSES = (
 )
 """Classes of transformers whose models predict tokens."""
 SECONDS = 30
-"""Length of an audio clip, where the model's config has none."""
+"""Length of an audio clip, unless the model's config has one."""
 
 
 def has_class_head(task: TaskConfig) -> bool:
-    """Tell whether a task's model has a classification head, which is trained fully."""
+    """Return whether a task's model has a classification head, which is trained fully."""
     return task.auto_class not in (*TOKEN_CLASSES, "AutoModel")
 
 
 class FewChunks(Head):
-    """A head that computes two chunks of its rows: further ones reuse the memory of the first.
+    """A head that computes two chunks of its rows: further chunks reuse the first one's memory.
 
     Attributes:
-        skipped: Rows that were not computed.
+        skipped: Number of rows that were not computed.
     """
 
     skipped = 0
     _room: Tensor | None = None
 
     def losses(self, rows: Tensor, targets: Tensor, *, equal_weights: bool = False) -> Tensor:
-        some = 2 * rows_of_chunk(rows, None, self.vocab_size, self.chunk_bytes)
-        self.skipped = max(len(rows) - some, 0)
-        self._room = torch.empty_like(rows[some:])  # for the gradients that are not computed
+        size = 2 * rows_of_chunk(rows, None, self.vocab_size, self.chunk_bytes)
+        self.skipped = max(len(rows) - size, 0)
+        self._room = torch.empty_like(rows[size:])  # for the gradients that are not computed
         if rows.requires_grad:
-            rows.register_hook(self._leave)
-        losses = super().losses(rows[:some], targets[:some], equal_weights=equal_weights)
+            rows.register_hook(lambda _: setattr(self, "_room", None))
+        losses = super().losses(rows[:size], targets[:size], equal_weights=equal_weights)
         return functional.pad(losses, (0, self.skipped))
 
-    def _leave(self, gradient: Tensor) -> None:
-        self._room = None
-
     def step_of(self, num_rows: int, dtype: torch.dtype) -> None:
-        """Compute loss and gradient of some rows, and nothing else."""
+        """Compute only the loss and gradient of some rows."""
         width = linear_shape(unwrap_adapter(self.module))[0]
         rows = torch.zeros(num_rows, width, dtype=dtype, requires_grad=True)
-        super().losses(
-            rows, torch.zeros(num_rows, dtype=torch.long), equal_weights=True
-        ).sum().backward()
+        targets = torch.zeros(num_rows, dtype=torch.long)
+        super().losses(rows, targets, equal_weights=True).sum().backward()
 
 
 def loss_of(
@@ -87,17 +83,16 @@ def loss_of(
 ) -> Tensor:
     """Return the loss of B rows, each of `texts_per_row` texts of T tokens.
 
-    All tokens are targets. Of media and text only the text is built; its tokens count for the media
-    too.
+    All tokens are targets. For media tasks only text is built; its tokens represent the media too.
 
     Args:
-        head: The model's, if its loss is one of tokens.
+        head: The model's output layer, if its loss is over tokens.
     """
     rows *= task.texts_per_row
     inputs = accepted(model, _inputs(model, task, dtype, rows, length))
     if has_class_head(task):
         text = model.config.get_text_config()
-        if getattr(text, "pad_token_id", 0) is None:  # a tokenizer would say it
+        if getattr(text, "pad_token_id", 0) is None:  # set by the tokenizer in a run
             text.pad_token_id = 0
         loss: Tensor = model(**inputs).logits.float().logsumexp(-1).sum()
         return loss
@@ -131,13 +126,13 @@ def _inputs(
 
 
 def _audio(model: Any, dtype: torch.dtype, rows: int) -> dict[str, Any]:
-    """Return the input of SECONDS of audio: samples, or 100 frames of mel bins a second."""
+    """Return the input of SECONDS of audio: samples, or 100 frames of mel bins per second."""
     if model.main_input_name == "input_values":
         return {"input_values": torch.zeros(rows, SECONDS * 16_000, dtype=dtype)}
     config = model.config
     if pair := getattr(config, "feature_projection_input_dim", None):  # two frames in one
         shape: tuple[int, ...] = (SECONDS * 50, pair)
-    elif positions := getattr(config, "max_source_positions", None):  # Whisper's own 30 s
+    elif positions := getattr(config, "max_source_positions", None):  # Whisper: 30 s
         shape = (config.num_mel_bins, 2 * positions)
     else:
         shape = (SECONDS * 100, getattr(config, "encoder_config", config).num_mel_bins)
@@ -145,7 +140,7 @@ def _audio(model: Any, dtype: torch.dtype, rows: int) -> dict[str, Any]:
 
 
 def counted_head(model: Any, chunk_bytes: int) -> FewChunks | None:
-    """Return the head of a model as it is counted; None if it has none."""
+    """Return the head of a model for a count; None if it has none."""
     module = find_head(model)
     if module is None:
         return None
@@ -158,8 +153,8 @@ class StepCount:
     """The memory and the FLOPs of one step.
 
     Attributes:
-        peak: Bytes by category at their most: weights, adapters, gradients, activations.
-        flops: Of the forward and the backward pass.
+        peak: Bytes at the peak by category: weights, adapters, gradients, activations.
+        flops: FLOPs of the forward and the backward pass.
         block_input: Bytes of the hidden states that enter one block.
     """
 
@@ -177,10 +172,10 @@ class DatalessStep:
     """A model without data whose training steps are counted.
 
     Args:
-        config: The model's, with as many blocks as are built.
-        plan: How the step is carried out, on this machine or on another.
-        dtype: The dtype of computation.
-        keeps_copies: Whether dequantised copies of packed weights are kept, as CPUs with room do.
+        config: The model's config, with the number of blocks to build.
+        plan: The execution plan of the step, on this machine or another.
+        dtype: The compute dtype.
+        keeps_copies: Whether dequantised copies of packed weights are kept.
     """
 
     def __init__(
@@ -224,7 +219,7 @@ class DatalessStep:
             blocks.set_activations(activations)
             with ExitStack() as stack:
                 stack.enter_context(self._counting())
-                with self.counter.during("weights"):  # frozen ones may be laid out anew
+                with self.counter.during("weights"):  # fused modules may rearrange frozen weights
                     stack.enter_context(prepared_for_training(self.model, plan))
                 stack.enter_context(training_attention(self.model, plan, documents=False))
                 self.counter.restart()
@@ -262,7 +257,7 @@ class DatalessStep:
 
 
 class _WidestInput:
-    """A hook on blocks that notes the bytes of the largest input."""
+    """A hook on blocks that records the bytes of the largest input."""
 
     num_bytes = 0
 
@@ -280,16 +275,16 @@ def skeleton_of(recipe: Recipe, config: Any, dtype: torch.dtype) -> Any:
 
 
 def with_method(model: Any, recipe: Recipe) -> Adapter:
-    """Put the method on a model; a classification head is trained fully."""
+    """Attach the method to a model; a classification head is trained fully."""
     head = head_modules(model) if has_class_head(recipe.task) else ()
     fully = tuple(dict.fromkeys((*recipe.method.train_fully, *head)))
     return attach(model, recipe.method.model_copy(update={"train_fully": fully}), fresh=False)
 
 
 def packed_model(recipe: Recipe, config: Any, dtype: torch.dtype) -> Any:
-    """Build the model without data, its weights packed.
+    """Build the packed model without data.
 
-    To be called within FakeTensorMode and under a Counter: some packed layers are called once.
+    Call it within FakeTensorMode and a Counter, since some packed layers run once.
     """
     purpose = recipe.task.plain_purpose
     if has_class_head(recipe.task):
@@ -299,7 +294,7 @@ def packed_model(recipe: Recipe, config: Any, dtype: torch.dtype) -> Any:
 
 
 def _materialised(model: Any) -> Any:
-    """Give a model on the meta device tensors without data; tied ones stay one."""
+    """Replace a model's meta tensors by tensors of the active FakeTensorMode, with their ties."""
     new: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, tensor in module._parameters.items():

@@ -1,7 +1,7 @@
 """A step of the whole model, extrapolated from steps of a few of its blocks.
 
-Blocks of one kind take the same: what the second of two models with one block more takes beyond
-the first is what each further block does. Weights and adapters are counted of all blocks.
+Blocks of one kind have equal costs: the difference between two models, of which the second has one
+block more, is the cost of each further block. Weights and adapters are counted for all blocks.
 
 Shapes: B rows, T tokens.
 """
@@ -9,7 +9,6 @@ Shapes: B rows, T tokens.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -35,13 +34,13 @@ from peftkit.recipe import Recipe
 
 CATEGORIES = ("weights", "adapters", "gradients", "activations")
 FEW, MOST = 2, 8
-"""Blocks that are built: at least, to have inner ones among them; at most, if kinds differ."""
+"""Minimum number of blocks to build, which includes an inner one; maximum, if kinds differ."""
 ON_DEVICE = 4
-"""Offloaded inputs of blocks that are on the GPU at once: the first, two more, the output."""
+"""Offloaded inputs of blocks that are on the GPU at a time: the first, two more, the output."""
 
 
 class CountError(PeftkitError):
-    """A model's step cannot be run on tensors without data."""
+    """A model's step cannot run on tensors without data."""
 
 
 _recent: deque[StepEstimator] = deque(maxlen=4)
@@ -50,7 +49,7 @@ _recent: deque[StepEstimator] = deque(maxlen=4)
 def steps_of(
     recipe: Recipe, config: Any, device: str, main_memory: int | None = None
 ) -> StepEstimator:
-    """Return an estimator of these arguments: a recent one, if it counts the same steps."""
+    """Return an estimator for these arguments: a recent one, if its steps are equal."""
     key = _key(recipe, config, device)
     for recent in _recent:
         copies = recent.fits_copies(main_memory)
@@ -61,25 +60,25 @@ def steps_of(
 
 
 def _key(recipe: Recipe, config: Any, device: str) -> tuple[Any, ...]:
-    """Return all settings that the steps of a recipe depend on."""
+    """Return all settings that determine the steps of a recipe."""
     base = recipe.base.model_copy(update={"placement": "auto", "store": "auto"})
     return base, recipe.task, recipe.method, recipe.train.group_layers, config, device
 
 
 class StepEstimator:
-    """Counts steps of one recipe; models are built once, and each step is counted once.
+    """Estimates steps of one recipe; each model is built once, and each step is counted once.
 
     Args:
-        config: The model's.
-        device: The kind of device: cpu, cuda or mps.
-        main_memory: Bytes that are free. A CPU with enough of it keeps packed weights unpacked as
-            well; None: it does not.
+        config: The model's config.
+        device: Kind of device: cpu, cuda or mps.
+        main_memory: Free bytes. A CPU with enough of it keeps unpacked copies of packed weights;
+            None: it keeps none.
 
     Attributes:
-        key: What its steps depend on.
-        dtype: The dtype of computation.
-        num_parameters, num_blocks: Of the base.
-        whole: The complete model without data, packed.
+        key: All settings that determine its steps.
+        dtype: The compute dtype.
+        num_parameters, num_blocks: Counts of the base.
+        whole: The complete packed model, without data.
         weights: Bytes of its weights.
         trained: The adapter's tensors.
         keeps_copies: Whether dequantised copies of packed weights are kept.
@@ -119,39 +118,39 @@ class StepEstimator:
 
     @property
     def num_trained(self) -> int:
-        """Parameters of the adapter."""
+        """Number of the adapter's parameters."""
         return sum(p.numel() for p in self.trained)
 
     def fits_copies(self, main_memory: int | None) -> bool:
-        """Tell whether main memory has room for dequantised copies of packed weights."""
+        """Return whether dequantised copies of packed weights fit into main memory."""
         sizes = [p.form.shape.numel() * p.dtype.itemsize for _, _, p in packed_tensors(self.whole)]
         return bool(sizes) and sum(sizes) <= COPY_SHARE * max((main_memory or 0) - self.weights, 0)
 
     def count(self, rows: int, length: int, mode: Activations) -> StepCount:
         """Return the memory and the FLOPs of a step of the whole model."""
-        first, second, more = self._both(rows, length, mode)
-        peak = {
-            name: max(0, round(_extrapolated(first.peak, second.peak, name, more)))
-            for name in CATEGORIES
-        }
-        peak["activations"] -= self._away(first, mode)
+        first, second, more = self._two_counts(rows, length, mode)
+        peak = {}
+        for name in CATEGORIES:
+            start = first.peak.get(name, 0)
+            peak[name] = max(0, round(start + more * (second.peak.get(name, 0) - start)))
+        peak["activations"] -= self._offloaded(first, mode)
         flops = round(first.flops + more * (second.flops - first.flops))
         return StepCount(peak, flops, first.block_input)
 
     def bytes_per_token(self, rows: int, length: int, mode: Activations) -> float:
         """Return the bytes of each further token, from two lengths."""
-        first, second, more = self._both(rows, length, mode)
+        first, second, more = self._two_counts(rows, length, mode)
         tokens, other = rows * length, length // 4 if length >= 512 else 4 * length
         other += length * (other == tokens)  # a slope needs two lengths
-        elsewhere = self._counted(self._depth, 1, other, mode)
-        slope = (elsewhere.without_weights - first.without_weights) / (other - tokens)
-        each = more * (second.without_weights - first.without_weights) - self._away(first, mode)
-        return slope + each / tokens
+        other_count = self._counted(self._depth, 1, other, mode)
+        slope = (other_count.without_weights - first.without_weights) / (other - tokens)
+        further = more * (second.without_weights - first.without_weights)
+        return slope + (further - self._offloaded(first, mode)) / tokens
 
-    def _both(
+    def _two_counts(
         self, rows: int, length: int, mode: Activations
     ) -> tuple[StepCount, StepCount, float]:
-        """Return a step of few blocks, one of a block more, and how many more blocks there are."""
+        """Return steps of few blocks and of one more, and the number of remaining blocks."""
         first = self._counted(self._depth, rows, length, mode)
         small = self._steps[self._depth].num_blocks
         if small == self.num_blocks:
@@ -161,10 +160,10 @@ class StepEstimator:
         return first, second, (self.num_blocks - small) / (large - small)
 
     def _counted(self, depth: int, rows: int, length: int, mode: Activations) -> StepCount:
-        """Return a step of so many blocks; each is counted once.
+        """Return a step of a model with `depth` blocks per stack; cached.
 
         Raises:
-            CountError: It cannot be run without data.
+            CountError: It cannot run without data.
         """
         key = depth, rows, length, mode
         if key not in self._counts:
@@ -187,20 +186,14 @@ class StepEstimator:
                 ) from error
         return self._counts[key]
 
-    def _away(self, count: StepCount, mode: Activations) -> int:
-        """Return the bytes of blocks' inputs that wait in main memory."""
+    def _offloaded(self, count: StepCount, mode: Activations) -> int:
+        """Return the bytes of blocks' inputs in main memory."""
         moves = mode == "offload" and self._plan.on_gpu
         return count.block_input * max(self.num_blocks - ON_DEVICE, 0) if moves else 0
 
 
-def _extrapolated(
-    first: Mapping[str, int], second: Mapping[str, int], name: str, more: float
-) -> float:
-    return first.get(name, 0) + more * (second.get(name, 0) - first.get(name, 0))
-
-
 def _depth_with_all_kinds(blocks: list[nn.Module]) -> int:
-    """Return how many blocks of each stack have to be built to have one of each kind."""
+    """Return the number of blocks per stack that include one of each kind."""
     kinds: list[Any] = [
         tuple(
             (name, type(m), tuple(p.shape for p in m._parameters.values() if p is not None))
@@ -209,5 +202,5 @@ def _depth_with_all_kinds(blocks: list[nn.Module]) -> int:
         for block in blocks
     ]
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-    late = [first for first in firsts if first < MOST]  # a second stack's begins far behind
-    return max(FEW, *(first + 1 for first in late)) if late else FEW
+    # the blocks of a second stack have larger indices
+    return max([FEW, *(first + 1 for first in firsts if first < MOST)])

@@ -8,7 +8,7 @@ from typing import Any
 
 from peftkit.inference.call_formats import Call, dumped
 from peftkit.inference.call_style import CallStyle
-from peftkit.inference.calls import Said
+from peftkit.inference.calls import AnswerPiece
 from peftkit.inference.engine import Completion
 
 
@@ -32,20 +32,20 @@ class AnswerCalls:
         self._reader = style.reader(prompt, tools)
         self._special, self._is_single = style.special, is_single
 
-    def take(self, text: str, completion: Completion) -> Said:
+    def take(self, text: str, completion: Completion) -> AnswerPiece:
         """Parse new text; return its complete text, reasoning and calls.
 
         Args:
             text: New text of the completion, with special tokens.
         """
-        parts: list[Said] = []
+        parts: list[AnswerPiece] = []
         for part in self._reader.feed(text, over=completion.ended_by is not None):
             if part.calls and self._is_single:
                 parts.append(part._replace(calls=part.calls[:1]))
                 completion.finish("stop")
                 break
             parts.append(part)
-        return Said(
+        return AnswerPiece(
             self._special.sub("", "".join(part.text for part in parts)),
             "".join(part.thought for part in parts),
             tuple(call for part in parts for call in part.calls),

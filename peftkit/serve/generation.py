@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from peftkit.errors import RunError
 from peftkit.inference.call_formats import Call
-from peftkit.inference.calls import Said
+from peftkit.inference.calls import AnswerPiece
 from peftkit.inference.engine import Completion, Request
 from peftkit.inference.generate import TextStream
 from peftkit.inference.sampling import Chosen
@@ -80,14 +80,14 @@ class Generation:
             nonlocal num_sent
             text = stream.take(completion)
             number = len(completion.chosen if self.keeps_end else completion.ids)
-            new = Said(text) if parser is None else parser.take(text, completion)
+            new = AnswerPiece(text) if parser is None else parser.take(text, completion)
             chosen = tuple(completion.chosen[num_sent:number]) if self.request.log_probs else ()
             num_sent += len(chosen)
             if completion.ended_by in ("stop", "length"):
                 self.is_done = True
                 reason = "stop" if stream.is_stopped else completion.ended_by
                 self.send(Output(new.text, chosen, reason, len(completion.chosen), *new[1:]))
-            elif new != Said() or chosen:
+            elif new != AnswerPiece() or chosen:
                 self.send(Output(new.text, chosen, None, 0, *new[1:]))
 
         def on_token(completion: Completion) -> None:

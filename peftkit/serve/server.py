@@ -18,7 +18,7 @@ from peftkit.base.new_tokens import notify_split_tokens
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, ignore
 from peftkit.formats.serving import check_serving, served_rank, vllm_serve
-from peftkit.inference.bank import AdapterBank, open_bank, read_files, tell_other_bases
+from peftkit.inference.bank import AdapterBank, open_bank, read_files, report_other_bases
 
 if TYPE_CHECKING:
     import uvicorn
@@ -152,7 +152,7 @@ def _bank_to_train(
     adapters: Mapping[str, str | Path], training: TrainingOptions, force: bool, on_event: Listener
 ) -> AdapterBank:
     """Load the base of a training server, with the operator's adapters."""
-    tell_other_bases(read_files(adapters), training.base.model_dump(mode="json"), on_event)
+    report_other_bases(read_files(adapters), training.base.model_dump(mode="json"), on_event)
     settings = training.base.model_dump(exclude={"rope_scaling", "new_tokens"})
     return AdapterBank(load_base(**settings, on_event=on_event), adapters, force=force)
 

@@ -7,7 +7,7 @@ from torch import nn
 from peftkit.data.pack import PackedRows
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.lazy import LazyRows
-from peftkit.defaults import is_worth_packing
+from peftkit.defaults import should_pack
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice
 from peftkit.forward.probes import check_packing
@@ -21,7 +21,7 @@ class PackingLoader(RowLoader):
     _has_packed = False
 
     def check_packing(self, model: nn.Module) -> None:
-        """Turn packing off if it is only the default and the model cannot isolate documents.
+        """Disable packing if it is the default and the model cannot isolate documents.
 
         Raises:
             PeftkitError: The recipe requests packing, and the model cannot isolate documents.
@@ -35,7 +35,7 @@ class PackingLoader(RowLoader):
                 raise
             self.data = self.data.without_packing()
             reason = error.found or str(error)
-            self.on_event(Notice(f"Rows are not packed, which only takes longer. {reason}"))
+            self.on_event(Notice(f"Rows are not packed; training takes longer. {reason}"))
 
     def check(self, rows: StoredRows) -> None:
         is_first = self.style is None
@@ -54,12 +54,12 @@ class PackingLoader(RowLoader):
                 self.on_event(Notice(TEXTS_WITH_TURNS.format(mark)))
 
     def prepare(self, rows: LazyRows) -> LazyRows:
-        """Return the rows packed, if requested; by default only if there are enough of them."""
+        """Return the rows, packed if the recipe requests it or if they are many enough."""
         if not self.data.packing or not len(rows):
             return rows
         packed = PackedRows(rows, self.max_length)
         is_first, self._has_packed = not self._has_packed, True
-        if is_first and not self.data.packing_is_explicit and not is_worth_packing(len(packed)):
+        if is_first and not self.data.packing_is_explicit and not should_pack(len(packed)):
             self.data = self.data.without_packing()  # eval rows and further files, too
             return rows
         share = int(rows.num_tokens.sum()) / (len(packed) * self.max_length)

@@ -89,7 +89,7 @@ def file_of(use: str) -> Path:
 
 
 def source_hashes(uses: Iterable[str]) -> dict[str, str]:
-    """Return a hash of each function's file: part of what a resumed run must have in common."""
+    """Return a hash of each function's file, which must not change when a run resumes."""
     return {use: hashlib.sha256(file_of(use).read_bytes()).hexdigest()[:16] for use in uses}
 
 
@@ -108,7 +108,7 @@ def outcome(
 ) -> tuple[Any, BaseException | None]:
     """Return what a function returns, or what it raises: TimeoutError after so many seconds.
 
-    It runs in a thread, which goes on where it hangs.
+    It runs in a thread, which continues after a timeout.
     """
     box: list[tuple[Any, BaseException | None]] = []
 

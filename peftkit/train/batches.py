@@ -1,11 +1,11 @@
 """The rows of each optimizer step, and their batches.
 
-A step's rows are a function of seed and step alone: there is no iterator and so no state, and a
-resumed run gets the same rows for its next step.
+A step's rows are a function of seed and step alone. There is no iterator with a state, and a
+resumed run gets the same rows.
 
-While a GPU computes a step, a thread collates the rows of the next into pinned memory, so that the
-GPU does not wait for Python. On a CPU rows are collated when they are needed: the thread would take
-time from the model.
+While a GPU computes a step, a thread collates the rows of the next one into pinned memory, and the
+GPU does not wait for Python. On a CPU rows are collated when they are needed, since the thread
+would take time from the model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StatelessSampler:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             self._shuffled = torch.randperm(self.num_rows, generator=generator)
             self._epoch = epoch
-        # strided, so that a small last group is spread evenly
+        # strided, which spreads a small last group evenly
         chosen: list[int] = self._shuffled[start : start + self.rows_per_step].tolist()
         return chosen[rank::world_size]
 
@@ -59,16 +59,12 @@ _Key = tuple[tuple[int, ...], ...]
 
 
 class BatchPrefetcher:
-    """Collates rows into batches, on a GPU ahead of time where the next rows are known.
-
-    Args:
-        device: Where the model is.
-    """
+    """Collates rows into batches; on a GPU ahead of time, if the next rows exist already."""
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self._task, self._device = task, device
         self._worker: ThreadPoolExecutor | None = None
-        # by the ids of their rows; the rows are held, since a freed row's id may be reused
+        # by the ids of their rows; references to the rows keep their ids unique
         self._pending: dict[_Key, tuple[Sequence[Part], Future[list[Batch]]]] = {}
 
     @property
@@ -77,14 +73,14 @@ class BatchPrefetcher:
         return self._device.type == "cuda" and self._task.collates_ahead
 
     def prefetch(self, parts: Sequence[Part]) -> None:
-        """Start collating the parts that `batches` will get next."""
+        """Start collating the parts of the next call of `batches`."""
         if not self.is_ahead:
             return
         parts = [list(part) for part in parts]  # lazy sequences are not thread-safe
         if _key(parts) in self._pending:
             return
         if self._worker is None:
-            # a new thread's current GPU is the first one, and would pin memory for that
+            # a new thread pins memory for the first GPU by default
             self._worker = ThreadPoolExecutor(
                 1, "collate", initializer=torch.cuda.set_device, initargs=(self._device,)
             )

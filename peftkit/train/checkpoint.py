@@ -1,4 +1,4 @@
-"""Saving and resuming: the state of a run between two steps, and the identity that it must keep."""
+"""Save and resume a run: its state between two steps, and the identity that must not change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Weights(Protocol):
         """Write files into an existing folder."""
 
     def load(self, folder: Path) -> None:
-        """Restore, bit for bit, what `save` wrote."""
+        """Restore the saved values, bit for bit."""
 
 
 class TrainableWeights:
@@ -84,12 +84,12 @@ class Saver:
 
     Args:
         weights: Saves the model's weights.
-        identity: What a resumed run must have in common with the saved one.
+        identity: Values that a resumed run must share with the saved one.
 
     Attributes:
         last: The newest checkpoint of this run.
         last_step: Its step.
-        resumed_step: The step at which the run was resumed; None: it was not.
+        resumed_step: The step at which the run was resumed; None: it started at step 0.
     """
 
     def __init__(
@@ -114,12 +114,12 @@ class Saver:
         """Emit a notice if the disk may fill up; DiskFullError if it cannot hold one checkpoint."""
         free, folder = self.checkpoints.free_bytes, self.checkpoints.folder
         size = f"A checkpoint takes about {self.num_bytes:,} bytes; {free:,} are free in {folder}."
-        most = self.config.keep_checkpoints + 2  # the best one, and the one being written
+        number = self.config.keep_checkpoints + 2  # the best one, and the one being written
         if free < self.num_bytes:
-            fix = "Make room, or train into another folder."
+            fix = "Free some space, or train into another folder."
             raise DiskFullError("the disk is too full to train", found=size, fix=fix)
-        if free < self.num_bytes * most:
-            self.run.say(Notice(f"{size} Up to {most} are there at once: the disk may fill up."))
+        if free < self.num_bytes * number:
+            self.run.say(Notice(f"{size} Up to {number} exist at a time: the disk may fill up."))
 
     def save(self) -> None:
         """Write a checkpoint.
@@ -162,24 +162,24 @@ class Saver:
         """Continue from the newest valid checkpoint.
 
         Raises:
-            CheckpointError: There is none, or it is of another run.
+            CheckpointError: There is none, or it belongs to another run.
         """
         newest = self._newest()
         changes = check_same_run(newest.manifest["identity"], self.identity, allow_changes)
         if changes:
-            self.run.say(Notice("No exact continuation; accepted changes: " + "; ".join(changes)))
+            self.run.say(Notice("Resumed with these changes, not bit-equal: " + "; ".join(changes)))
         self._compare_versions(newest.manifest["versions"])
         self._load(newest.folder, is_exact=not changes)
         self.last, self.last_step, self.resumed_step = newest.folder, newest.step, newest.step
 
     def _newest(self) -> Checkpoint:
-        """Return the newest valid checkpoint, as the main process sees it, on all processes."""
+        """Return the main process's newest valid checkpoint, on all processes."""
         world, error, newest = self.run.world, None, None
         if world.is_main:
             try:
                 newest = self.checkpoints.newest_valid(self.run.say)
             except CheckpointError as problem:
-                error = problem  # raised once all processes know
+                error = problem  # raised after all processes have the step
         step = world.max(-1 if newest is None else newest.step)
         if step < 0:
             raise error or self.checkpoints.nothing_to_resume()
@@ -218,7 +218,7 @@ class Saver:
             if before.get(name) != now.get(name)
         ]
         if changed:
-            text = f"Other versions than before, so not to the bit: {', '.join(changed)}"
+            text = f"Library versions have changed; not bit-equal: {', '.join(changed)}"
             self.run.say(Notice(text))
 
 
@@ -242,13 +242,13 @@ Identity = Mapping[str, Any]
 
 
 def identity_of(run: Run, identity: Identity) -> dict[str, Any]:
-    """Return all that the weights of a run depend on, as plain JSON.
+    """Return all values that determine the weights of a run, as plain JSON.
 
     Args:
-        identity: What the caller adds: base, method, data.
+        identity: The caller's values: base, method, data.
     """
     train = run.config.model_dump(exclude=UNBOUND)
-    # sums of a sharded base round differently, wherever its shards are
+    # a sharded base sums in another order; the location of its shards has no effect
     train["shard"] = "base" if is_sharded(run.model) else "none"
     rows = {"train": fingerprint(run.rows), "eval": fingerprint(run.eval_rows)}
     num_processes = run.world.world_size
@@ -267,13 +267,14 @@ def check_same_run(saved: Identity, now: Identity, allowed: Sequence[str]) -> li
         CheckpointError: Lists all other differences; or an allowed key does not exist.
     """
     before, after = flat(saved), flat(now)
-    before.pop("train.context_parallel", None)  # of runs of earlier versions
+    before.pop("train.context_parallel", None)  # saved by earlier versions
     accepted: list[tuple[str, str]] = []
     refused: list[tuple[str, str]] = []
     for key in sorted(before.keys() | after.keys()):
         if key in before and key in after and before[key] == after[key]:
             continue
-        line = f"{key}: {_shown(before, key)} -> {_shown(after, key)}"
+        texts = [json.dumps(v[key]) if key in v else "(missing)" for v in (before, after)]
+        line = f"{key}: {' -> '.join(texts)}"
         is_allowed = any(key == name or key.startswith(f"{name}.") for name in allowed)
         (accepted if is_allowed else refused).append((key, line))
     if refused:
@@ -281,16 +282,12 @@ def check_same_run(saved: Identity, now: Identity, allowed: Sequence[str]) -> li
         raise CheckpointError(
             "cannot resume: this is not the run that was saved",
             found="\n".join(line for _, line in refused),
-            fix=f"Undo the change; or go on with it, no longer bit-equal: {flags}\n"
+            fix=f"Undo the change, or allow it, no longer bit-equal: {flags}\n"
             "Or start a new run with it: peftkit train --from RUN --set KEY=VALUE --out DIR",
         )
     keys = before.keys() | after.keys()
     for name in allowed:
         if not any(key == name or key.startswith(f"{name}.") for key in keys):
-            fix = did_you_mean(name, keys) or "Leave it out: nothing differs that needs it."
-            raise CheckpointError(f"cannot allow changes of {name!r}: no run has that", fix=fix)
+            fix = did_you_mean(name, keys) or "Leave it out."
+            raise CheckpointError(f"cannot allow changes of {name!r}: no such setting", fix=fix)
     return [line for _, line in accepted]
-
-
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    return json.dumps(values[key]) if key in values else "(not there)"

@@ -3,11 +3,11 @@
     checkpoints/step-40/            the model's files (see `Weights`), optimizer.safetensors,
                                     rng.safetensors, state.json, and MANIFEST.json
     checkpoints/latest              the name of the newest one, for people and scripts
-    checkpoints/step-60.tmp-4711/   process 4711 is writing this, or died while it did
+    checkpoints/step-60.tmp-4711/   incomplete: process 4711 is writing it, or was killed
 
 A checkpoint is written under a temporary name, MANIFEST.json last, and renamed when every byte is
 durable. MANIFEST.json holds the size and hash of every file, and a hash of itself; a checkpoint is
-valid if all of them match. Resuming looks for the newest valid one and does not need `latest`.
+valid if all of them match. A resumed run uses the newest valid one and does not read `latest`.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _TEMPORARY = re.compile(r"step-[0-9]+\.(?:tmp|old)-([0-9]+)")
 
 
 def failpoint(name: str) -> None:
-    """Do nothing: tests replace it by a crash. Called after each write of a save."""
+    """Do nothing after each write of a save; tests replace it by a crash."""
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions that the numbers of a run may depend on."""
+    """Return the versions of libraries that may affect the numbers of a run."""
     installed = {"python": platform.python_version()}
     for library in LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -75,14 +75,14 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        output_dir: The run's folder; checkpoints lie in `checkpoints/` below it.
-        keep: How many of the newest to keep, besides the best.
+        output_dir: The run's folder, with the checkpoints in its subfolder `checkpoints/`.
+        keep: Number of newest checkpoints to keep; the best one is also kept.
     """
 
     def __init__(self, output_dir: Path, keep: int = 1) -> None:
         self.folder = output_dir / FOLDER
         self.keep = keep
-        self._is_valid: dict[int, bool] = {}  # by step, as far as verified
+        self._is_valid: dict[int, bool] = {}  # by step, of verified checkpoints
 
     @property
     def free_bytes(self) -> int:
@@ -102,10 +102,10 @@ class Checkpoints:
         return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
     def newest_valid(self, on_event: Listener) -> Checkpoint:
-        """Return the newest valid checkpoint; a Notice names each that is skipped, and why.
+        """Return the newest valid checkpoint; emit a Notice with the reason for each skipped one.
 
         Raises:
-            CheckpointError: There is none.
+            CheckpointError: There is no valid checkpoint.
         """
         skipped: list[str] = []
         for step in reversed(self.steps()):
@@ -120,7 +120,7 @@ class Checkpoints:
         """Return the error for a run without a valid checkpoint."""
         return CheckpointError(
             f"cannot resume: {self.folder} holds no valid checkpoint",
-            found="\n".join(skipped) or "There is none at all.",
+            found="\n".join(skipped) or "There are no checkpoints.",
             fix="Train from the start: leave out --resume.",
         )
 
@@ -128,7 +128,7 @@ class Checkpoints:
         """Return a checkpoint after hashing all of its files.
 
         Raises:
-            CheckpointError: It is not valid; `found` says why.
+            CheckpointError: It is not valid; `found` has the reason.
         """
         folder = self.path(step)
         self._is_valid[step] = False
@@ -153,7 +153,12 @@ class Checkpoints:
             RunError: The disk is full or fails; earlier checkpoints are untouched.
             OutputError: The folder cannot be written to.
         """
-        self._check_space(num_bytes)
+        if (free := self.free_bytes) < num_bytes:
+            raise DiskFullError(
+                f"cannot save a checkpoint in {self.folder}: the disk is full",
+                found=f"{num_bytes:,} bytes needed, {free:,} free.",
+                fix="Free some space, then continue with --resume; earlier checkpoints are valid.",
+            )
         final = self.path(step)
         temporary = self.folder / f"{final.name}.tmp-{os.getpid()}"
         try:
@@ -174,14 +179,6 @@ class Checkpoints:
             failpoint(LATEST)
             self._delete_old(step, best_step)
 
-    def _check_space(self, num_bytes: int) -> None:
-        if (free := self.free_bytes) < num_bytes:
-            raise DiskFullError(
-                f"cannot save a checkpoint in {self.folder}: the disk is full",
-                found=f"{num_bytes:,} bytes needed, {free:,} free.",
-                fix="Make room, then go on with --resume; earlier checkpoints are untouched.",
-            )
-
     def remove_leftovers(self) -> None:
         """Delete half-written checkpoints of processes that no longer run."""
         with contextlib.suppress(OSError):
@@ -191,7 +188,7 @@ class Checkpoints:
                     shutil.rmtree(entry.path, ignore_errors=True)
 
     def _publish(self, temporary: Path, final: Path) -> None:
-        """Rename a complete checkpoint; whatever has its name already is invalid."""
+        """Rename a complete checkpoint; an existing folder with its name is invalid."""
         old = final.with_name(f"{final.name}.old-{os.getpid()}")
         if final.exists():
             final.rename(old)
@@ -201,9 +198,9 @@ class Checkpoints:
         shutil.rmtree(old, ignore_errors=True)
 
     def _delete_old(self, newest: int, best_step: int | None) -> None:
-        """Delete valid checkpoints beyond the newest; invalid ones are left for people to look at.
+        """Delete valid checkpoints beyond the newest; keep invalid ones for inspection.
 
-        The one just written is valid and stays, so there is always one to resume from.
+        The newest one is valid and stays, so a run can always be resumed.
         """
         for step in self.steps():
             if step not in self._is_valid:
@@ -212,7 +209,7 @@ class Checkpoints:
         valid = [step for step in self.steps() if self._is_valid.get(step)]
         for step in valid[: -self.keep]:
             if step not in (newest, best_step):
-                # under another name first: a deletion that is cut short leaves no half checkpoint
+                # renamed first: an interrupted deletion must not leave an incomplete checkpoint
                 old = self.path(step).with_name(f"step-{step}.old-{os.getpid()}")
                 self.path(step).rename(old)
                 del self._is_valid[step]
@@ -288,7 +285,7 @@ def _is_alive(pid: int) -> bool:
     """Return whether another process with this id is running."""
     if pid == os.getpid():
         return False
-    if sys.platform == "win32":  # there os.kill ends it, whatever the signal
+    if sys.platform == "win32":  # os.kill ends the process there, with any signal
         return True
     try:
         os.kill(pid, 0)
@@ -301,7 +298,7 @@ def _is_alive(pid: int) -> bool:
 
 @contextlib.contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """Turn errors of the disk into RunError or OutputError."""
+    """Convert disk errors to RunError or OutputError."""
     try:
         yield
     except (RunError, OutputError):
@@ -312,5 +309,5 @@ def _disk_errors(path: Path) -> Iterator[None]:
         raise RunError(
             f"cannot write {path}",
             found=f"{error}; {free_bytes(path.parent):,} bytes free.",
-            fix="Earlier checkpoints are untouched: mend the disk, then go on with --resume.",
+            fix="Repair the disk, then continue with --resume; earlier checkpoints are valid.",
         ) from error

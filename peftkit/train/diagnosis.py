@@ -28,11 +28,11 @@ class Diagnosis:
         loss: As text, since JSON knows no NaN.
         grad_norm: Likewise.
         rows: Sources of the step's rows.
-        module: Path of the first module whose output is not finite; None if all were.
+        module: Path of the first module whose output is not finite; None: all outputs are finite.
         module_type: Its class.
         module_rows: Sources of the rows in its batch.
         gradients: Names of parameters with non-finite gradients.
-        parameters: Names of parameters that are not finite themselves, frozen ones included.
+        parameters: Names of non-finite parameters, frozen ones included.
     """
 
     step: int
@@ -50,9 +50,7 @@ class Diagnosis:
         lines = []
         if self.module is not None:
             lines.append(f"First non-finite output: {self.module} ({self.module_type})")
-            lines.append(f"On the rows: {_few(self.module_rows)}")
-        else:
-            lines.append(f"On the rows: {_few(self.rows)}")
+        lines.append(f"On the rows: {_few(self.rows if self.module is None else self.module_rows)}")
         if self.parameters:
             lines.append(f"Non-finite before the step already: {_few(self.parameters)}")
         elif self.gradients:
@@ -61,7 +59,7 @@ class Diagnosis:
 
 
 class NonFiniteError(Exception):
-    """A step's loss or gradient is not finite; the weights are as before it."""
+    """A step's loss or gradient is not finite; the weights are unchanged."""
 
     def __init__(self, diagnosis: Diagnosis) -> None:
         super().__init__(diagnosis.summary())
@@ -81,7 +79,7 @@ def diagnose(
     """Run a step's rows once more, with a hook on every module.
 
     Args:
-        run_batch: Computes the summed loss of rows. The generators are restored already.
+        run_batch: Computes the summed loss of rows; the generators are already restored.
         passes: The rows of the step, as `Parallel.align` returned them.
         to_the_end: Run all passes: other processes wait for this one in each.
     """
@@ -168,5 +166,5 @@ def written_error(diagnosis: Diagnosis, folder: Path, rank: str, last: Path | No
         f"{diagnosis.grad_norm}: stopped before the weights were changed",
         found=f"{diagnosis.summary()}\n{details}\n"
         + (f"Last good checkpoint: {last}" if last else "No checkpoint was saved before."),
-        fix="Look at these rows; lower train.learning_rate; try base.dtype: fp32.",
+        fix="Check these rows, lower train.learning_rate, or try base.dtype: fp32.",
     )

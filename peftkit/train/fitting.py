@@ -1,11 +1,11 @@
 """Micro-batches that fit into memory, planned by counted bytes and retried with smaller plans.
 
 The fallback order, from fastest to least memory: keep all activations; recompute the blocks;
-offload their inputs to main memory. Each mode first tries fewer rows at once. On a GPU, the next
+offload their inputs to main memory. Each mode first tries smaller micro-batches. On a GPU, the next
 mode comes before micro-batches too small to keep it busy. Before the first step, `choose` picks the
 first plan that fits by counted bytes. If memory runs out later, `Fitting.smaller` returns the next.
 
-Training runs (step.py, memory.py) and the server of Tinker's API share this file.
+Training runs (step.py, memory.py) and the server for Tinker's API use this module.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ActivationBytes:
 
 
 def saved_by(run: Callable[[], Tensor], blocks: Sequence[nn.Module]) -> ActivationBytes:
-    """Count the bytes that a forward pass saves, without weights and others that outlive it.
+    """Count the bytes that a forward pass saves, without weights and other persistent tensors.
 
     Hooks see each saved tensor and keep none, so counting needs no more memory than inference.
     """
@@ -99,7 +99,7 @@ def choose(
 ) -> ExecutionPlan | None:
     """Return the plan with the first activation mode that fits; None if no row fits.
 
-    It has at most the requested rows and tokens at once. Micro-batches too small to keep the device
+    It has at most the requested rows and tokens. Micro-batches too small to keep the device
     busy are the last resort.
 
     Args:
@@ -107,12 +107,12 @@ def choose(
         longest: Tokens of the longest row, padding included; 1 if rows have none.
     """
     rows, tokens = requested.rows, requested.tokens
-    most = rows * longest if tokens is None else max(min(tokens, rows * longest), longest)
+    limit = rows * longest if tokens is None else max(min(tokens, rows * longest), longest)
     enough = max(longest, requested.busy_tokens if longest > 1 else 1)
     for least, modes in ((enough, costs), (longest, costs[::-1])):
         for activations, per_token in modes:
             fit = int(available / per_token)
-            if fit >= most:
+            if fit >= limit:
                 return replace(requested, activations=activations)
             if fit >= least and longest > 1:
                 return replace(requested, activations=activations, tokens=fit)
@@ -121,9 +121,9 @@ def choose(
     return None
 
 
-def _halved(limit: int, now: int) -> int:
+def _halved(limit: int, size: int) -> int:
     """Halve a limit until it is below the current size."""
-    while limit >= now:
+    while limit >= size:
         limit //= 2
     return max(limit, 1)
 
@@ -202,8 +202,8 @@ class Fitting:
 
         Args:
             compute: Computes loss and gradients; returns None if memory ran out on a process.
-            overflows: Whether gradients are infinite. The result is returned nevertheless if the
-                loss scale cannot decrease.
+            overflows: Whether gradients are infinite. If the loss scale cannot decrease, the result
+                is returned anyway.
             step_down: Switches to a smaller plan, or raises if there is none.
             undo: Restores the state before a failed attempt.
         """

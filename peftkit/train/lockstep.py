@@ -22,7 +22,7 @@ from peftkit.execution.world import World
 from peftkit.tasks.base import Task
 
 SEARCHED_ROWS = 1000
-"""Rows searched for a short one to pad with, where all rows are of one kind."""
+"""Number of rows searched for the shortest one, if all rows are of one kind."""
 
 
 class Lockstep(Parallel):
@@ -51,23 +51,22 @@ class Lockstep(Parallel):
             kind: [(part, True) for part in parts if self._kind(part[0]) == kind] for kind in kinds
         }
         counts = torch.tensor([len(parts_of[kind]) for kind in kinds], device=self.world.device)
-        most = self.world.gather(counts).amax(0).tolist()
         passes: list[tuple[Part, bool]] = []
-        for kind, number in zip(kinds, most, strict=True):
+        for kind, number in zip(kinds, self.world.gather(counts).amax(0).tolist(), strict=True):
             padding = [(self._shortest[kind], False)] * (number - len(parts_of[kind]))
             passes += parts_of[kind] + padding
         return passes
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Do work whose every pass needs all processes: one that fails cannot tell the others."""
+        """Run a block in which every pass needs all processes, so failures cannot be shared."""
         yield
 
     def ran_out(self, error: Exception) -> bool:
         if not is_out_of_memory(error):
             return False
         raise RunError(
-            "memory ran out on one process, and the others wait for it in every pass",
+            "memory ran out on one process, which the others need in every pass",
             fix="Lower train.tokens_per_batch or train.batch_size, or set "
             "train.gradient_checkpointing: true.",
         ) from None

@@ -97,9 +97,8 @@ def fit(
     prepare_output(folder, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
     require_trackers(config.log_to)
     with locked(folder), stop_requests() as stop:
-        run = new_run(model, task, train_rows, eval_rows, config, stop=stop, on_event=on_event)
         return train(
-            run,
+            new_run(model, task, train_rows, eval_rows, config, stop=stop, on_event=on_event),
             resume=resume,
             overwrite=overwrite,
             allow_changes=allow_changes,
@@ -126,7 +125,7 @@ def train(
     if overwrite:
         delete_checkpoints(run.config.output_dir)
         if run.world.is_main and (aside := set_aside(run.config.output_dir)):
-            run.say(Notice(f"The adapter that was here is in {aside}, until the new one is saved."))
+            run.say(Notice(f"The previous adapter is in {aside} until the new one is saved."))
     loop = Loop(run, weights or TrainableWeights(run.model), identity, watch)
     with loop.prepared():
         return loop.train(allow_changes if resume else None)
@@ -187,17 +186,16 @@ class Loop:
             self.run.say(run_started(self.trainer, self.num_steps))
             if resume is not None:
                 self._after_step()  # evaluates now if the run was stopped during an evaluation
-            else:
-                if self.config.eval_before and self.run.eval_rows:
-                    self._evaluate()
-                if self.config.sample_every is not None:
-                    self.validation.sample()
+            elif self.config.eval_before and self.run.eval_rows:
+                self._evaluate()
+            if resume is None and self.config.sample_every is not None:
+                self.validation.sample()
             while not self.validation.is_over:
                 self._step()
                 self._after_step()
             result = self._result()
             if not (self._has_trained or self.run.state.num_tokens):
-                self.run.say(Notice(f"Nothing was learnt: {self.run.hooks.why_nothing}"))
+                self.run.say(Notice(f"No step was trained: {self.run.hooks.why_nothing}"))
         self.run.say(RunDone(result.step, result.seconds, result.metrics))
         return result
 
@@ -293,7 +291,6 @@ class Loop:
             raise
 
     def _record(self, facts: StepFacts, rate: float, seconds: float) -> None:
-        """Count a completed step, and report it."""
         run, state = self.run, self.run.state
         state.step += 1
         if state.step % GIVE_BACK_EVERY == 0:
@@ -308,29 +305,29 @@ class Loop:
             run.say(Notice(problem))
         first_step, seconds_before = self._resumed
         elapsed = time.perf_counter() - self._began - seconds_before
-        seconds_left = elapsed / (state.step - first_step) * (self.num_steps - state.step)
-        done = StepDone(
-            step=state.step,
-            num_steps=self.num_steps,
-            epoch=state.step / self.sampler.steps_per_epoch,
-            loss=facts.loss,
-            learning_rate=rate,
-            grad_norm=facts.grad_norm,
-            num_tokens=state.num_tokens,
-            tokens_per_second=facts.num_tokens / seconds,
-            peak_bytes=peak_bytes(self.world.device),
-            seconds_left=seconds_left,
-            figures=facts.figures,
+        run.say(
+            StepDone(
+                step=state.step,
+                num_steps=self.num_steps,
+                epoch=state.step / self.sampler.steps_per_epoch,
+                loss=facts.loss,
+                learning_rate=rate,
+                grad_norm=facts.grad_norm,
+                num_tokens=state.num_tokens,
+                tokens_per_second=facts.num_tokens / seconds,
+                peak_bytes=peak_bytes(self.world.device),
+                seconds_left=elapsed / (state.step - first_step) * (self.num_steps - state.step),
+                figures=facts.figures,
+            )
         )
-        run.say(done)
 
     def _after_step(self) -> None:
         """Evaluate, sample, save and stop, if due."""
         run, state = self.run, self.run.state
-        due = self._is_due(self.config.eval_every) and state.evaluated_step != state.step
+        is_due = self._is_due(self.config.eval_every) and state.evaluated_step != state.step
         is_alone = self.world.world_size == 1
         with self._saving_on(PeftkitError if is_alone else EndedTogetherError):
-            if due and run.eval_rows and not self._stopping:
+            if is_due and run.eval_rows and not self._stopping:
                 self._evaluate()
             every = self.config.sample_every
             if every is not None and self._is_due(every) and not self._stopping:
@@ -347,7 +344,7 @@ class Loop:
             raise Interrupted(
                 self._stopping,
                 f"stopped after step {state.step} of {self.num_steps}; saved {self.saver.last}. "
-                "Go on with --resume.",
+                "Continue with --resume.",
             )
 
     def _evaluate(self) -> None:

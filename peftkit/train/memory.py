@@ -5,10 +5,10 @@ forward pass gives the bytes per token of each activation mode (fitting.py). Pla
 (planning/) know neither its rows nor its loaded model.
 
 Compiling takes ten to twenty seconds for each kind of block. It saves more time per token in larger
-models, so blocks are compiled if tokens times parameters reach WORTH for each kind (most decoders
-have one, T5 has four). Compilation uses the first rows of the data and symbolic sizes, so the code
-does not depend on the first step of a resumed run. Evaluations run eagerly: they would need other
-code.
+models, so blocks are compiled if tokens times parameters reach MIN_WORK for each kind (most
+decoders have one, T5 has four). Compilation uses the first rows of the data and symbolic sizes:
+the code does not depend on the first step of a resumed run. Evaluations run eagerly, since they
+would need other code.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BUDGET_SHARE = 0.92
 SAMPLE = 2_000
 """Maximum number of rows whose lengths are measured."""
 
-WORTH = {"cpu": 1.2e13, "cuda": 4e16}
+MIN_WORK = {"cpu": 1.2e13, "cuda": 4e16}
 """Minimum of tokens of the run times parameters of the model, per kind of block, to compile."""
 
 
@@ -65,8 +65,8 @@ def plan_memory_and_compile(trainer: Trainer, num_steps: int) -> None:
     run, positions = trainer.run, trainer.task.num_positions
     sample = run.rows
     if len(sample) > SAMPLE:  # evenly by length, with the shortest and the longest row
-        order = tokens_of_each(sample).sort(stable=True).indices
-        chosen = order[torch.arange(SAMPLE) * (len(sample) - 1) // (SAMPLE - 1)]
+        by_tokens = tokens_of_each(sample).sort(stable=True).indices
+        chosen = by_tokens[torch.arange(SAMPLE) * (len(sample) - 1) // (SAMPLE - 1)]
         sample = [sample[n] for n in chosen.tolist()]
     by_length = sorted(sample, key=lambda row: (positions([row]), num_tokens(row)))
     if trainer.plan.on_gpu or free_bytes() is not None or run.config.memory != "auto":
@@ -96,41 +96,37 @@ def _refine(trainer: Trainer, median: Any, saved: ActivationBytes | None, longes
     Raises:
         RunError: The longest row does not fit.
     """
-    most = _saved(trainer, longest)
+    saved_by_longest = _saved(trainer, longest)
     available = _available(trainer)  # after the forward passes: weights and buffers are resident
-    if saved is None or most is None:
+    if saved is None or saved_by_longest is None:
         return  # the first step finds a plan that fits
     fitting, memory = trainer.fitting, trainer.run.config.memory
-    costs = fitting.costs((saved, [median]), (most, [longest]))
+    costs = fitting.costs((saved, [median]), (saved_by_longest, [longest]))
     if trainer.world.world_size > 1:
         costs = [(mode, float(trainer.world.max(math.ceil(cost)))) for mode, cost in costs]
     plan = choose(fitting.requested, costs, available, fitting.num_positions([longest]))
     budget = "free memory" if memory == "auto" else f"train.memory's {memory:g} GB"
     left = size(available, 2) if available > 0 else "nothing"
-    problem = f"Weights, optimizer and all else leave {left} of {budget} for activations."
+    problem = f"Weights, optimizer and buffers leave {left} of {budget} for activations."
     if plan is None:
         raise _too_little(trainer, longest, costs, available, problem)
     trainer.use(plan)
     if memory == "auto" and plan == fitting.requested:
         return
     at_once = f"{plan.rows} rows" if plan.tokens is None else f"{plan.tokens:,} tokens"
-    less = "" if plan == fitting.requested else " Each step learns from the same rows."
-    trainer.run.say(
-        Notice(
-            f"{problem} {_in_words(costs, longest)} So {ACTIVATIONS_IN_WORDS[plan.activations]}, "
-            f"of at most {at_once} at once.{less}"
-        )
-    )
+    less = "" if plan == fitting.requested else " The rows of a step stay the same."
+    text = f"So {ACTIVATIONS_IN_WORDS[plan.activations]}, of at most {at_once} at a time.{less}"
+    trainer.run.say(Notice(f"{problem} {_in_words(costs, longest)} {text}"))
 
 
 def _available(trainer: Trainer) -> float:
     """Return the bytes for activations, the minimum over all processes."""
     config, device = trainer.run.config, trainer.world.device
-    per_value = STATE_BYTES[config.optimizer]
-    to_come = sum(p.numel() * (p.element_size() + per_value) for p in trainer.parameters.values())
+    state_bytes = STATE_BYTES[config.optimizer]
+    pending = sum(p.numel() * (p.element_size() + state_bytes) for p in trainer.parameters.values())
     if trainer.plan.is_sharded:  # two blocks are gathered from other processes at the same time
         sizes = [sum(p.nbytes for p in block.parameters()) for block in trainer.blocks.blocks]
-        to_come += sum(sorted(sizes)[-2:])
+        pending += sum(sorted(sizes)[-2:])
     gpu = gpu_of(device)
     if config.memory != "auto":
         free = BUDGET_SHARE * config.memory * 1e9 - used_bytes(device)
@@ -138,18 +134,18 @@ def _available(trainer: Trainer) -> float:
         free = BUDGET_SHARE * gpu.total(device) - gpu.used(device)
     else:
         free = AUTO_SHARE * (free_bytes() or 0) / trainer.world.world_size
-    return -trainer.world.max(-int(free - to_come))
+    return -trainer.world.max(-int(free - pending))
 
 
 def _in_words(costs: Costs, row: Any) -> str:
-    each = [f"{size(cost, 2)} where {ACTIVATIONS_IN_WORDS[mode]}" for mode, cost in costs]
-    return f"A {'token' if num_tokens(row) else 'row'} takes {', '.join(each)}."
+    texts = [f"{size(cost, 2)} if {ACTIVATIONS_IN_WORDS[mode]}" for mode, cost in costs]
+    return f"A {'token' if num_tokens(row) else 'row'} takes {', '.join(texts)}."
 
 
 def _too_little(
     trainer: Trainer, longest: Any, costs: Costs, available: float, problem: str
 ) -> RunError:
-    mode, cost = min(costs, key=lambda each: each[1])
+    mode, cost = min(costs, key=lambda mode_and_cost: mode_and_cost[1])
     fit, length = int(available / cost), num_tokens(longest)
     if length:
         source = getattr(longest, "source", "row")
@@ -162,7 +158,7 @@ def _too_little(
         fixes.append("recompute activations (train.gradient_checkpointing: auto)")
     if trainer.plan.device == "cuda" and trainer.plan.placement == "device":
         fixes.append("stream a quantised base (base.placement: stream)")
-    fix = f"{', '.join(fixes)}, or give more: train.memory: <GB>."
+    fix = f"{', '.join(fixes)}, or raise train.memory."
     return RunError("one row alone does not fit into memory", found=problem, fix=fix)
 
 
@@ -188,14 +184,14 @@ def compile_blocks(trainer: Trainer, num_steps: int) -> None:
         raise RunError(
             "train.compile: true is not possible here",
             found=problem,
-            fix="Set it to auto or false: the run is the same, and slower.",
+            fix="Set it to auto or false: the run has the same result but is slower.",
         )
     trainer.use(replace(trainer.plan, compile=False))
     run.say(uncompiled(problem).notice)
 
 
 def is_worth_it(config: TrainConfig, work: float, device: str) -> bool:
-    """Return whether to compile: the config's choice; auto: whether the run is long enough.
+    """Return whether to compile: train.compile; auto: whether the run is long enough.
 
     Args:
         work: Tokens of the run times parameters of the model, per kind of block.
@@ -203,7 +199,7 @@ def is_worth_it(config: TrainConfig, work: float, device: str) -> bool:
     """
     if config.compile != "auto":
         return config.compile
-    return work >= WORTH.get(device, float("inf"))
+    return work >= MIN_WORK.get(device, float("inf"))
 
 
 def work_of(trainer: Trainer, num_steps: int) -> float:

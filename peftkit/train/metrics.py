@@ -52,16 +52,16 @@ IN_BLOCKS: Mapping[Activations, str] = {
 
 
 def lines_of(event: Event) -> tuple[str, list[dict[str, Any]]]:
-    """Return the file of an event, and its lines; none for events that are only shown.
+    """Return the file of an event, and its lines; none for events that are only printed.
 
     metrics.jsonl: {"event": "StepDone", "step": 1, ...} for each event. samples.jsonl: step,
     prompt, completion, reference. answers.jsonl, the answers trained on: step, prompt, completion,
     reward.
     """
     if isinstance(event, Sampled):
-        return SAMPLES, [{"step": event.step, **asdict(one)} for one in event.samples]
+        return SAMPLES, [{"step": event.step, **asdict(sample)} for sample in event.samples]
     if isinstance(event, RolledOut):
-        return ANSWERS, [{"step": event.step, **_plain(asdict(one))} for one in event.answers]
+        return ANSWERS, [{"step": event.step, **_plain(asdict(a))} for a in event.answers]
     if not isinstance(event, RECORDED):
         return FILE, []
     head = {"event": type(event).__name__, "time": round(time.time(), 3)}
@@ -71,8 +71,8 @@ def lines_of(event: Event) -> tuple[str, list[dict[str, Any]]]:
 class MetricsFiles:
     """Appends JSON lines for events to the files of a run.
 
-    A resumed run appends to the same files, after a RunStarted line with its `start_step`: of two
-    lines for one step the later counts. A full disk costs the file, not the run.
+    A resumed run appends to the same files, after a RunStarted line with its `start_step`. If two
+    lines have the same step, the later one is valid. A write error ends the file, not the run.
     """
 
     def __init__(self, output_dir: Path, complain: Complain) -> None:
@@ -82,7 +82,7 @@ class MetricsFiles:
         self._cut_short = {name for name in names if _is_cut_short(output_dir / name)}
 
     def on_event(self, event: Event) -> None:
-        """Write the event, if it is one of a run's."""
+        """Write the event to its file, if it has one."""
         name, lines = lines_of(event)
         if not lines or name in self._broken:
             return
@@ -99,7 +99,7 @@ class MetricsFiles:
 _COLUMNS = sorted(
     {field.name for field in fields(StepDone)} - {"step", "num_steps", "seconds_left", "figures"}
 )
-"""What trackers get of a step, besides the task's own figures."""
+"""Fields of a step that trackers receive, in addition to the task's figures."""
 
 
 class Trackers:
@@ -143,7 +143,7 @@ class Trackers:
         for tracker in list(self._trackers):
             try:
                 call(tracker)
-            except Exception as error:  # whatever it is, a tracker never costs the run
+            except Exception as error:  # a tracker must not end the run
                 self._trackers.remove(tracker)
                 self._complain(_failed(tracker.name, error))
 
@@ -185,22 +185,21 @@ def require_trackers(names: Iterable[str]) -> None:
     installed = {str(tracker) for tracker in get_available_trackers()}
     for name in names:
         if name not in installed:
-            raise ConfigError(
-                f"train.log_to: {name} is not installed", fix=f"Install it: pip install {name}"
-            )
+            fix = f"Install it: pip install {name}"
+            raise ConfigError(f"train.log_to: {name} is not installed", fix=fix)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the run's peak memory: what torch allocated on a GPU, else the process's peak RSS.
+    """Return the run's peak memory: torch's allocations on a GPU, or the process's peak RSS.
 
-    Peak RSS is since the process started, loading included; 0 where the system does not tell.
+    Peak RSS includes loading; 0 if the system does not report it.
     """
     gpu = gpu_of(device)
     return peak_resident_bytes() if gpu is None else gpu.peak(device)
 
 
 def device_name(device: torch.device, num_processes: int) -> str:
-    """Return a device in words: "cpu", "NVIDIA H200", "2 x NVIDIA H200"."""
+    """Return the name of a device: "cpu", "NVIDIA H200", "2 x NVIDIA H200"."""
     gpu = gpu_of(device)
     name = str(device) if gpu is None else gpu.name(device)
     return f"{num_processes} x {name}" if num_processes > 1 else name
@@ -240,7 +239,7 @@ def _execution_paths(model: nn.Module, blocks: Blocks, task_paths: Mapping[str, 
 
 
 def _failed(name: str, error: Exception) -> str:
-    return f"The tracker {name} failed and is left out from here on: {error}"
+    return f"The tracker {name} failed and is disabled: {error}"
 
 
 def _plain(value: Any) -> Any:

@@ -37,7 +37,7 @@ def build_optimizer(parameters: Parameters, config: TrainConfig) -> Optimizer:
             found=f"Paging moves state between a GPU and the CPU; the model is on {device}.",
             fix=f"Use train.optimizer: {config.optimizer.removeprefix('paged_')}",
         )
-    import bitsandbytes.optim  # here, not above: it takes seconds
+    import bitsandbytes.optim  # takes seconds
 
     name = {
         "adamw_8bit": "AdamW8bit",
@@ -80,10 +80,10 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 
 def complete_gradients(parameters: Parameters) -> list[Tensor]:
-    """Return all gradients: zeros where there was none, each laid out in memory as its parameter.
+    """Return all gradients, in their parameters' memory layout; missing ones are zeros.
 
-    The fused CPU AdamW reads a gradient as if it had the parameter's strides: a transposed view
-    would be read wrongly, without an error.
+    The fused CPU AdamW reads a gradient with the parameter's strides: a transposed view would be
+    read wrongly, without an error.
     """
     gradients = []
     for parameter in parameters.values():
@@ -98,9 +98,8 @@ def complete_gradients(parameters: Parameters) -> list[Tensor]:
 class LossScale:
     """A factor on the loss that keeps the gradients of 16-bit floats from underflowing.
 
-    Halved while gradients overflow (the step is then done again, nothing is skipped), doubled
-    after 2,000 steps that did not. Always 1 for other dtypes. (Micikevicius et al., 2018,
-    arXiv:1710.03740)
+    Halved while gradients overflow (the step is then repeated, not skipped), doubled after 2,000
+    steps without overflow. Always 1 for other dtypes. (Micikevicius et al., 2018, arXiv:1710.03740)
     """
 
     GROWTH_STEPS = 2000
@@ -111,7 +110,7 @@ class LossScale:
         self.good_steps = 0
 
     def overflowed(self) -> bool:
-        """Halve the factor; False if it is 1 already, so that retrying the step cannot help."""
+        """Halve the factor; False if it is 1 already, and repeating the step cannot help."""
         if self.factor <= 1.0:
             return False
         self.factor /= 2
@@ -130,7 +129,7 @@ def optimizer_state(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return the optimizer's tensors and its numbers, each named "parameter/key".
 
-    Makes the state of parameters without any, as the first step would.
+    Initialises missing state like the first step.
     """
     for gindex, group in enumerate(optimizer.param_groups):
         for pindex, parameter in enumerate(group["params"]):
@@ -156,10 +155,10 @@ def load_optimizer_state(
     """Load the state that `optimizer_state` returned.
 
     Raises:
-        CheckpointError: It is the state of another optimizer or of other parameters.
+        CheckpointError: The state belongs to another optimizer or other parameters.
     """
     problems: list[str] = []
-    left = set(tensors) | set(numbers)
+    unused = set(tensors) | set(numbers)
     for gindex, group in enumerate(optimizer.param_groups):
         for pindex, parameter in enumerate(group["params"]):
             name = next(n for n, p in parameters.items() if p is parameter)
@@ -168,16 +167,20 @@ def load_optimizer_state(
                 if _is_constant(key):
                     continue
                 full = f"{name}/{key}"
-                left.discard(full)
+                unused.discard(full)
                 saved = tensors.get(full, numbers.get(full))
-                if isinstance(value, Tensor) and isinstance(saved, Tensor) and _alike(value, saved):
+                if (
+                    isinstance(value, Tensor)
+                    and isinstance(saved, Tensor)
+                    and (value.shape, value.dtype) == (saved.shape, saved.dtype)
+                ):
                     value.copy_(saved)  # in place: bitsandbytes' paged memory stays paged
                 elif not isinstance(value, Tensor) and isinstance(saved, int | float):
                     state[key] = saved
                 else:
                     problems.append(f"missing or misshapen: {full}")
             optimizer.state[parameter] = state
-    problems += [f"unexpected: {name}" for name in sorted(left)]
+    problems += [f"unexpected: {name}" for name in sorted(unused)]
     if problems:
         more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointError(
@@ -189,7 +192,7 @@ def load_optimizer_state(
 def _empty_state(
     optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter, gindex: int, pindex: int
 ) -> dict[str, Any]:
-    """Return the state that the optimizer would make for a parameter in its first step."""
+    """Return a parameter's initial optimizer state."""
     if isinstance(optimizer, AdamW):
         return {
             "step": torch.zeros((), device=parameter.device if group["fused"] else "cpu"),
@@ -199,10 +202,6 @@ def _empty_state(
     optimizer.init_state(group, parameter, gindex, pindex)  # type: ignore[attr-defined]
     state: dict[str, Any] = optimizer.state[parameter]
     return state
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
 def _is_constant(key: str) -> bool:

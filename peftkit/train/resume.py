@@ -1,4 +1,4 @@
-"""A resume with other settings is refused before base and data are loaded for it."""
+"""The settings of a resumed run, checked before the base and the data are loaded."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SETTLED_LATER = {"data": {"packing"}, "train": {"shard"}, "base": {"store", "pla
 
 
 def check_settings_of_resume(recipe: Recipe, allow_changes: Sequence[str]) -> None:
-    """Compare a recipe with the newest checkpoint of its folder, as far as the recipe alone says.
+    """Compare the settings of a recipe with the newest checkpoint of its folder.
 
     Raises:
-        CheckpointError: There is none, or it has other settings; lists them.
+        CheckpointError: There is no checkpoint, or its settings differ; lists them.
     """
     manifest = Checkpoints(recipe.train.output_dir, keep=1).newest_valid(ignore).manifest
     saved, now = dict[str, Any](), dict[str, Any]()
@@ -35,7 +35,7 @@ def check_settings_of_resume(recipe: Recipe, allow_changes: Sequence[str]) -> No
     keys = flat(now)
     allowed = [
         name
-        for name in allow_changes  # those of rows are looked at when there are rows
+        for name in allow_changes  # `Saver.resume` checks the others
         if any(key == name or key.startswith(f"{name}.") for key in keys)
     ]
     check_same_run(saved, now, allowed)

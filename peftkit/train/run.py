@@ -1,4 +1,4 @@
-"""One training run: what the loop works on."""
+"""The state of one training run on one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Run:
         parallel: How processes share rows and forward passes.
         stop: Whether a stop was requested.
         listeners: Receive the events of the run; empty except on the main process.
-        indices: Which of `rows` this process has in the current step.
+        indices: Indices into `rows` of this process in the current step.
         figures: Metrics of the current step that a task adds to its loss, by name.
     """
 

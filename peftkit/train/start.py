@@ -56,7 +56,7 @@ def prepare_output(
         raise CheckpointError("a run is either resumed or overwritten, not both")
     if allow_changes and not resume:
         fix = "Add --resume, or leave out --allow-changes."
-        raise CheckpointError("changes can only be allowed to a run that is resumed", fix=fix)
+        raise CheckpointError("--allow-changes has an effect only on a resumed run", fix=fix)
     checkpoints = Checkpoints(output_dir)
     results = [f"step-{step}" for step in checkpoints.steps()]
     if resume and not results:
@@ -92,12 +92,12 @@ def locked(output_dir: Path) -> Iterator[None]:
         raise OutputError(
             f"another process is training into {output_dir}",
             found=process,
-            fix="Wait for its end, or train into another folder (--out DIR).",
+            fix="Wait until it ends, or train into another folder (--out DIR).",
         )
 
     with alone(output_dir / "run", on_wait=refuse):
-        began = time.strftime("%Y-%m-%d %H:%M:%S")
-        write_text(f"Process {os.getpid()} on {platform.node()}, since {began}.\n", holder)
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        write_text(f"Process {os.getpid()} on {platform.node()}, since {now}.\n", holder)
         try:
             yield
         finally:
@@ -125,7 +125,7 @@ def delete_checkpoints(output_dir: Path) -> None:
     checkpoints = Checkpoints(output_dir)
     shutil.rmtree(checkpoints.folder, ignore_errors=True)
     if checkpoints.steps():
-        raise OutputError(f"cannot delete the run in {output_dir}", fix="Delete it by hand.")
+        raise OutputError(f"cannot delete the run in {output_dir}", fix="Delete the folder.")
     writable_folder(checkpoints.folder)
 
 

@@ -47,13 +47,13 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         raise ConfigError(
             f"there is nothing to train in {type(model).__name__}",
             found="None of its parameters requires a gradient.",
-            fix="Put an adapter on it first: attach(model, LoRA(...)).",
+            fix="Attach an adapter first: attach(model, LoRA(...)).",
         )
     half = [name for name, p in parameters.items() if p.dtype == torch.float16]
     if half:
         raise ConfigError(
             "adapters cannot be trained in fp16",
-            found=f"{half[0]} and {len(half) - 1} more are.",
+            found=f"{half[0]} and {len(half) - 1} more are in fp16.",
             fix="Use method.dtype: fp32 (or bf16); the base may be fp16.",
         )
     devices = sorted({str(p.device) for p in parameters.values()})
@@ -129,20 +129,21 @@ class Trainer:
             DataError: No process has a target.
             RunError: A single row does not fit into memory.
         """
-        start, before, device = rng.capture(self.world.device), self.plan, self.world.device
+        device, before = self.world.device, self.plan
+        start = rng.capture(device)
         ran_out = False  # on this process
 
         def compute() -> tuple[StepFacts, Tensor] | None:
             nonlocal ran_out
             passes = self.run.parallel.align(self.run.micro_batches(rows))
-            own = iter(self.prefetcher.batches([part for part, is_own in passes if is_own]))
+            real = iter(self.prefetcher.batches([part for part, is_real in passes if is_real]))
             batches = [
-                (next(own) if is_own else self.prefetcher.batches([part])[0], is_own)
-                for part, is_own in passes
+                (next(real) if is_real else self.prefetcher.batches([part])[0], is_real)
+                for part, is_real in passes
             ]
             if coming is not None and self.prefetcher.is_ahead:  # with this attempt's plan
                 self.prefetcher.prefetch(self.run.micro_batches(coming))
-            targets = sum(self.task.num_targets(batch) for batch, is_own in batches if is_own)
+            targets = sum(self.task.num_targets(batch) for batch, is_real in batches if is_real)
             # Counted over all micro-batches and processes before the first backward pass: the
             # gradient is the gradient of one mean over targets, not of a mean of means.
             total = self.world.sum(torch.full((), float(targets), device=device))
@@ -150,16 +151,15 @@ class Trainer:
             ran_out = sums is None
             return self._reduce(sums, total, rows)
 
-        def overflows(result: tuple[StepFacts, Tensor]) -> bool:
-            return math.isfinite(result[0].loss) and not math.isfinite(result[0].grad_norm)
-
         def undo() -> None:
             release_memory()
             rng.restore(start, device)
 
         facts, grad_norm = self.fitting.retry(
             compute,
-            overflows=overflows,
+            overflows=lambda result: (
+                math.isfinite(result[0].loss) and not math.isfinite(result[0].grad_norm)
+            ),
             step_down=lambda: self._use_less_memory(rows, ran_out, start),
             undo=undo,
         )
@@ -168,10 +168,9 @@ class Trainer:
         self._update(grad_norm, rate)
         notice = ""
         if before.compile and not self.plan.compile:
-            notice = "Blocks run as they are written from here on, which takes longer. "
-            notice += f"{self._compile_problem} "
+            notice = f"Blocks run eagerly from now on, which is slower. {self._compile_problem} "
         if less := self.plan.less_than(before):
-            notice += f"Memory ran out. From here on: {less}. Each step learns from the same rows."
+            notice += f"Memory ran out. From now on: {less}. The rows of a step stay the same."
         return replace(facts, notice=notice.strip())
 
     def _gradients(
@@ -206,10 +205,10 @@ class Trainer:
     def _accumulate(self, batches: Sequence[Batch], total: Tensor) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         total_sums = self._no_sums()
-        for batch, is_own in batches:
+        for batch, is_real in batches:
             sums = self.sums(batch)
-            (sums[0] * (self.fitting.scale.factor / total if is_own else 0.0)).backward()
-            if is_own:
+            (sums[0] * (self.fitting.scale.factor / total if is_real else 0.0)).backward()
+            if is_real:
                 total_sums += sums.detach()  # .item() would synchronise with the host
         return total_sums
 
@@ -243,7 +242,7 @@ class Trainer:
             return
         if not ran_out:
             rng.restore(start, self.world.device)
-            raise RowTooLarge("one row alone does not fit into the memory of another process")
+            raise RowTooLarge("a single row does not fit into the memory of another process")
         one = torch.ones((), device=self.world.device)
         longest = max(rows, key=lambda row: self.task.num_positions([row]))
 
@@ -289,9 +288,9 @@ class Trainer:
             return None
         if targets == 0:
             raise DataError(
-                "a step has nothing to learn: all its labels are masked",
+                "a step has no target tokens: all its labels are masked",
                 found=f"Rows: {', '.join(sources(rows)[:8])}",
-                fix="Drop such rows; peftkit check RECIPE shows what the loss sees.",
+                fix="Remove such rows; peftkit check RECIPE prints the target tokens.",
             )
         signum = signal.SIGINT if interrupts else signal.SIGTERM if terminations else 0
         loss, *means = (figure / targets for figure in summed)
@@ -309,7 +308,7 @@ class Trainer:
             if not is_out_of_memory(error):
                 raise
             raise RunError(
-                "memory ran out when the optimizer made its state",
+                "memory ran out when the optimizer allocated its state",
                 found=f"{sum(p.numel() for p in self.parameters.values()):,} trained values.",
                 fix="Use train.optimizer: adamw_8bit or paged_adamw_8bit, or a lower rank.",
             ) from None

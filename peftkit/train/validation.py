@@ -29,7 +29,7 @@ class Evaluator:
 
     Attributes:
         rows: This process's share of the eval rows.
-        batch_size: Rows at once; halved when memory runs out, without effect on training.
+        batch_size: Maximum rows of a batch; halved when memory runs out.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -55,8 +55,8 @@ class Evaluator:
         if stopped:
             return None
         if targets == 0:
-            raise DataError("the eval rows have nothing to measure: all their labels are masked")
-        loss, *means = (each / targets for each in summed)
+            raise DataError("the eval rows have no target tokens: all their labels are masked")
+        loss, *means = (figure / targets for figure in summed)
         return self.figures(loss) | self.task.metric_means(means)
 
     def figures(self, loss: float) -> dict[str, float]:
@@ -79,7 +79,7 @@ class Evaluator:
             self.batch_size = size
 
         for rows in run.hooks.before_step(self.rows, run):
-            for _, (some, number), is_own in batches_that_fit(
+            for _, (batch_sums, number), is_real in batches_that_fit(
                 rows,
                 self.batch_size,
                 self._split,
@@ -88,8 +88,8 @@ class Evaluator:
                 on_fewer=use_fewer,
                 ahead=lambda part: trainer.prefetcher.prefetch([part]),
             ):
-                if is_own:
-                    sums += some
+                if is_real:
+                    sums += batch_sums
                     num_targets += number
                 if run.stop.signum and not run.parallel.in_lockstep:
                     break
@@ -104,13 +104,13 @@ class Validation:
     """Evaluations, samples and early stopping of a run.
 
     Args:
-        watch: Generates samples and answers to eval rows, if requested.
+        watch: Generates samples and completions of eval rows, if requested.
     """
 
     def __init__(self, trainer: Trainer, num_steps: int, watch: TextWatch | None) -> None:
         self.trainer, self.run, self.num_steps = trainer, trainer.run, num_steps
         self.evaluator = Evaluator(trainer)
-        # the main process generates, or all that share a base
+        # with a sharded base all processes generate
         generates = self.run.world.is_main or is_sharded(self.run.model)
         self.watch = watch if generates else None
 
@@ -129,9 +129,8 @@ class Validation:
             if metrics is None:
                 metrics = self.evaluator.evaluate()
         if (fewer := self.evaluator.batch_size) != batch_size:
-            text = f"it goes on with {fewer} rows at a time instead of {batch_size}"
-            text = f"Memory ran out in the evaluation: {text}. Training is not affected."
-            run.say(Notice(text))
+            text = f"Memory ran out: evaluations use {fewer} rows at a time instead of {batch_size}"
+            run.say(Notice(f"{text}. Training is not affected."))
         if metrics is None:
             return False
         loss = metrics["loss"]
@@ -166,7 +165,7 @@ class Validation:
                 self.run.say(Sampled(self.run.state.step, self.watch.samples()))
 
     def _gather(self) -> None:
-        """Gather what a sharded base has outside of its blocks, to generate with it."""
+        """Gather the weights of a sharded base outside of its blocks, for generation."""
         if is_sharded(self.run.model):
             from peftkit.base.sharding import gather
 
@@ -185,9 +184,5 @@ class Validation:
         if self.is_over and state.step < self.num_steps:
             lowest = math.inf if state.patience_loss is None else state.patience_loss
             below = "was not finite" if lowest == math.inf else f"did not fall below {lowest:.4g}"
-            self.run.say(
-                Notice(
-                    f"Stopped early after step {state.step} of {self.num_steps}: the eval loss "
-                    f"{below} in {state.worse_evals} evaluations."
-                )
-            )
+            text = f"Stopped early after step {state.step} of {self.num_steps}: the eval loss"
+            self.run.say(Notice(f"{text} {below} in {state.worse_evals} evaluations."))

@@ -13,8 +13,10 @@ from typing import Any, ClassVar, Literal
 from renderers.base import ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus
 from renderers.configs import BaseRendererConfig
 
-from peftkit.data.chat import CHATML, Chat
-from peftkit.data.encode import Style, prompt_ids
+from peftkit.data.chat import Chat
+from peftkit.data.chat_template import CHATML
+from peftkit.data.generation import prompt_ids
+from peftkit.data.style import Style
 from peftkit.data.turns import Turns
 from peftkit.inference.call_style import CallStyle
 from peftkit.inference.calls import whole

@@ -50,7 +50,7 @@ def classifier(labels: tuple[str, ...] | None, count: int = 3) -> Any:
         ("t5", ("classification_head",)),
     ],
 )
-def test_head_is_found_made_anew_and_left_in_16_bits(family, head, tmp_path) -> None:
+def test_head_is_found_made_anew_and_left_in_16_bits(family, head, tmp_path):
     folder = save_base(tmp_path, family)
     base = loaded(folder, quantize="nf4", dtype="fp32")
     assert base.head == head
@@ -66,7 +66,7 @@ def test_head_is_found_made_anew_and_left_in_16_bits(family, head, tmp_path) -> 
     assert base.model.config.pad_token_id is not None
 
 
-def test_a_new_head_does_not_depend_on_what_was_drawn_before(tmp_path) -> None:
+def test_a_new_head_does_not_depend_on_what_was_drawn_before(tmp_path):
     folder = save_base(tmp_path)
     torch.manual_seed(1)
     first = loaded(folder)
@@ -86,7 +86,7 @@ def test_a_new_head_does_not_depend_on_what_was_drawn_before(tmp_path) -> None:
     assert not first.model.classifier.bias.any()
 
 
-def test_a_trained_head_keeps_its_weights_and_the_order_of_its_labels(tmp_path) -> None:
+def test_a_trained_head_keeps_its_weights_and_the_order_of_its_labels(tmp_path):
     own = ("question", "animal", "food")
     folder = save_base(tmp_path, model=classifier(own))
     trained = load_file(folder / "model.safetensors")["classifier.weight"]
@@ -98,7 +98,7 @@ def test_a_trained_head_keeps_its_weights_and_the_order_of_its_labels(tmp_path) 
     assert some.model.config.id2label == dict(enumerate(own))
 
 
-def test_labels_that_disagree_with_the_head_are_listed_with_its_own(tmp_path) -> None:
+def test_labels_that_disagree_with_the_head_are_listed_with_its_own(tmp_path):
     folder = save_base(tmp_path, model=classifier(("positive", "negative", "neutral")))
     with pytest.raises(BaseError) as error:
         loaded(folder)

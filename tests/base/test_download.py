@@ -52,7 +52,7 @@ def loaded(**more: Any) -> tuple[Any, list[Progress]]:
     return base, [e for e in seen if isinstance(e, Progress) and "Downloading" in e.text]
 
 
-def test_download_is_told_in_bytes_and_goes_on_where_it_broke(hub, model_folder) -> None:
+def test_download_is_told_in_bytes_and_goes_on_where_it_broke(hub, model_folder):
     size = publish(hub, model_folder)
     hub.breaking["model.safetensors"] = size // 2
     base, told = loaded(quantize="nf4")

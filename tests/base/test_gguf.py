@@ -20,11 +20,7 @@ from peftkit.quant.layers import packed_tensors
 from peftkit.quant.quantize import quantize_model, stores_transposed
 from peftkit.settings import BaseConfig
 from tests.helpers.bases import state_of
-from tests.helpers.gguf_files import (
-    FAMILIES,
-    SEQ2SEQ,
-    write_random,
-)
+from tests.helpers.gguf_files import FAMILIES, SEQ2SEQ, write_random
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need: pip install gguf")
 
@@ -67,10 +63,9 @@ def assert_same_values(model: nn.Module, expected: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    "architecture",
-    [a if a in FAST else pytest.param(a, marks=pytest.mark.slow) for a in FAMILIES],
+    "architecture", [a if a in FAST else pytest.param(a, marks=pytest.mark.slow) for a in FAMILIES]
 )
-def test_every_architecture_loads_as_by_transformers(architecture, tmp_path) -> None:
+def test_every_architecture_loads_as_by_transformers(architecture, tmp_path):
     purpose = SEQ2SEQ if architecture == "t5" else CAUSAL_LM
     where = write_random(tmp_path, architecture, purpose.auto_class)
     with parsed_once(where):

@@ -48,7 +48,7 @@ def by_gguf(raw: Any, kind: str) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_every_type_is_dequantised_to_the_bit(kind: str) -> None:
+def test_every_type_is_dequantised_to_the_bit(kind):
     width = 2 * TYPES[kind].values
     raw = random_rows(kind, 41, width)
     for each in (raw, hostile_rows(kind, 41, width)):
@@ -77,7 +77,7 @@ def dense(path: Path) -> Any:
     return model.requires_grad_(False).eval()
 
 
-def test_a_mixture_trains_as_its_dense_twin(mixture: Path) -> None:
+def test_a_mixture_trains_as_its_dense_twin(mixture):
     base = load_base(str(mixture), dtype="fp32")
     kinds = {packing.form.kind for _, _, packing in packed_tensors(base.model)}
     assert kinds == {"q4_k", "q5_k", "q6_k", "q8_0"}
@@ -113,7 +113,7 @@ def logits_of(architecture: str, model: Any) -> Tensor:
     "architecture",
     [a if a in ("llama", "t5") else pytest.param(a, marks=pytest.mark.slow) for a in FAMILIES],
 )
-def test_every_architecture_computes_the_same(architecture: str, tmp_path: Path) -> None:
+def test_every_architecture_computes_the_same(architecture, tmp_path):
     purpose = SEQ2SEQ if architecture == "t5" else CAUSAL_LM
     where = write_random(tmp_path, architecture, purpose.auto_class)
     settings = BaseConfig(model="x", dtype="fp32")
@@ -128,7 +128,7 @@ def test_every_architecture_computes_the_same(architecture: str, tmp_path: Path)
     torch.testing.assert_close(logits_of(architecture, own), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_what_the_plan_counts_is_what_the_base_takes(mixture: Path) -> None:
+def test_what_the_plan_counts_is_what_the_base_takes(mixture):
     base = load_base(str(mixture), dtype="bf16")
     settings = BaseConfig(model=str(mixture), dtype="bf16")
     config = read_config(str(mixture), None, CAUSAL_LM)
@@ -141,7 +141,7 @@ def test_what_the_plan_counts_is_what_the_base_takes(mixture: Path) -> None:
 ONE_WAY = ("train.gradient_checkpointing=false",)
 
 
-def test_a_plan_names_the_blocks_and_does_not_round_them_again(mixture: Path) -> None:
+def test_a_plan_names_the_blocks_and_does_not_round_them_again(mixture):
     plan = plan_run(str(mixture), memory="1MB", overrides=ONE_WAY, measure=False)
     assert plan.stored.startswith("gguf, ")
     assert "q4_k" in plan.stored
@@ -155,7 +155,7 @@ def notices(path: Path, **settings: Any) -> list[str]:
     return [event.text for event in events if isinstance(event, Notice)]
 
 
-def test_a_base_says_which_blocks_it_keeps_and_when_it_rounds_twice(mixture: Path) -> None:
+def test_a_base_says_which_blocks_it_keeps_and_when_it_rounds_twice(mixture):
     kept = "\n".join(notices(mixture, dtype="fp32"))
     assert "The base keeps the bits of its files: gguf, " in kept
     assert "q4_k" in kept
@@ -164,7 +164,7 @@ def test_a_base_says_which_blocks_it_keeps_and_when_it_rounds_twice(mixture: Pat
     assert "base.quantize: none" in twice
 
 
-def test_a_type_that_is_not_read_in_blocks_is_dequantised_with_a_notice(tmp_path: Path) -> None:
+def test_a_type_that_is_not_read_in_blocks_is_dequantised_with_a_notice(tmp_path):
     path, ternary = tmp_path / "x.gguf", gguf.GGMLQuantizationType.TQ2_0
 
     def packed(name: str, tensor: Tensor) -> tuple[Any, Any]:
@@ -178,7 +178,7 @@ def test_a_type_that_is_not_read_in_blocks_is_dequantised_with_a_notice(tmp_path
 
 
 @pytest.mark.parametrize("damage", ["cut short", "a tensor beyond the end", "a lie", "changed"])
-def test_a_damaged_file_is_one_clear_error(mixture: Path, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_one_clear_error(mixture, tmp_path, damage):
     path = tmp_path / "damaged.gguf"
     data = mixture.read_bytes()
     if damage == "cut short":
@@ -197,14 +197,12 @@ def test_a_damaged_file_is_one_clear_error(mixture: Path, tmp_path: Path, damage
         if damage == "changed" and len(events) == 4:
             os.utime(path, ns=(1, 1))
 
-    wrong = "changed while it was read" if damage == "changed" else "is not a whole GGUF file"
+    wrong = "changed while it was read" if damage == "changed" else "is not a complete GGUF file"
     with pytest.raises(BaseError, match=rf"damaged\.gguf {wrong}"):
         load_base(str(path), dtype="fp32", on_event=on_event)
 
 
-def test_a_merged_adapter_is_16_bit_weights_over_the_dequantised_ones(
-    mixture: Path, tmp_path: Path
-) -> None:
+def test_a_merged_adapter_has_16_bit_dequantised_weights(mixture, tmp_path):
     base = load_base(str(mixture), dtype="fp32")
     adapter = attach(base.model, LoRA(rank=2, targets=("q", "down")), seed=1)
     for parameter in base.model.parameters():
@@ -220,7 +218,7 @@ def test_a_merged_adapter_is_16_bit_weights_over_the_dequantised_ones(
         torch.testing.assert_close(merged(input_ids=ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_blocks_that_are_streamed_compute_the_same(mixture: Path) -> None:
+def test_blocks_that_are_streamed_compute_the_same(mixture):
     here, streamed = (
         load_base(str(mixture), dtype="fp32", placement=placement)
         for placement in ("device", "stream")
@@ -233,9 +231,7 @@ def test_blocks_that_are_streamed_compute_the_same(mixture: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"quantize": "nf4", "quantize_embeddings": "nf4"}])
-def test_a_base_computes_in_its_dtype_whatever_its_first_parameter_is(
-    mixture: Path, settings: dict[str, str]
-) -> None:
+def test_a_base_computes_in_its_own_dtype(mixture, settings):
     model = load_base(str(mixture), dtype="bf16", **settings).model
     attach(model, LoRA(rank=2, targets="all-linear"))
     assert compute_dtype(model) == torch.bfloat16
@@ -245,7 +241,7 @@ def test_a_base_computes_in_its_dtype_whatever_its_first_parameter_is(
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch.compile's own
 @pytest.mark.slow
-def test_compiled_blocks_are_one_graph_and_compute_the_same(mixture: Path) -> None:
+def test_compiled_blocks_are_one_graph_and_compute_the_same(mixture):
     model = load_base(str(mixture), dtype="fp32").model
     layer, hidden = model.model.layers[0].mlp, torch.randn(2, 5, 256)
     compiled = torch.compile(layer, fullgraph=True)
@@ -253,9 +249,7 @@ def test_compiled_blocks_are_one_graph_and_compute_the_same(mixture: Path) -> No
         torch.testing.assert_close(compiled(hidden), layer(hidden), atol=1e-5, rtol=1e-5)
 
 
-def test_a_file_is_parsed_and_its_names_are_mapped_once(
-    mixture: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_parsed_and_mapped_once(mixture, monkeypatch):
     made: list[str] = []
     for name in ("GGUFReader", "get_tensor_name_map"):
         plain = getattr(gguf, name)
@@ -269,9 +263,7 @@ def test_a_file_is_parsed_and_its_names_are_mapped_once(
     assert made == ["GGUFReader", "get_tensor_name_map"]
 
 
-def test_the_size_of_a_vocabulary_is_known_without_unpacking(
-    mixture: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vocabulary_size_needs_no_unpacking(mixture, monkeypatch):
     base = load_base(str(mixture), dtype="fp32")
     monkeypatch.setattr(QuantizedEmbedding, "weight", property(lambda _: pytest.fail("unpacked")))
     check_vocabulary(base.model, base.tokenizer)

@@ -44,7 +44,7 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> N
 # ------------------------------------------------------------------- loading
 
 
-def test_folder_loads_frozen_in_eval_mode_and_unchanged(model_folder, capfd) -> None:
+def test_folder_loads_frozen_in_eval_mode_and_unchanged(model_folder, capfd):
     seen: list[Event] = []
     base = load_base(str(model_folder), dtype="fp32", on_event=seen.append)
     plain = transformers.AutoModelForCausalLM.from_pretrained(model_folder)
@@ -75,7 +75,7 @@ def test_folder_loads_frozen_in_eval_mode_and_unchanged(model_folder, capfd) -> 
         ("fp32", torch.float32, "none"),
     ],
 )
-def test_everything_computes_in_the_dtype_asked_for(model_folder, name, dtype, quantize) -> None:
+def test_everything_computes_in_the_dtype_asked_for(model_folder, name, dtype, quantize):
     base = load_base(str(model_folder), dtype=name, quantize=quantize)
     plain = [p for n, p in base.model.named_parameters() if ".pack" not in n]
     assert {p.dtype for p in plain} == {dtype}
@@ -85,7 +85,7 @@ def test_everything_computes_in_the_dtype_asked_for(model_folder, name, dtype, q
     assert {b.dtype for b in base.model.buffers()} == {torch.float32}
 
 
-def test_what_a_model_keeps_in_float32_stays_so_in_fp16() -> None:
+def test_what_a_model_keeps_in_float32_stays_so_in_fp16():
     model = ARCHITECTURES["t5"]()
     build.cast(model, torch.float16)
     kept = {n for n, p in model.named_parameters() if p.dtype == torch.float32}
@@ -94,7 +94,7 @@ def test_what_a_model_keeps_in_float32_stays_so_in_fp16() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_quantised_base_says_so_and_keeps_its_copies(model_folder) -> None:
+def test_quantised_base_says_so_and_keeps_its_copies(model_folder):
     seen: list[Event] = []
     base = load_base(str(model_folder), quantize="nf4", dtype="fp32", on_event=seen.append)
     assert base.audit.quantized_as == "nf4"
@@ -110,7 +110,7 @@ def test_quantised_base_says_so_and_keeps_its_copies(model_folder) -> None:
 # ------------------------------------------------------------------- the fingerprint
 
 
-def test_fingerprint_is_the_same_in_every_precision_and_form(model_folder) -> None:
+def test_fingerprint_is_the_same_in_every_precision_and_form(model_folder):
     forms = [
         {"dtype": dtype, "quantize": quantize}
         for dtype in ("fp32", "bf16", "fp16")
@@ -132,7 +132,7 @@ def test_fingerprint_is_the_same_in_every_precision_and_form(model_folder) -> No
     ],
     ids=str,
 )
-def test_fingerprint_tells_another_computation_and_nothing_else(folder, change, differs) -> None:
+def test_fingerprint_tells_another_computation_and_nothing_else(folder, change, differs):
     before = load_base(str(folder)).fingerprint
     edit_config(folder, **change)
     assert (load_base(str(folder)).fingerprint != before) == differs
@@ -202,7 +202,7 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", SPOILT)
-def test_spoilt_folder_is_one_error_that_says_what_is_wrong(name, folder) -> None:
+def test_spoilt_folder_is_one_error_that_says_what_is_wrong(name, folder):
     spoil, words = SPOILT[name]
     spoil(folder)
     with pytest.raises(BaseError) as error:
@@ -213,7 +213,7 @@ def test_spoilt_folder_is_one_error_that_says_what_is_wrong(name, folder) -> Non
     assert error.value.exit_code == 2
 
 
-def test_unused_weights_are_told(folder) -> None:
+def test_unused_weights_are_told(folder):
     edit_tensors(folder, lambda tensors: tensors.update(extra=torch.zeros(3)))
     seen: list[Event] = []
     load_base(str(folder), on_event=seen.append)
@@ -221,7 +221,7 @@ def test_unused_weights_are_told(folder) -> None:
     assert notices == ["LlamaForCausalLM does not use these weights of its files: extra"]
 
 
-def test_missing_pad_token_is_the_end_of_sequence_and_told(folder) -> None:
+def test_missing_pad_token_is_the_end_of_sequence_and_told(folder):
     save_tokenizer_without("pad_token")(folder)
     seen: list[Event] = []
     base = load_base(str(folder), on_event=seen.append)
@@ -229,13 +229,13 @@ def test_missing_pad_token_is_the_end_of_sequence_and_told(folder) -> None:
     assert any("no pad token; <|im_end|>" in e.text for e in seen if isinstance(e, Notice))
 
 
-def test_model_that_is_nowhere_is_told_with_what_is_near(folder, monkeypatch) -> None:
+def test_model_that_is_nowhere_is_told_with_what_is_near(folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
     for asked, words in {
         "./modle": "Did you mean 'model'",
         str(folder.parent / "modle"): f"Did you mean '{folder}'",
         "smollm-135m": "Did you mean 'smollm2-135m'",
-        "someone/model": "hub cannot be asked from here",
+        "someone/model": "hub cannot be reached",
         "x.gguf": "No such file",
         "": "No such file",
         "a/b/c": "No such file",
@@ -250,7 +250,7 @@ def test_model_that_is_nowhere_is_told_with_what_is_near(folder, monkeypatch) ->
 # ------------------------------------------------------------------- without weights
 
 
-def test_skeleton_has_every_module_and_no_memory(model_folder) -> None:
+def test_skeleton_has_every_module_and_no_memory(model_folder):
     bare, base = skeleton(str(model_folder)), load_base(str(model_folder))
     assert {p.device.type for p in bare.parameters()} == {"meta"}
     shapes = {name: p.shape for name, p in base.model.named_parameters()}

@@ -47,7 +47,7 @@ def tiny_known(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return tmp_path / "cache"
 
 
-def test_gguf_file_loads_as_the_model_it_was_made_of(package, model_folder, capfd) -> None:
+def test_gguf_file_loads_as_the_model_it_was_made_of(package, model_folder, capfd):
     base = load_base(str(package / "tiny.gguf"), dtype="fp32")
     assert capfd.readouterr() == ("", "")
     plain = load_base(str(model_folder), dtype="fp32")
@@ -63,13 +63,13 @@ def test_gguf_file_loads_as_the_model_it_was_made_of(package, model_folder, capf
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF" + 40 * b"x", b"GGUF\x03\x00\x00\x00"])
-def test_damaged_gguf_is_an_error(content, tmp_path) -> None:
+def test_damaged_gguf_is_an_error(content, tmp_path):
     (tmp_path / "x.gguf").write_bytes(content)
     with pytest.raises(BaseError, match=r"x\.gguf"):
         load_base(str(tmp_path / "x.gguf"))
 
 
-def test_short_name_is_converted_once_and_is_the_same_model(tiny_known, package, capfd) -> None:
+def test_short_name_is_converted_once_and_is_the_same_model(tiny_known, package, capfd):
     seen: list[Event] = []
     first = load_base("tiny", on_event=seen.append)
     target = tiny_known / "bases" / "tiny"
@@ -95,17 +95,15 @@ def test_short_name_is_converted_once_and_is_the_same_model(tiny_known, package,
     assert torch.equal(logits(plain.eval()), logits(again.model))
 
 
-def test_hub_id_of_a_short_name_is_never_the_converted_copy(tiny_known) -> None:
+def test_hub_id_of_a_short_name_is_never_the_converted_copy(tiny_known):
     load_base("tiny")
     with pytest.raises(BaseError, match=r"its short name, .*: tiny"):
         load_base("org/tiny")
-    with pytest.raises(BaseError, match="cannot be asked"):
+    with pytest.raises(BaseError, match="cannot be reached"):
         load_base("tiny", revision="v1")
 
 
-def test_hub_model_in_the_hubs_cache_loads_without_the_hub(
-    model_folder, tmp_path, monkeypatch
-) -> None:
+def test_cached_hub_model_loads_without_the_hub(model_folder, tmp_path, monkeypatch):
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "models--org--llama"
     (repository / "refs").mkdir(parents=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import transformers
 
@@ -13,7 +12,7 @@ from tests.helpers.vision import tokenizer
 MARKS = [f"{kind}{end}_token" for kind in ("image", "video") for end in ("", "_start", "_end")]
 
 
-def test_a_processor_that_would_save_a_font_for_videos_is_saved_without(tmp_path: Path) -> None:
+def test_a_processor_that_would_save_a_font_for_videos_is_saved_without(tmp_path):
     processor = without_video_support(transformers.Ernie4_5_VLMoeProcessor)(
         image_processor=transformers.Qwen2VLImageProcessorPil(),
         tokenizer=tokenizer(**{name: f"<{name}>" for name in MARKS}),

@@ -43,10 +43,9 @@ def whole_then_quantised(request: BaseRequest) -> tuple[nn.Module, str]:
 
 
 @pytest.mark.parametrize(
-    "family",
-    [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in ARCHITECTURES],
+    "family", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in ARCHITECTURES]
 )
-def test_streamed_base_equals_one_that_was_loaded_whole(family, tmp_path) -> None:
+def test_streamed_base_equals_one_that_was_loaded_whole(family, tmp_path):
     model = ARCHITECTURES[family]()
     model.save_pretrained(tmp_path)
     where = Location(str(tmp_path), str(tmp_path))
@@ -72,7 +71,7 @@ def test_streamed_base_equals_one_that_was_loaded_whole(family, tmp_path) -> Non
         assert {n: type(m).__name__ for n, m in built.model.named_modules()} == modules
 
 
-def test_weight_that_is_not_finite_is_named(llama, tokenizer, tmp_path) -> None:
+def test_weight_that_is_not_finite_is_named(llama, tokenizer, tmp_path):
     llama.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     path, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
@@ -133,7 +132,7 @@ def peak_of(folder: Path, *file: str) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's figures")
 @pytest.mark.slow
-def test_peak_is_what_is_kept_and_the_weight_in_hand(tmp_path) -> None:
+def test_peak_is_what_is_kept_and_the_weight_in_hand(tmp_path):
     config = transformers.LlamaConfig(
         hidden_size=512,
         intermediate_size=2048,

@@ -252,17 +252,13 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., Made], str]] = {
     ),
     "nvfp4": (compressed("nvfp4-pack-quantized", 4, "float"), fp4("nvfp4"), "nvfp4"),
     "mxfp4": (compressed("mxfp4-pack-quantized", 4, "float"), fp4("mxfp4"), "mxfp4"),
-    "modelopt": (
-        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-        fp4("modelopt"),
-        "nvfp4",
-    ),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, fp4("modelopt"), "nvfp4"),
 }
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_codes_are_dequantised_to_the_bit(name: str, dtype: torch.dtype) -> None:
+def test_codes_are_dequantised_to_the_bit(name, dtype):
     settings, make, kind = FORMATS[name]
     tensors, weight = make((OUT, IN))
     codes = read_codes(tensors, scheme_of(settings))
@@ -315,7 +311,7 @@ IDS = torch.arange(8)[None]
 @pytest.mark.parametrize(
     "name", ["gptq desc_act", "awq", "w8a8", "fp8 block", "nvfp4", "mxfp4", "w4a16 zeros"]
 )
-def test_a_model_keeps_its_codes_and_computes_as_its_dense_twin(name: str, tmp_path: Path) -> None:
+def test_a_model_keeps_its_codes_and_computes_as_its_dense_twin(name, tmp_path):
     expected = write(tmp_path, name)
     found = built(tmp_path)
     assert audit(found.model).quantized_as == FORMATS[name][2]
@@ -331,7 +327,7 @@ def test_a_model_keeps_its_codes_and_computes_as_its_dense_twin(name: str, tmp_p
     assert abs(size - expected_size) < 0.05 * expected_size  # of which a plan is made
 
 
-def test_the_fingerprint_is_that_of_the_values_in_any_container(tmp_path: Path) -> None:
+def test_the_fingerprint_is_that_of_the_values_in_any_container(tmp_path):
     folders = [tmp_path / name for name in ("kept", "dense")]
     expected = write(folders[0], "fp8 block")
     rounded = {key: weight.bfloat16() for key, weight in expected.items()}
@@ -340,7 +336,7 @@ def test_the_fingerprint_is_that_of_the_values_in_any_container(tmp_path: Path) 
     assert built(folders[0], quantize="nf4").fingerprint == built(folders[1]).fingerprint
 
 
-def test_kept_codes_are_streamed_as_they_are(tmp_path: Path) -> None:
+def test_kept_codes_are_streamed_as_they_are(tmp_path):
     write(tmp_path, "awq")
     resident, streamed = built(tmp_path).model, built(tmp_path).model
     BlockStream(streamed, CPU)
@@ -348,7 +344,7 @@ def test_kept_codes_are_streamed_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "family"), [("awq", "qwen3_moe"), ("w8a8", "mixtral")])
-def test_experts_are_stacked_in_their_codes(name: str, family: str, tmp_path: Path) -> None:
+def test_experts_are_stacked_in_their_codes(name, family, tmp_path):
     expected = write_experts(tmp_path, name, family)
     found = built(tmp_path)
     rows = {row.kind: row.stored for row in audit(found.model).rows if row.is_quantized}
@@ -358,7 +354,7 @@ def test_experts_are_stacked_in_their_codes(name: str, family: str, tmp_path: Pa
         assert torch.equal(getattr(experts, leaf), torch.stack(parts)), leaf
 
 
-def test_stacks_of_gpt_oss_keep_their_codes(tmp_path: Path) -> None:
+def test_stacks_of_gpt_oss_keep_their_codes(tmp_path):
     in_mxfp4(tmp_path)
     found = built(tmp_path, "bf16").model
     with quiet():
@@ -416,7 +412,7 @@ def write_experts(folder: Path, name: str, family: str) -> dict[str, list[Tensor
     return expected
 
 
-def test_an_adapter_is_merged_into_dequantised_weights_and_it_is_told(tmp_path: Path) -> None:
+def test_an_adapter_is_merged_into_dequantised_weights_and_it_is_told(tmp_path):
     expected = write(tmp_path / "base", "awq")
     base: Base = load_base(str(tmp_path / "base"), dtype="fp32", device="cpu")
     assert base.stored == "awq, 4 bits, groups of 16, with zeros"
@@ -450,9 +446,7 @@ def test_an_adapter_is_merged_into_dequantised_weights_and_it_is_told(tmp_path: 
         ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "modelopt"),
     ],
 )
-def test_what_is_not_read_is_refused_by_name_with_what_is(
-    settings: dict[str, Any], told: str, tmp_path: Path
-) -> None:
+def test_unsupported_formats_refused(settings, told, tmp_path):
     ARCHITECTURES["llama"]().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
@@ -485,11 +479,11 @@ ROUNDED_MORE = {
         (TORCHAO, "torchao, 8 bits, groups of 16"),
     ],
 )
-def test_all_bits_of_a_checkpoint_are_named(settings: dict[str, Any], words: str) -> None:
+def test_all_bits_of_a_checkpoint_are_named(settings, words):
     assert described(settings) == words
 
 
-def test_a_mixture_is_not_rounded_again_and_none_of_its_layers_goes_unread() -> None:
+def test_a_mixture_is_not_rounded_again_and_none_of_its_layers_goes_unread():
     checkpoint = PublishedCheckpoint(MIXED)
     with pytest.raises(BaseError, match="some of the weights of m are in 4 bits already"):
         checkpoint.check("m", "nf4")
@@ -499,7 +493,7 @@ def test_a_mixture_is_not_rounded_again_and_none_of_its_layers_goes_unread() -> 
         PublishedCheckpoint(odd).check("m")
 
 
-def test_four_bits_are_not_rounded_again(tmp_path: Path) -> None:
+def test_four_bits_are_not_rounded_again(tmp_path):
     write(tmp_path, "awq")
     with pytest.raises(BaseError, match="in 4 bits already"):
         built(tmp_path, quantize="nf4")
@@ -513,9 +507,7 @@ def test_four_bits_are_not_rounded_again(tmp_path: Path) -> None:
         (lambda own: {k: v for k, v in own.items() if k != "qzeros"}, "no 'qzeros'"),
     ],
 )
-def test_tensors_that_do_not_belong_together_are_refused(
-    change: Callable[[Tensors], Tensors], told: str, tmp_path: Path
-) -> None:
+def test_mismatched_fail(change, told, tmp_path):
     write(tmp_path, "awq")
     path = tmp_path / "model.safetensors"
     tensors, stem = safetensors.torch.load_file(path), "model.layers.0.mlp.up_proj."
@@ -528,7 +520,7 @@ def test_tensors_that_do_not_belong_together_are_refused(
     assert "model.layers.0.mlp.up_proj" in str(caught.value)
 
 
-def test_what_vllm_adds_is_said() -> None:
+def test_what_vllm_adds_is_said():
     kept = {name: described(settings) for name, (settings, _, _) in FORMATS.items()}
     assert "does not serve GPTQ with zeros" in served_over(kept["gptq zeros"])
     nvfp4 = FORMATS["nvfp4"][0]
@@ -546,9 +538,7 @@ def test_what_vllm_adds_is_said() -> None:
         assert ("rounds the inputs" in told, "same weights" in told) == (expected, not expected)
 
 
-def test_experts_that_cannot_be_stacked_in_codes_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unstackable_experts_are_reported(tmp_path, monkeypatch):
     odd = {"quant_method": "fp8", "weight_block_size": [20, 20]}  # which is no whole part of gate
     make = fp8("weight_scale_inv", lambda shape: (-(-shape[0] // 20), -(-shape[1] // 20)))
     monkeypatch.setitem(FORMATS, "fp8 odd", (odd, make, "fp8"))
@@ -560,7 +550,7 @@ def test_experts_that_cannot_be_stacked_in_codes_are_told(
     assert "model.layers.*.mlp.experts.gate_up_proj" in told
 
 
-def test_an_older_gptq_repository_says_its_format_in_a_file_of_its_own(tmp_path: Path) -> None:
+def test_an_older_gptq_repository_says_its_format_in_a_file_of_its_own(tmp_path):
     expected = write(tmp_path, "gptq")
     config = json.loads((tmp_path / "config.json").read_text())
     settings = config.pop("quantization_config")

@@ -40,9 +40,7 @@ def in_fp8(folder: Path) -> None:
 
 @pytest.mark.parametrize("write", [in_fp8, in_mxfp4])
 @pytest.mark.parametrize("kind", ["nf4"])
-def test_packed_again_it_is_what_transformers_dequantised_weights_become(
-    write, kind, tmp_path
-) -> None:
+def test_repacked_weights_match_dequantised_ones_of_transformers(write, kind, tmp_path):
     write(tmp_path)
     where = Location(str(tmp_path), str(tmp_path))
     settings = BaseConfig(model="x", quantize=kind, dtype="bf16")
@@ -73,7 +71,7 @@ def in_bitsandbytes(source: Path, folder: Path, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "nested", "storage"), [("nf4", True, "bfloat16"), ("fp4", False, "uint8")]
 )
-def test_bits_of_bitsandbytes_are_taken_over(kind, nested, storage, model_folder, tmp_path) -> None:
+def test_bits_of_bitsandbytes_are_taken_over(kind, nested, storage, model_folder, tmp_path):
     in_bitsandbytes(
         model_folder,
         tmp_path,

@@ -41,9 +41,7 @@ def settings(model: Path, folder: Path, scaling: dict[str, Any]) -> Recipe:
     return from_dict(Recipe, told, "test")
 
 
-def test_an_adapter_and_its_merged_model_keep_the_scaling(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_adapter_and_merged_model_keep_the_scaling(tmp_path, model_folder):
     asked = settings(model_folder, tmp_path, YARN)
     run_recipe(asked)
     opened = open_adapter(tmp_path / "run")
@@ -83,8 +81,6 @@ def test_an_adapter_and_its_merged_model_keep_the_scaling(
         ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
     ],
 )
-def test_what_transformers_would_not_take_is_refused(
-    scaling: dict[str, Any], words: str, tmp_path: Path, model_folder: Path
-) -> None:
+def test_what_transformers_would_not_take_is_refused(scaling, words, tmp_path, model_folder):
     with pytest.raises(BaseError, match=words):
         run_recipe(settings(model_folder, tmp_path, scaling))

@@ -59,7 +59,7 @@ def ids() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "kind"), [("llama", "nf4"), ("gpt2", "int8"), ("gpt_oss", "nf4"), ("t5", "int8")]
 )
-def test_opened_base_is_the_packed_one_to_the_bit(family, kind, tmp_path) -> None:
+def test_opened_base_is_the_packed_one_to_the_bit(family, kind, tmp_path):
     ARCHITECTURES[family]().save_pretrained(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     purpose: Purpose | None = purpose_of(config)
@@ -81,12 +81,12 @@ def test_opened_base_is_the_packed_one_to_the_bit(family, kind, tmp_path) -> Non
         assert torch.equal(again.model(**inputs).logits, built.model(**inputs).logits)
 
 
-def test_large_base_is_kept_and_a_small_one_only_when_asked(folder, cache, monkeypatch) -> None:
+def test_large_base_is_kept_and_a_small_one_only_when_asked(folder, cache, monkeypatch):
     first, _ = opened(folder)
     assert not cache.exists()
-    monkeypatch.setattr(store, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(store, "MIN_STORED_BYTES", 0)
     _, told = opened(folder)
-    assert "is kept in" in told[0]
+    assert "is stored in" in told[0]
     assert len(stored_bases()) == 1
 
     def never(*args: object, **more: object) -> None:
@@ -124,11 +124,8 @@ def broken_manifest(folder: Path, kept: Path) -> None:
     (kept / store.MANIFEST).write_text("{")
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [change_base, turn_a_bit, of_another_version, broken_manifest],
-)
-def test_store_of_no_use_is_told_and_not_used(spoil, folder) -> None:
+@pytest.mark.parametrize("spoil", [change_base, turn_a_bit, of_another_version, broken_manifest])
+def test_store_of_no_use_is_told_and_not_used(spoil, folder):
     kept = pack_base(str(folder))
     spoil(folder, kept)
     plain = load_base(str(folder), quantize="nf4", store="off")
@@ -140,29 +137,29 @@ def test_store_of_no_use_is_told_and_not_used(spoil, folder) -> None:
         assert torch.equal(base.model(input_ids=ids()).logits, plain.model(input_ids=ids()).logits)
 
 
-def test_full_disk_leaves_nothing(folder, cache, monkeypatch) -> None:
+def test_full_disk_leaves_nothing(folder, cache, monkeypatch):
     monkeypatch.setattr(disk, "free_bytes", lambda folder: 10)
     with pytest.raises(RunError):
         pack_base(str(folder))
     assert stored_bases() == []
-    monkeypatch.setattr(store, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(store, "MIN_STORED_BYTES", 0)
     base, told = opened(folder)  # a run goes on without
-    assert "is not kept" in told[0]
+    assert "is not stored" in told[0]
     assert base.audit.quantized_as == "nf4"
 
 
-def test_run_leaves_room_on_the_disk_and_packing_takes_what_fits(folder, monkeypatch) -> None:
+def test_run_leaves_room_on_the_disk_and_packing_takes_what_fits(folder, monkeypatch):
     monkeypatch.setattr(disk, "free_bytes", lambda folder: 9_000_000_000)
-    monkeypatch.setattr(store, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(store, "MIN_STORED_BYTES", 0)
     _, told = opened(folder)
-    assert "is not kept" in told[0]
+    assert "is not stored" in told[0]
     assert "9.0 GB" in told[0]
     assert stored_bases() == []
     pack_base(str(folder))
     assert len(stored_bases()) == 1
 
 
-def test_commands_pack_list_and_remove(folder, capsys) -> None:
+def test_commands_pack_list_and_remove(folder, capsys):
     assert run(["base", "pack", str(folder), "--quantize", "int8"]) == 0
     kept = Path(capsys.readouterr().out.strip())
     assert run(["base", "ls", "--json"]) == 0
@@ -176,7 +173,7 @@ def test_commands_pack_list_and_remove(folder, capsys) -> None:
     (kept.parent / ".left-behind").mkdir()
     assert run(["base", "ls"]) == 0
     shown = capsys.readouterr()
-    assert "not finished" in " ".join(shown.out.split())
+    assert "incomplete" in " ".join(shown.out.split())
     assert "2 packed bases in" in shown.err
     assert run(["base", "rm", ".left-behind"]) == 0
     assert run(["base", "rm", "nothing"]) == 2
@@ -206,8 +203,8 @@ class Alone:
     ],
 )
 def test_a_base_that_processes_open_together_is_the_one_that_each_loads(
-    quantize: str, dtype: str, labels: tuple[str, ...], kept: bool, folder: Path, cache: Path
-) -> None:
+    quantize, dtype, labels, kept, folder, cache
+):
     asked: dict[str, Any] = {"quantize": quantize, "dtype": dtype, "device": "cpu"}
     if labels:
         kind = "AutoModelForSequenceClassification"
@@ -228,8 +225,8 @@ def test_a_base_that_processes_open_together_is_the_one_that_each_loads(
 
 
 @pytest.mark.slow
-def test_of_two_that_pack_the_same_base_one_waits_and_opens_it(folder, cache, monkeypatch) -> None:
-    monkeypatch.setattr(store, "WORTH_KEEPING", 0)
+def test_of_two_that_pack_the_same_base_one_waits_and_opens_it(folder, cache, monkeypatch):
+    monkeypatch.setattr(store, "MIN_STORED_BYTES", 0)
     building, may_go_on, built = threading.Event(), threading.Event(), []
     plain = build
 

@@ -107,7 +107,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def test_streamed_run_is_the_resident_one_to_the_bit(folder, tmp_path) -> None:
+def test_streamed_run_is_the_resident_one_to_the_bit(folder, tmp_path):
     _, resident = trained(folder, "device", tmp_path / "a")
     base, streamed = trained(folder, "stream", tmp_path / "b")
     assert_same(streamed, resident)
@@ -127,7 +127,7 @@ def test_streamed_run_is_the_resident_one_to_the_bit(folder, tmp_path) -> None:
 @pytest.mark.parametrize(  # where a forward pass is repeated, and in one
     "break_at", [4, pytest.param(5, marks=pytest.mark.slow)]
 )
-def test_memory_that_runs_out_is_had_with_smaller_batches(folder, break_at, tmp_path) -> None:
+def test_memory_that_runs_out_is_had_with_smaller_batches(folder, break_at, tmp_path):
     _, resident = trained(folder, "device", tmp_path / "a", break_at, max_steps=1)
     base, streamed = trained(folder, "stream", tmp_path / "b", break_at, max_steps=1)
     assert_same(streamed, resident)
@@ -143,7 +143,7 @@ def test_memory_that_runs_out_is_had_with_smaller_batches(folder, break_at, tmp_
         pytest.param("granitemoe", "eager", "recompute", marks=pytest.mark.slow),
     ],
 )
-def test_experts_come_a_group_at_a_time(family, how, way, monkeypatch, tmp_path) -> None:
+def test_experts_come_a_group_at_a_time(family, how, way, monkeypatch, tmp_path):
     monkeypatch.setattr(streaming, "EXPERT_BYTES", 5000)  # of a few experts
     torch.manual_seed(0)
     model: Any = (FAMILIES | ARCHITECTURES)[family]()
@@ -167,7 +167,7 @@ def test_experts_come_a_group_at_a_time(family, how, way, monkeypatch, tmp_path)
     assert stream_of(base).experts.bytes_moved > 0
 
 
-def test_inference_is_the_same_with_two_blocks_on_the_device(folder) -> None:
+def test_inference_is_the_same_with_two_blocks_on_the_device(folder):
     resident, streamed = based(folder, "device"), based(folder, "stream")
     with torch.no_grad():
         expected, found = (b.model(input_ids=ids()).logits for b in (resident, streamed))
@@ -182,7 +182,7 @@ def test_inference_is_the_same_with_two_blocks_on_the_device(folder) -> None:
     assert stream.buffer.most_resident == 2
 
 
-def test_pass_that_breaks_off_leaves_the_weights_in_main_memory(folder) -> None:
+def test_pass_that_breaks_off_leaves_the_weights_in_main_memory(folder):
     base = based(folder, "stream")
     before = {n: p.data_ptr() for n, p in base.model.named_parameters()}
     expected = base.model(input_ids=ids()).logits
@@ -200,7 +200,7 @@ def test_pass_that_breaks_off_leaves_the_weights_in_main_memory(folder) -> None:
         assert torch.equal(base.model(input_ids=ids()).logits, expected)
 
 
-def test_stored_base_is_streamed_from_its_file(folder) -> None:
+def test_stored_base_is_streamed_from_its_file(folder):
     plain = based(folder, "device", store="off")
     pack_base(str(folder), dtype="fp32")
     streamed = based(folder, "stream")
@@ -209,7 +209,7 @@ def test_stored_base_is_streamed_from_its_file(folder) -> None:
     assert torch.equal(expected, found)
 
 
-def test_what_cannot_be_streamed_is_refused(folder) -> None:
+def test_what_cannot_be_streamed_is_refused(folder):
     with pytest.raises(BaseError):
         load_base(str(folder), placement="stream")
     with pytest.raises(ConfigError):

@@ -39,9 +39,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_every_part_is_well_and_written(
-    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_part_passes_and_is_written_to_the_page(part, tmp_path, monkeypatch):
     page = tmp_path / "card.md"
     if part == "training":  # the CPU's own, without a simulation around it
         job = Job(torch.device("cpu"), "tiny", 2, 16)
@@ -62,7 +60,7 @@ def test_every_part_is_well_and_written(
     assert text.count("\n|") >= 3
 
 
-def test_a_kernel_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_wrong_is_seen(monkeypatch):
     job = Job(torch.device("cpu"), "tiny", 2, 16)
     (case,) = (case for case in card_operators.cases() if case.name == "gated silu")
     assert card_operators.difference(case, job.device, torch.float32) < 1e-5
@@ -70,9 +68,7 @@ def test_a_kernel_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     assert card_operators.difference(wrong, job.device, torch.float32) > 0.05
 
 
-def test_what_is_not_well_is_said_and_the_other_parts_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_part_is_reported_alone(tmp_path, monkeypatch):
     page = tmp_path / "card.md"
     monkeypatch.setitem(card.PARTS, "operators", lambda job: iter([("a", "well"), ("x", "NO")]))
 
@@ -89,14 +85,12 @@ def test_what_is_not_well_is_said_and_the_other_parts_go_on(
     assert "free for tensors" in text
 
 
-def test_without_a_card_nothing_is_measured(tmp_path: Path) -> None:
+def test_without_a_card_nothing_is_measured(tmp_path):
     assert card.main(["--out", str(tmp_path / "card.md")]) == 2
     assert not (tmp_path / "card.md").exists()
 
 
-def test_a_bare_machine_is_carried_one_library_of_bitsandbytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bare_machine_gets_only_one_library_of_bitsandbytes(tmp_path, monkeypatch):
     def download(packages: object, python: str, folder: Path) -> None:
         with zipfile.ZipFile(folder / "x.whl", "w") as wheel:
             for name in ("cpu", "cuda124", "cuda130"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from peftkit.defaults import defaults_for
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_held_out_rows_are_of_the_kind_and_unseen(name: str, tmp_path: Path) -> None:
+def test_held_out_rows_are_of_the_kind_and_unseen(name, tmp_path):
     files = make_rows(name, tmp_path)
     train, held_out = (
         [json.loads(line) for line in file.read_text().splitlines()] for file in files
@@ -29,7 +28,7 @@ def test_held_out_rows_are_of_the_kind_and_unseen(name: str, tmp_path: Path) -> 
     assert changed["three times the learning rate"].learning_rate == 3e-3
 
 
-def test_classes_are_told_by_words_that_were_never_learnt(tmp_path: Path) -> None:
+def test_classes_are_told_by_words_that_were_never_learnt(tmp_path):
     train, held_out = (file.read_text() for file in make_rows("classes", tmp_path))
     for words in CLASSES.values():
         assert not any(f"{word} " in train or f"{word}," in train for word in words[-NEW_WORDS:])

@@ -50,13 +50,13 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("page", figures.PAGES)
-def test_the_tables_of_a_page_are_those_of_the_files(page: str) -> None:
+def test_the_tables_of_a_page_are_those_of_the_files(page):
     text = (figures.ROOT / page).read_text(encoding="utf-8")
     assert figures.FULL.search(text) or figures.SUMMED.search(text)
     assert figures.written(text) == text, "python -m benchmarks.all --write"
 
 
-def test_no_figure_stands_in_the_readme_without_its_file() -> None:
+def test_no_figure_stands_in_the_readme_without_its_file():
     readme = (figures.ROOT / "README.md").read_text(encoding="utf-8")
     text = readme.partition("## Measured")[2].partition("\n## ")[0]
     marked = figures.SUMMED.search(text)
@@ -66,7 +66,7 @@ def test_no_figure_stands_in_the_readme_without_its_file() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(figures.FILES.glob("*.json")), ids=lambda path: path.stem)
-def test_a_file_says_what_ran_where_but_not_on_whose_machine(path: Path) -> None:
+def test_a_file_says_what_ran_where_but_not_on_whose_machine(path):
     text = path.read_text(encoding="utf-8")
     facts = json.loads(text)
     assert facts.keys() - {"minutes"} == FIELDS
@@ -77,7 +77,7 @@ def test_a_file_says_what_ran_where_but_not_on_whose_machine(path: Path) -> None
     assert facts["tables"] or facts["figures"]
 
 
-def test_what_is_measured_is_there() -> None:
+def test_what_is_measured_is_there():
     for name, known in ENTRIES.items():
         for part in known.measures:
             assert (figures.ROOT / "peftkit" / part).exists(), (name, part)
@@ -97,7 +97,7 @@ NO_FIGURE = {
 
 
 @pytest.mark.parametrize("name", sorted({*ENTRIES} - {"encoding"}))  # which runs no model
-def test_a_change_of_what_a_measured_task_is_made_of_marks_its_figures(name: str) -> None:
+def test_a_change_of_what_a_measured_task_is_made_of_marks_its_figures(name):
     measures = ENTRIES[name].measures
     for part in [part for part in measures if re.fullmatch(r"tasks/\w+\.py", part)]:
         code = (figures.ROOT / "peftkit" / part).read_text(encoding="utf-8")
@@ -105,7 +105,7 @@ def test_a_change_of_what_a_measured_task_is_made_of_marks_its_figures(name: str
         assert {f"tasks/{each}.py" for each in made_of} <= {*measures}, part
 
 
-def test_a_table_is_marked_once_the_code_has_changed_but_for_comments(house: Path) -> None:
+def test_a_table_is_marked_once_the_code_has_changed_but_for_comments(house):
     def page() -> str:
         figures.code_of.cache_clear()
         list(figures.write())
@@ -125,7 +125,7 @@ def test_a_table_is_marked_once_the_code_has_changed_but_for_comments(house: Pat
     assert f"7 x faster {figures.STALE} |" in page()
 
 
-def test_one_run_has_no_range(house: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_run_has_no_range(house, monkeypatch):
     (house / "speed.py").write_text(PROGRAM.replace("7 x |", "7 x (7-7) |"))
     once = entry("speed.py --repeats 1", speed=r"(\d+ x)")
     for known, has_range in ((once, False), (entry(speed=r"(\d+ x)"), True)):
@@ -134,9 +134,7 @@ def test_one_run_has_no_range(house: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert ("(7-7)" in (house / "page.md").read_text()) == has_range
 
 
-def test_tables_of_several_commands_are_one_with_a_row_for_each(
-    house: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_share_one_table_by_rows(house, monkeypatch):
     twice = Benchmark(("python speed.py", "python speed.py"), ("code.py",))
     monkeypatch.setattr(figures, "ENTRIES", {"one": twice})
     assert figures.main(["one"]) == 0
@@ -145,9 +143,7 @@ def test_tables_of_several_commands_are_one_with_a_row_for_each(
     assert "| 1   | ours |   7 x |\n| 2   | ours |   7 x |\n\n- 7 seconds\n- 7 seconds\n" in page
 
 
-def test_a_page_shows_the_rows_of_a_pattern_and_no_empty_column(
-    house: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_shows_the_rows_of_a_pattern(house, monkeypatch):
     rows = "| name | speed |  |\n| --- | ---: | ---: |\n| ours | 7 x |  |\n| theirs | 1 x |  |"
     (house / "speed.py").write_text(f"print({('before' + chr(10) + rows)!r})\n")
     shown = Benchmark(("python speed.py",), ("code.py",), shown_rows="ours")
@@ -157,9 +153,7 @@ def test_a_page_shows_the_rows_of_a_pattern_and_no_empty_column(
     assert table in (house / "page.md").read_text()
 
 
-def test_what_was_run_is_not_run_again_and_what_broke_has_no_file(
-    house: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_run_is_not_run_again_and_what_broke_has_no_file(house, monkeypatch, capsys):
     entries: dict[str, Any] = {"one": entry(speed=r"(\d+ x)"), "two": entry("broken.py")}
     monkeypatch.setattr(figures, "ENTRIES", entries)
     assert figures.main([]) == 1
@@ -172,27 +166,21 @@ def test_what_was_run_is_not_run_again_and_what_broke_has_no_file(
     assert "two:" in said
 
 
-def test_a_figure_that_is_not_printed_is_an_error(
-    house: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unprinted_figure_is_an_error(house, monkeypatch):
     monkeypatch.setattr(figures, "ENTRIES", {"one": entry(speed=r"(\d+) GB")})
     with pytest.raises(ValueError, match="no speed"):
         figures.main(["one"])
 
 
 @pytest.mark.parametrize("word", PEERS)
-def test_a_benchmark_with_peers_waits_for_them(
-    word: str, house: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_benchmark_with_peers_waits_for_them(word, house, monkeypatch, capsys):
     needy = Benchmark((f"python -m this --there {word}",), ("code.py",))
     monkeypatch.setattr(figures, "ENTRIES", {"one": entry(speed=r"(\d+ x)"), "needy": needy})
     assert figures.main([]) == 0
     assert f"needy: left out, it needs --{word.lower()}" in capsys.readouterr().err
 
 
-def test_variables_before_a_command_are_those_of_its_process(
-    house: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_s_variables_reach_it(house, monkeypatch):
     (house / "speed.py").write_text("import os\nprint(os.environ['OMP_NUM_THREADS'], 'x')\n")
     threads = Benchmark(
         ("OMP_NUM_THREADS=3 python speed.py",), ("code.py",), reads={"it": r"(\d+ x)"}
@@ -205,9 +193,7 @@ def test_variables_before_a_command_are_those_of_its_process(
     assert (facts["threads"], facts["figures"]["it"]) == ("3", "3 x")
 
 
-def test_the_shortest_runs_first_and_what_never_ran_comes_last(
-    house: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shortest_commands_run_first(house, monkeypatch):
     entries = {name: entry(speed=r"(\d+ x)") for name in ("unknown", "long", "short")}
     monkeypatch.setattr(figures, "ENTRIES", entries)
     ran: list[str] = []

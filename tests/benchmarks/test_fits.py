@@ -27,7 +27,7 @@ def estimator_of(model: str, tokens: int, card: float) -> MemoryEstimator:
 
 
 @pytest.mark.slow
-def test_a_card_without_room_is_told_and_another_has_the_longest_row_of_its_plan() -> None:
+def test_a_card_without_room_is_told_and_another_has_the_longest_row_of_its_plan():
     resident, streamed = fits.rows_of(["gpt2"], (0, 1), "nf4", 256)
     assert resident[:2] == ["gpt2", "no"]
     assert streamed[:2] == ["gpt2, streamed", "no"]
@@ -38,9 +38,7 @@ def test_a_card_without_room_is_told_and_another_has_the_longest_row_of_its_plan
 
 
 @pytest.mark.parametrize("tokens", [512, 4096, 65536])
-def test_a_long_row_is_extrapolated_from_one_about_as_long(
-    monkeypatch: pytest.MonkeyPatch, tokens: int
-) -> None:
+def test_long_rows_are_extrapolated_from_near(monkeypatch, tokens):
     """Of a step that grows ten times as fast from 2,048 tokens on."""
 
     def bytes_of(length: int) -> int:

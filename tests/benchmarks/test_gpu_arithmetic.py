@@ -19,14 +19,14 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> shapes.Shape:
     return shape
 
 
-def test_parameters_are_those_of_the_model(tiny: shapes.Shape) -> None:
+def test_parameters_are_those_of_the_model(tiny):
     model = shapes.build(tiny)
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     assert shapes.matmul_parameters(tiny) == sum(linear.weight.numel() for linear in linears)
     assert shapes.adapter_parameters(tiny, 5) == attach(model, LoRA(rank=5)).num_trainable
 
 
-def test_the_arithmetic_of_a_released_model_is_the_published_one() -> None:
+def test_the_arithmetic_of_a_released_model_is_the_published_one():
     flop = shapes.lora_flop(shapes.LARGE["llama-3.1-8b"], 4096, 16)
     assert flop == pytest.approx(33.5e9, rel=0.005)  # 34.0e9 with flash attention's 3.5 a
     share = gpu.share_of_peak("llama-3.1-8b", 4096, 16, 12_000, 989)
@@ -34,7 +34,7 @@ def test_the_arithmetic_of_a_released_model_is_the_published_one() -> None:
 
 
 @pytest.mark.parametrize("room", [0, 2047, 2048, 5000, 78_475, 399_999, 10**9])
-def test_the_longest_row_under_a_cap_is_found_within_a_step(room: int) -> None:
+def test_the_longest_row_under_a_cap_is_found_within_a_step(room):
     tried: list[int] = []
 
     def fits(length: int) -> bool:
@@ -52,7 +52,7 @@ def test_the_longest_row_under_a_cap_is_found_within_a_step(room: int) -> None:
         assert found == 0
 
 
-def test_a_model_made_block_by_block_computes(tiny: shapes.Shape) -> None:
+def test_a_model_made_block_by_block_computes(tiny):
     seen: list[nn.Module] = []
     model = shapes.build(tiny, dtype=torch.bfloat16, each_block=seen.append)
     assert len(seen) == len(model.model.layers) == model.config.num_hidden_layers == 3

@@ -42,7 +42,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
-def test_all_parts_give_their_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_parts_give_their_tables(tmp_path, capsys):
     figures = tmp_path / "figures.json"
     words = "--length 48 --steps 3 --repeats 1 --against trl-liger --caps 24 --most 256"
     small = ["--within", "256", "--json", str(figures)]
@@ -64,7 +64,7 @@ def test_all_parts_give_their_tables(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
-def test_the_longest_row_under_a_cap_is_found_by_running_out_of_memory(tmp_path: Path) -> None:
+def test_the_longest_row_under_a_cap_is_found_by_running_out_of_memory(tmp_path):
     words = ["--within", "128", "--most", "512", "--against", ""]
     args = gpu.arguments(words)
     best, facts = gpu.capped("llama-3.1-8b", 0.009, 64, 512, "ours", args, tmp_path)

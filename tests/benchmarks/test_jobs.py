@@ -21,7 +21,7 @@ from benchmarks.workers import ours, run_group
 from benchmarks.workers.peft_loop import collate
 
 
-def test_mixed_rows_are_as_uneven_as_conversations(tmp_path: Path) -> None:
+def test_mixed_rows_are_as_uneven_as_conversations(tmp_path):
     lines = make_rows(tmp_path, 400, "mixed").read_text().splitlines()
     words = sorted(len(json.loads(line)["output"].split()) for line in lines)
     assert len(lines) == 400
@@ -32,7 +32,7 @@ def test_mixed_rows_are_as_uneven_as_conversations(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("task", ["causal_lm", "masked_lm", "seq2seq"])
-def test_rows_learn_what_their_task_learns(task: str) -> None:
+def test_rows_learn_what_their_task_learns(task):
     rows = families.make_rows(task, 20, shortest=9, longest=41)
     for row in rows:
         ids, labels = row["input_ids"], row["labels"]
@@ -51,7 +51,7 @@ def test_rows_learn_what_their_task_learns(task: str) -> None:
     )
 
 
-def test_our_worker_hides_the_tokens_that_the_rows_say() -> None:
+def test_our_worker_hides_the_tokens_that_the_rows_say():
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     model = shapes.build(shapes.SHAPES["bert"], num_hidden_layers=1, **sizes)
     rows = families.make_rows("masked_lm", 6, shortest=9, longest=41)
@@ -62,7 +62,7 @@ def test_our_worker_hides_the_tokens_that_the_rows_say() -> None:
     assert torch.isfinite(task.loss(model, batch)[0])
 
 
-def test_time_is_sorted_by_what_was_called_for() -> None:
+def test_time_is_sorted_by_what_was_called_for():
     weight = torch.randn(16, 16, requires_grad=True)
     optimizer = torch.optim.AdamW([weight], fused=True)
     with profile(activities=[ProfilerActivity.CPU]) as watched:
@@ -89,7 +89,7 @@ time.sleep(60)
 """
 
 
-def test_a_worker_out_of_time_takes_its_children_along(tmp_path: Path) -> None:
+def test_a_worker_out_of_time_takes_its_children_along(tmp_path):
     told = tmp_path / "child"
     with pytest.raises(subprocess.TimeoutExpired):
         run_group([sys.executable, "-c", FAMILY, str(told)], os.environ, seconds=1)

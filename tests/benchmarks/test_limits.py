@@ -29,7 +29,7 @@ def model() -> LlamaForCausalLM:
     return built
 
 
-def test_the_limits_are_those_of_products_that_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limits_are_those_of_products_that_were_timed(monkeypatch):
     monkeypatch.setitem(limits.__globals__["SIDE"], "cpu", 64)
     monkeypatch.setitem(limits.__globals__, "READ_BYTES", 1 << 20)
     found = limits(seconds=0.01)
@@ -38,7 +38,7 @@ def test_the_limits_are_those_of_products_that_were_timed(monkeypatch: pytest.Mo
     assert found.best(higher) == Limits(2 * found.bf16, found.fp32, found.read)
 
 
-def test_flop_of_a_forward_pass_are_those_that_torch_counts(model: LlamaForCausalLM) -> None:
+def test_flop_of_a_forward_pass_are_those_that_torch_counts(model):
     from torch.utils.flop_counter import FlopCounterMode
 
     sizes = Sizes.of(model, rank=0)
@@ -48,14 +48,14 @@ def test_flop_of_a_forward_pass_are_those_that_torch_counts(model: LlamaForCausa
     assert counter.get_total_flops() == pytest.approx(sizes.prefill_flop([24]) + square, rel=0.01)
 
 
-def test_a_shallower_model_has_its_part_of_the_blocks(model: LlamaForCausalLM) -> None:
+def test_a_shallower_model_has_its_part_of_the_blocks(model):
     whole, part = Sizes.of(model, 4), Sizes.of(model, 4, num_layers=1)
     assert (3 * part.blocks, 3 * part.adapter) == (whole.blocks, whole.adapter)
     assert part.head == whole.head == 80 * 32
     assert part.decode_bytes(2) == 2 * (part.blocks + part.head) + 4 * part.adapter
 
 
-def test_what_is_read_twice_or_not_learnt_counts_for_nobody(model: LlamaForCausalLM) -> None:
+def test_what_is_read_twice_or_not_learnt_counts_for_nobody(model):
     args = argparse.Namespace(rank=4, batch_size=2, dtype="fp32")
     rows = [{"input_ids": [1, 2, 3, n], "labels": [-100, -100, -100, n]} for n in (4, 5)]
     least = least_seconds(model, rows, args, Limits(bf16=1.0, fp32=1e3, read=1.0))
@@ -63,7 +63,7 @@ def test_what_is_read_twice_or_not_learnt_counts_for_nobody(model: LlamaForCausa
     assert least == Sizes.of(model, 4).step_flop([4, 4], 5, 2) / 1e3
 
 
-def test_the_share_of_the_limit_stands_beside_the_speed() -> None:
+def test_the_share_of_the_limit_stands_beside_the_speed():
     run = {"seconds": 4.0, "whole_seconds": 5.0, "first_step_seconds": 1.0, "peak_bytes": 10}
     run |= {"step_seconds": [3.0, 1.0], "losses": [2.0, 1.0], "num_trainable": 7}
     figures = summary({"ours": [run]}, [50, 50], {}, least=1.0)
@@ -73,7 +73,7 @@ def test_the_share_of_the_limit_stands_beside_the_speed() -> None:
     assert cells(point)[1] == "25%"
 
 
-def test_answers_take_what_their_products_or_the_reading_of_weights_takes() -> None:
+def test_answers_take_what_their_products_or_the_reading_of_weights_takes():
     sizes = Sizes(blocks=1000, head=200, adapter=50, attention=0)
     best = Limits(bf16=1e6, fp32=1e5, read=1e4)
     prompts = 2 * 1050 * 7 + 2 * 200 * 2  # FLOP of 3 and 4 tokens, and of the head on the last ones

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 import pytest
 
@@ -25,9 +24,7 @@ def shape(monkeypatch: pytest.MonkeyPatch) -> shapes.Shape:
 
 
 @pytest.mark.slow
-def test_products_are_those_of_the_shape_and_the_card_waits_once(
-    shape: shapes.Shape, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_matmuls_match_the_shape_and_wait_once(shape, tmp_path, capsys):
     file = tmp_path / "figures.json"
     words = ["--model", "tiny", "--rank", "4", "--length", str(LENGTH), "--json", str(file)]
     assert simulate.main(words) == 0
@@ -50,7 +47,7 @@ def test_products_are_those_of_the_shape_and_the_card_waits_once(
 
 
 @pytest.mark.slow
-def test_what_the_third_block_adds_every_other_one_adds(shape: shapes.Shape) -> None:
+def test_what_the_third_block_adds_every_other_one_adds(shape):
     asked = simulate.arguments(["--model", "tiny", "--rank", "4", "--length", "64"])
     args = argparse.Namespace(**{**vars(asked), "quantize": "none", "layers": 4})
     reckoned, _ = simulate.whole(args, "operators")

@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.report import Spread, table
-from benchmarks.train import (
-    arguments,
-    num_beginnings,
-    tell,
-)
+from benchmarks.train import arguments, num_beginnings, tell
 from benchmarks.workers import WorkerFailed, work
 
 ROWS = [{"input_ids": [1] * 50}, {"input_ids": [1] * 150}]
@@ -39,9 +35,7 @@ def settings(path: Path | None = None) -> argparse.Namespace:
     return args
 
 
-def test_medians_and_ratios_stand_in_the_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_has_medians_and_ratios(tmp_path, capsys):
     ours = [run(seconds, [2.0, 1.0], peak=6) for seconds in (2.0, 1.0, 4.0)]
     theirs = [run(seconds, [2.0, 1.02], peak=10) for seconds in (8.0, 6.0, 7.0)]
     assert tell(settings(tmp_path / "f.json"), ROWS, {"ours": ours, "trl": theirs}) == 0
@@ -64,29 +58,27 @@ def test_medians_and_ratios_stand_in_the_table(
         ({"failed": "out of memory"}, "out of memory"),
     ],
 )
-def test_no_speed_is_told_of_a_run_that_cannot_be_compared(
-    theirs: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_incomparable_run_has_no_speed(theirs, why, capsys):
     assert tell(settings(), ROWS, {"ours": [run(2.0, [2.0, 1.0])], "trl": [theirs]}) == 1
     told = capsys.readouterr().out
-    assert f"trl: no speed is told: {why}" in told
+    assert f"trl: no speed is reported: {why}" in told
     assert " x" not in told.replace(" x86", "")
 
 
-def test_what_rows_begin_with_counts_once_in_a_batch() -> None:
+def test_what_rows_begin_with_counts_once_in_a_batch():
     rows = [{"input_ids": ids} for ids in ([1, 2, 3], [1, 2, 4, 3], [2, 3], [1, 2, 3])]
     assert num_beginnings(rows, 1) == 3 + 4 + 2 + 3
     assert num_beginnings(rows, 2) == (3 + 2) + (2 + 3)
     assert num_beginnings(rows, 4) == 3 + 2 + 2
 
 
-def test_a_table_is_markdown_whose_columns_line_up() -> None:
+def test_a_table_is_markdown_whose_columns_line_up():
     lines = table(("", "speed"), [("ours", "1"), ("a peer", "100 (1-200)")]).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[1].endswith("-: |")
     assert Spread.of([3.0, 1.0, 2.0]).show(1) == "2.0 (1.0-3.0)"
 
 
-def test_a_worker_that_breaks_says_why(tmp_path: Path) -> None:
+def test_a_worker_that_breaks_says_why(tmp_path):
     with pytest.raises(WorkerFailed, match=r"No module named benchmarks\.workers\.nobody"):
         work("nobody", {}, tmp_path)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from peftkit.errors import DataError, RunError
 from peftkit_cli import about, app
-from tests.helpers.command_line import Run, environment
+from tests.helpers.command_line import environment
 
 COMMANDS: dict[str, list[str]] = {
     "quickstart": [],
@@ -77,7 +76,7 @@ COMMANDS: dict[str, list[str]] = {
 }  # fmt: skip
 
 
-def test_commands_and_flags_are_frozen() -> None:
+def test_commands_and_flags_are_frozen():
     import typer
 
     commands = {}
@@ -94,7 +93,7 @@ def test_commands_and_flags_are_frozen() -> None:
     assert names == COMMANDS
 
 
-def test_every_command_has_help_that_loads_no_torch_and_comes_soon() -> None:
+def test_every_command_has_help_that_loads_no_torch_and_comes_soon():
     code = (
         "import os, sys; from peftkit_cli.app import run\n"
         f"codes = [run([*command.split(), '--help']) for command in {list(COMMANDS)!r}]\n"
@@ -122,9 +121,7 @@ def test_every_command_has_help_that_loads_no_torch_and_comes_soon() -> None:
         (["recipes"], "Missing command"),
     ],
 )
-def test_a_wrong_command_line_is_told_in_one_message(
-    args: list[str], message: str, peftkit: Run
-) -> None:
+def test_a_wrong_command_line_is_one_message(args, message, peftkit):
     done = peftkit(*args)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("UsageError: ")
@@ -132,7 +129,7 @@ def test_a_wrong_command_line_is_told_in_one_message(
     assert done.err.splitlines()[-1].startswith("  See: peftkit")
 
 
-def test_version_is_the_installed_one(peftkit: Run) -> None:
+def test_version_is_the_installed_one(peftkit):
     done = peftkit("--version")
     assert done.code == 0
     assert done.out.startswith("peftkit 0.")
@@ -150,17 +147,13 @@ def fails_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 @pytest.mark.parametrize(
     ("error", "code"), [(DataError("no rows.", fix="Add some."), 2), (RunError("NaN."), 1)]
 )
-def test_an_error_of_ours_has_its_code_and_no_traceback(
-    error: Exception, code: int, peftkit: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_ours_has_its_exit_code_and_no_traceback(error, code, peftkit, monkeypatch):
     fails_with(monkeypatch, error)
     done = peftkit("recipes", "ls")
     assert done == (code, "", f"{type(error).__name__}: {error}\n")
 
 
-def test_an_unknown_error_is_one_message_and_a_traceback_in_a_file(
-    peftkit: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_unknown_error_is_one_message_and_a_logged_traceback(peftkit, monkeypatch, tmp_path):
     monkeypatch.delenv("PEFTKIT_DEBUG", raising=False)
     fails_with(monkeypatch, KeyError("loss"))
     done = peftkit("recipes", "ls")
@@ -172,19 +165,19 @@ def test_an_unknown_error_is_one_message_and_a_traceback_in_a_file(
     assert "in broken" in file.read_text(encoding="utf-8")
 
 
-def test_ctrl_c_is_130(peftkit: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_is_130(peftkit, monkeypatch):
     fails_with(monkeypatch, KeyboardInterrupt())
     done = peftkit("recipes", "ls")
-    assert done == (130, "", "Interrupted: the command stopped where it was.\n")
+    assert done == (130, "", "Interrupted: the command was stopped.\n")
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
+def test_a_reader_that_goes_away_is_no_error():
     command = f"{sys.executable} -m peftkit_cli recipes show dora | true"
     done = subprocess.run(command, shell=True, env=environment(), capture_output=True, text=True)
     assert done.stderr == ""
 
 
-def test_recipes_are_listed_shown_and_copied(peftkit: Run, tmp_path: Path) -> None:
+def test_recipes_are_listed_shown_and_copied(peftkit, tmp_path):
     listed = peftkit("recipes", "ls")
     names = [line.split()[0] for line in listed.out.splitlines()]
     assert names == sorted(file.stem for file in about.recipes_folder().glob("*.yaml"))
@@ -205,9 +198,7 @@ def test_recipes_are_listed_shown_and_copied(peftkit: Run, tmp_path: Path) -> No
         (["cp", "dora", "nowhere/x.yaml"], "No such file or directory"),
     ],
 )
-def test_recipes_refuse_what_is_wrong(
-    args: list[str], message: str, peftkit: Run, tmp_path: Path
-) -> None:
+def test_recipes_refuse_errors(args, message, peftkit, tmp_path):
     (tmp_path / "taken.yaml").write_text("mine")
     done = peftkit("recipes", *args)
     assert (done.code, done.out) == (2, "")
@@ -215,26 +206,26 @@ def test_recipes_refuse_what_is_wrong(
     assert (tmp_path / "taken.yaml").read_text() == "mine"
 
 
-def test_a_recipe_that_is_not_there_but_shipped_is_offered(peftkit: Run) -> None:
+def test_a_recipe_that_is_not_there_but_shipped_is_offered(peftkit):
     done = peftkit("train", "dora.yaml")
     assert done.code == 2
     assert "peftkit recipes cp dora dora.yaml" in done.err
 
 
-def test_an_adapter_near_to_a_misspelt_one_is_offered(peftkit: Run, tmp_path: Path) -> None:
+def test_an_adapter_near_to_a_misspelt_one_is_offered(peftkit, tmp_path):
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     assert "Did you mean 'demo'?" in peftkit("generate", "runs/dmo", "--prompt", "hi").err
-    assert "holds: demo." in peftkit("inspect", "runs/zebra").err
+    assert "contains: demo." in peftkit("inspect", "runs/zebra").err
     (tmp_path / "runs" / "demo" / "checkpoints").mkdir()
     message = peftkit("generate", "runs/demo", "--prompt", "hi").err
     assert "holds no adapter_config.json" in message
     assert "--resume" in message
     (tmp_path / "runs" / "demo" / "adapter_config.json").touch()
     message = peftkit("generate", "runs", "--prompt", "hi").err
-    assert "Give one of the adapters in it: runs/demo" in message
+    assert "Use one of the adapters in it: runs/demo" in message
 
 
-def test_env_tells_versions_and_devices_on_one_screen(peftkit: Run) -> None:
+def test_env_tells_versions_and_devices_on_one_screen(peftkit):
     done = peftkit("env")
     assert (done.code, done.err) == (0, "")
     assert len(done.out.splitlines()) <= 24
@@ -244,7 +235,7 @@ def test_env_tells_versions_and_devices_on_one_screen(peftkit: Run) -> None:
     assert set(facts) == {line.split(":")[0] for line in done.out.splitlines()}
 
 
-def test_schema_is_a_json_schema_of_the_recipe(peftkit: Run) -> None:
+def test_schema_is_a_json_schema_of_the_recipe(peftkit):
     done = peftkit("schema")
     assert (done.code, done.err) == (0, "")
     assert {"base", "method", "data", "train", "task"} == set(json.loads(done.out)["properties"])
@@ -256,29 +247,29 @@ def test_schema_is_a_json_schema_of_the_recipe(peftkit: Run) -> None:
         ("chat.jsonl", '{"text": "a"}\n', "peftkit init --data chat.jsonl"),
         ("own.csv", "a,b\n", "peftkit init --data own.csv"),
         ("axolotl.yaml", "base_model: x\n", "peftkit import-recipe axolotl.yaml --out recipe.yaml"),
-        ("factory.yaml", "model_name_or_path: x\n", "LLaMA-Factory's YAML"),
+        ("factory.yaml", "model_name_or_path: x\n", "the YAML of LLaMA-Factory"),
         ("runs/small/recipe.yaml", "base: {}\n", "peftkit train --from runs/small --out DIR"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "check"])
-def test_what_is_no_recipe_is_named_with_the_command_for_it(
-    command: str, name: str, text: str, fix: str, peftkit: Run, tmp_path: Path
-) -> None:
+def test_a_file_that_is_no_recipe_is_named_with_its_command(
+    command, name, text, fix, peftkit, tmp_path
+):
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text(text)
     done = peftkit(command, name.removesuffix("/recipe.yaml"))
     assert done.code == 2
-    assert "is no recipe" in done.err
+    assert "is not a recipe" in done.err
     assert fix in done.err
 
 
-def test_a_group_without_a_command_shows_its_help_and_no_error(peftkit: Run) -> None:
+def test_a_group_without_a_command_shows_its_help_and_no_error(peftkit):
     done = peftkit("base")
     assert done.code == 2
     assert done.err.startswith("Usage: peftkit base")
 
 
-def test_a_name_that_shares_only_its_ending_is_not_suggested(peftkit: Run, tmp_path: Path) -> None:
+def test_a_name_that_shares_only_its_ending_is_not_suggested(peftkit, tmp_path):
     (tmp_path / "numeric.jsonl").write_text('{"text": "a"}\n')
     assert "Did you mean" not in peftkit("data", "none.jsonl").err
     assert "Did you mean 'numeric.jsonl'?" in peftkit("data", "numerc.jsonl").err

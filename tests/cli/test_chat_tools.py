@@ -17,7 +17,6 @@ from peftkit.methods.lora import LoRA
 from peftkit_cli.chat_tools import ChatTools
 from peftkit_cli.conversation import MAX_TURNS, Conversation
 from tests.helpers.bank import tiny_base, write_adapter
-from tests.helpers.command_line import Run
 
 CALL = '<tool_call>\n{"name": "double", "arguments": {"number": 21}}\n</tool_call>'
 
@@ -75,15 +74,13 @@ def told(bank: AdapterBank, file: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     def make(*says: str) -> Told:
         said = iter(says)
         monkeypatch.setattr("builtins.input", lambda _: next(said))
-        tools = ChatTools(bank.base.tokenizer, [f"{file}:double"], asks=bool(says))
+        tools = ChatTools(bank.base.tokenizer, [f"{file}:double"], confirm=bool(says))
         return Told(bank, monkeypatch, tools)
 
     return make
 
 
-def test_a_call_is_run_and_the_model_goes_on_from_its_result(
-    told: Callable[..., Told], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_call_is_run(told, capsys):
     chat = told()
     assert chat.answer(CALL, "It is 42.")[2:] == ["42", "It is 42."]
     assert "double" in chat.prompts[0]
@@ -98,21 +95,17 @@ def test_a_call_is_run_and_the_model_goes_on_from_its_result(
 @pytest.mark.parametrize(
     ("says", "runs"), [("y", True), ("yes", True), ("n", False), ("", False), ("a", True)]
 )
-def test_nothing_runs_unless_the_user_says_so(
-    told: Callable[..., Told], says: str, runs: bool
-) -> None:
+def test_nothing_runs_without_consent(told, says, runs):
     reply = told(says).answer(CALL, "Well.")[2]
     assert (reply == "42") is runs
     assert runs or "did not allow" in reply
 
 
-def test_always_asks_once(told: Callable[..., Told]) -> None:
+def test_always_asks_once(told):
     assert told("a").answer(CALL, CALL, "Done.")[-2:] == ["42", "Done."]
 
 
-def test_end_of_input_and_ctrl_c_allow_nothing(
-    told: Callable[..., Told], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eof_and_ctrl_c_refuse(told, monkeypatch):
     for stop in (EOFError, KeyboardInterrupt):
         chat = told("y")
 
@@ -123,9 +116,7 @@ def test_end_of_input_and_ctrl_c_allow_nothing(
         assert "did not allow" in chat.answer(CALL, "Well.")[2]
 
 
-def test_an_answer_that_ctrl_c_stops_calls_nothing(
-    told: Callable[..., Told], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_in_an_answer_prevents_its_calls(told, capsys):
     chat = told()
 
     def stopped() -> Iterator[str]:
@@ -139,9 +130,7 @@ def test_an_answer_that_ctrl_c_stops_calls_nothing(
     assert "calls double" not in capsys.readouterr().err
 
 
-def test_ctrl_c_stops_a_call_and_not_the_conversation(
-    told: Callable[..., Told], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_stops_a_call(told, monkeypatch):
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -149,31 +138,27 @@ def test_ctrl_c_stops_a_call_and_not_the_conversation(
     assert "stopped this call" in told().answer(CALL, "Well.")[2]
 
 
-def test_what_goes_wrong_is_told_to_the_model(told: Callable[..., Told]) -> None:
+def test_what_goes_wrong_is_told_to_the_model(told):
     unknown, failing = CALL.replace("double", "triple"), CALL.replace("21", "-1")
     replies = told().answer(unknown, failing, "Sorry.")
     assert "triple not found" in replies[2]
     assert "too small" in replies[4]
 
 
-def test_a_broken_call_is_text(told: Callable[..., Told]) -> None:
+def test_a_broken_call_is_text(told):
     chat = told()
     assert chat.answer(CALL.replace("21}}", "21"))[1].startswith("<tool_call>")
     assert len(chat.prompts) == 1
 
 
-def test_a_model_that_only_calls_is_stopped(
-    told: Callable[..., Told], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_endless_calls_stop(told, capsys):
     chat = told()
     chat.answer(*[CALL] * MAX_TURNS)
     assert len(chat.prompts) == MAX_TURNS
     assert f"called tools {MAX_TURNS} times" in capsys.readouterr().err
 
 
-def test_a_saved_conversation_has_its_tools_and_calls(
-    told: Callable[..., Told], tmp_path: Path
-) -> None:
+def test_a_saved_chat_has_its_tools_and_calls(told, tmp_path):
     chat = told()
     chat.answer(CALL, "It is 42.")
     chat.talk.take(f"/save {tmp_path}/rows.jsonl")
@@ -185,14 +170,12 @@ def test_a_saved_conversation_has_its_tools_and_calls(
     assert row["tools"][0]["function"]["name"] == "double"
 
 
-def test_functions_of_one_name_are_refused(bank: AdapterBank, file: Path) -> None:
-    with pytest.raises(ConfigError, match="two tools have one name"):
-        ChatTools(bank.base.tokenizer, [f"{file}:double"] * 2, asks=True)
+def test_functions_of_one_name_are_refused(bank, file):
+    with pytest.raises(ConfigError, match="two tools have the same name"):
+        ChatTools(bank.base.tokenizer, [f"{file}:double"] * 2, confirm=True)
 
 
-def test_a_pipe_is_refused_unless_tools_may_run(
-    peftkit: Run, bank: AdapterBank, model_folder: Path, tmp_path: Path, file: Path
-) -> None:
+def test_a_pipe_is_refused_unless_tools_may_run(peftkit, bank, model_folder, tmp_path, file):
     done = peftkit(
         *("chat", "--adapter", f"one={tmp_path}/one", "--base", str(model_folder), "--force"),
         *("--tool", f"{file}:double"),

@@ -10,7 +10,6 @@ import pytest
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from tests.helpers.classifiers import LABELS, TEXTS, save_base, write_texts
-from tests.helpers.command_line import Run
 from tests.helpers.folders import write_rows
 
 RECIPE = """\
@@ -51,7 +50,7 @@ def write_recipe(folder: Path, model: Path, task: str = "sequence_classification
     return file
 
 
-def test_predict_prints_a_label_and_its_probability(peftkit: Run, classifier) -> None:
+def test_predict_prints_a_label_and_its_probability(peftkit, classifier):
     done = peftkit("predict", classifier / "out", *(a for t, _ in TEXTS for a in ("--text", t)))
     assert done.code == 0, done.err
     lines = [line.split("\t") for line in done.out.splitlines()]
@@ -61,7 +60,7 @@ def test_predict_prints_a_label_and_its_probability(peftkit: Run, classifier) ->
     assert set(json.loads(done.out)[0]) == set(LABELS)
 
 
-def test_what_a_classifier_is_good_for_is_not_generation(peftkit: Run, classifier) -> None:
+def test_what_a_classifier_is_good_for_is_not_generation(peftkit, classifier):
     output = peftkit("inspect", classifier / "out").err
     assert "peftkit generate" not in output
     refused = peftkit("export", classifier / "out", "--to", "mlx", "--out", "mlx")
@@ -69,7 +68,7 @@ def test_what_a_classifier_is_good_for_is_not_generation(peftkit: Run, classifie
     assert "peftkit generate" not in refused.err
 
 
-def test_eval_prints_the_tasks_metrics(peftkit: Run, classifier) -> None:
+def test_eval_prints_the_tasks_metrics(peftkit, classifier):
     done = peftkit("eval", classifier / "out", "--data", classifier / "rows.jsonl", "--json")
     assert done.code == 0, done.err
     metrics = json.loads(done.out)
@@ -77,7 +76,7 @@ def test_eval_prints_the_tasks_metrics(peftkit: Run, classifier) -> None:
     assert metrics["accuracy"] == 1.0
 
 
-def test_train_says_what_to_do_next(peftkit: Run, classifier, tmp_path) -> None:
+def test_train_says_what_to_do_next(peftkit, classifier, tmp_path):
     done = peftkit("train", write_recipe(tmp_path, classifier / "base"))
     assert done.code == 0, done.err
     assert "Next: peftkit predict runs/demo --text TEXT" in done.err
@@ -102,9 +101,7 @@ def test_train_says_what_to_do_next(peftkit: Run, classifier, tmp_path) -> None:
         (("eval", "{out}", "--data", "{none}"), "label: missing"),
     ],
 )
-def test_what_a_classifier_cannot_do_is_exit_2(
-    peftkit: Run, classifier, arguments, words, tmp_path
-) -> None:
+def test_unsupported_commands_exit_2(peftkit, classifier, arguments, words, tmp_path):
     new = write_rows(tmp_path / "new.jsonl", [{"text": "a dog", "label": "animals"}])
     none = write_rows(tmp_path / "none.jsonl", [{"text": "a dog"}])
     done = peftkit(*(a.format(out=classifier / "out", new=new, none=none) for a in arguments))
@@ -113,7 +110,7 @@ def test_what_a_classifier_cannot_do_is_exit_2(
     assert "Traceback" not in done.err
 
 
-def test_an_adapter_that_answers_does_not_classify(peftkit: Run, trained: Path) -> None:
+def test_an_adapter_that_answers_does_not_classify(peftkit, trained):
     done = peftkit("predict", trained / "runs" / "demo", "--text", "hello")
     assert done.code == 2
     assert "predicts nothing for texts" in done.err

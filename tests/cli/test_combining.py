@@ -11,7 +11,6 @@ import torch
 
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
-from tests.helpers.command_line import Run
 
 PATH = "model.layers.0.self_attn.q_proj"
 
@@ -31,9 +30,7 @@ def adapters(tmp_path: Path) -> list[LowRank]:
     return [save(tmp_path / "a", 1), save(tmp_path / "lr=1", 2)]
 
 
-def test_combine_writes_an_adapter_and_prints_its_folder(
-    adapters: list[LowRank], peftkit: Run, tmp_path: Path
-) -> None:
+def test_combine_writes_an_adapter_and_prints_its_folder(adapters, peftkit, tmp_path):
     done = peftkit("combine", "a=0.7", "lr=1=-3e-1", "--method", "cat", "--out", "c")
     assert (done.code, done.out) == (0, "c\n")
     assert "peftkit chat 'c'" in done.err
@@ -50,7 +47,10 @@ def test_combine_writes_an_adapter_and_prints_its_folder(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["a", "a=1", "--out", "c"], "AdapterError: 'a' has no weight, and others have.\n .*: a=1"),
+        (
+            ["a", "a=1", "--out", "c"],
+            "AdapterError: 'a' has no weight, but others have one.\n .*: a=1",
+        ),
         (["a=half", "--out", "c"], "AdapterError: the weight 'half' of a is not a number."),
         (["a=nan", "--out", "c"], "AdapterError: the weight of a is nan"),
         (["b=1", "--out", "c"], "AdapterError: there is no adapter folder 'b'."),
@@ -62,9 +62,7 @@ def test_combine_writes_an_adapter_and_prints_its_folder(
         (["a=1", "--out", "a/adapter_config.json"], "OutputError: .*\n  It is not a folder"),
     ],
 )
-def test_combine_refuses_what_is_wrong(
-    args: list[str], message: str, adapters: list[LowRank], peftkit: Run, tmp_path: Path
-) -> None:
+def test_combine_refuses_what_is_wrong(args, message, adapters, peftkit, tmp_path):
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     done = peftkit("combine", *args)
     assert (done.code, done.out) == (2, "")
@@ -72,9 +70,7 @@ def test_combine_refuses_what_is_wrong(
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
-def test_inspect_shows_how_large_updates_are(
-    adapters: list[LowRank], peftkit: Run, tmp_path: Path
-) -> None:
+def test_inspect_shows_update_norms(adapters, peftkit, tmp_path):
     facts = json.loads(peftkit("inspect", "a", "--json").out)
     (update,) = facts["updates"]
     assert (update["role"], update["num_layers"], update["rank"]) == ("q", 1, 2)
@@ -82,9 +78,7 @@ def test_inspect_shows_how_large_updates_are(
     assert "effective rank" in peftkit("inspect", "a").out
 
 
-def test_inspect_tells_why_an_update_cannot_be_measured(
-    adapters: list[LowRank], peftkit: Run, tmp_path: Path
-) -> None:
+def test_inspect_reports_why_an_update_cannot_be_measured(adapters, peftkit, tmp_path):
     (tmp_path / "a" / "peftkit.json").unlink()
     config = tmp_path / "a" / "adapter_config.json"
     config.write_text(
@@ -92,5 +86,5 @@ def test_inspect_tells_why_an_update_cannot_be_measured(
     )
     done = peftkit("inspect", "a")
     assert done.code == 0
-    assert "No norms of its updates: " in done.err
+    assert "No norms of the updates: " in done.err
     assert "init_lora_weights: pissa" in done.err

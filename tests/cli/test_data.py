@@ -27,7 +27,7 @@ def write(folder: Path) -> Path:
     return path
 
 
-def test_fields_are_counted_without_a_model(tmp_path: Path) -> None:
+def test_fields_are_counted_without_a_model(tmp_path):
     done = CliRunner().invoke(app, ["data", str(write(tmp_path)), "--json"])
     facts = json.loads(done.stdout)
     assert (facts["num_rows"], facts["format"], facts["num_duplicates"]) == (5, "alpaca", 1)
@@ -79,18 +79,14 @@ ASKED, ANSWERED = {"role": "user", "content": "a"}, {"role": "assistant", "conte
         ({"foo": 1}, []),
     ],
 )
-def test_rows_are_told_what_they_are_for(
-    row: dict[str, object], tasks: list[str], tmp_path: Path
-) -> None:
+def test_rows_name_their_task(row, tasks, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     done = CliRunner().invoke(app, ["data", str(path), "--json"])
     assert json.loads(done.stdout)["tasks"] == tasks
 
 
-def test_pairs_that_nothing_can_be_learnt_from_are_counted_and_the_first_is_named(
-    tmp_path: Path,
-) -> None:
+def test_useless_pairs_are_counted_and_the_first_is_named(tmp_path):
     path = tmp_path / "pairs.jsonl"
     sides = [("b", "c"), ("b", "b"), (" ", "c"), ("b", "d")]
     rows = [{"prompt": "a", "chosen": good, "rejected": bad} for good, bad in sides]
@@ -104,7 +100,7 @@ def test_pairs_that_nothing_can_be_learnt_from_are_counted_and_the_first_is_name
     assert "useless" not in CliRunner().invoke(app, ["data", str(path)]).stdout
 
 
-def test_wrong_rows_are_one_message(tmp_path: Path) -> None:
+def test_wrong_rows_are_one_message(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n{"a": \n')
     done = CliRunner().invoke(app, ["data", str(path)])
@@ -112,7 +108,7 @@ def test_wrong_rows_are_one_message(tmp_path: Path) -> None:
     assert "rows.jsonl:2" in str(done.exception)
 
 
-def test_a_file_of_several_formats_is_named_without_a_model(tmp_path: Path) -> None:
+def test_a_file_of_several_formats_is_named_without_a_model(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n{"prompt": "a", "completion": "b"}\n')
     assert survey(str(path)).mixed == f"{path}:2 has the format prompt_completion"
@@ -120,9 +116,7 @@ def test_a_file_of_several_formats_is_named_without_a_model(tmp_path: Path) -> N
     assert survey(str(path)).mixed == ""
 
 
-def test_rows_of_wrong_roles_fit_no_task_and_characters_are_those_of_texts(
-    tmp_path: Path,
-) -> None:
+def test_rows_of_wrong_roles_fit_no_task_and_characters_are_those_of_texts(tmp_path):
     path = tmp_path / "a.jsonl"
     turns = [{"role": "user", "content": "abcd"}, {"role": "assistant", "content": "ef"}]
     write_rows(path, [{"messages": turns}, {"messages": turns[1:]}])

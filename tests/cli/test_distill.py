@@ -41,9 +41,7 @@ def questions(tmp_path: Path) -> str:
     return "asked.jsonl"
 
 
-def test_it_writes_its_recipe_trains_and_tells_what_was_reached(
-    prompt: Path, questions: str, peftkit: Run, model_folder: Path
-) -> None:
+def test_it_writes_its_recipe_trains_and_reports(prompt, questions, peftkit, model_folder):
     more = ("--data", questions, "--base", model_folder, "--out", "out", *FEW)
     done = peftkit("distill", prompt, *more)
     assert (done.code, done.out) == (0, "out\n"), done.err
@@ -57,25 +55,23 @@ def test_it_writes_its_recipe_trains_and_tells_what_was_reached(
     assert peftkit("generate", "out", "--prompt", "what?", "--max-new-tokens", 2).code == 0
 
 
-def test_questions_that_are_not_there_are_told_before_anything_is_loaded(
-    prompt: Path, questions: str, peftkit: Run
-) -> None:
+def test_missing_questions_are_reported_early(prompt, questions, peftkit):
     done = peftkit("distill", prompt, "--data", "ask.jsonl", "--base", "nowhere", "--out", "out")
     assert done.code == 2
     assert questions in done.err
     assert not Path("out").exists()
 
 
-def test_without_questions_the_base_makes_some_and_shows_them(
-    prompt: Path, peftkit: Run, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_questions_the_base_generates_some_and_prints_them(
+    prompt, peftkit, model_folder, monkeypatch
+):
     monkeypatch.setattr(make_rows, "MAX_TOKENS", 24)  # a base of random weights rambles
     more = ("--base", model_folder, "--out", "out", "--questions", 16, *FEW)
     done = peftkit("distill", prompt, *more)
     assert done.code == 0, done.err
     lines = [json.loads(line) for line in Path("out/questions.jsonl").read_text().splitlines()]
     assert len({line["prompt"] for line in lines}) == len(lines) == 16
-    assert done.err.index("questions of the base") < done.err.index("The teacher's answers")
+    assert done.err.index("questions from the base") < done.err.index("The teacher's answers")
 
 
 @pytest.mark.parametrize(
@@ -83,9 +79,7 @@ def test_without_questions_the_base_makes_some_and_shows_them(
     [("", "is empty"), ("## User\nOne?\n", "user follows user")],
     ids=["empty", "no answer"],
 )
-def test_a_prompt_that_is_of_no_use_is_told_before_anything_is_loaded(
-    text: str, message: str, prompt: Path, questions: str, peftkit: Run
-) -> None:
+def test_an_unusable_prompt_is_reported_before_loading(text, message, prompt, questions, peftkit):
     prompt.write_text(text)
     done = peftkit("distill", prompt, "--data", questions, "--base", "nowhere", "--out", "out")
     assert done.code == 2

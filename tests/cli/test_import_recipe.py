@@ -73,7 +73,7 @@ def recipe_of(peftkit: Run, folder: Path, text: str) -> tuple[Recipe, list[str]]
     return load(folder / "ours.yaml"), lost
 
 
-def test_axolotl(peftkit: Run, tmp_path: Path) -> None:
+def test_axolotl(peftkit, tmp_path):
     recipe, lost = recipe_of(peftkit, tmp_path, AXOLOTL)
     assert (recipe.base.model, recipe.base.quantize) == ("org/model", "nf4")
     method = recipe.method.model_dump()
@@ -91,7 +91,7 @@ def test_axolotl(peftkit: Run, tmp_path: Path) -> None:
     ]
 
 
-def test_llama_factory(peftkit: Run, tmp_path: Path) -> None:
+def test_llama_factory(peftkit, tmp_path):
     (tmp_path / "data").mkdir()
     about = {"mine": {"file_name": "mine.json"}, "identity": {"hf_hub_url": "org/identity"}}
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(about))
@@ -110,9 +110,7 @@ def test_llama_factory(peftkit: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bits", "kind", "expected"), [(4, "fp4", "fp4"), (8, "nf4", "int8"), (None, "nf4", "none")]
 )
-def test_the_type_of_four_bits_counts_with_four_bits(
-    bits: int | None, kind: str, expected: str, peftkit: Run, tmp_path: Path
-) -> None:
+def test_the_type_of_four_bits_counts_with_four_bits(bits, kind, expected, peftkit, tmp_path):
     bit = f"quantization_bit: {bits}\n" if bits else ""
     text = LLAMA_FACTORY.replace("quantization_bit: 4\n", f"quantization_type: {kind}\n{bit}")
     recipe, lost = recipe_of(peftkit, tmp_path, text)
@@ -128,7 +126,7 @@ def test_the_type_of_four_bits_counts_with_four_bits(
         ("stage: kto\npref_beta: 0.2\n", "kto"),
     ],
 )
-def test_preferences(changes: str, loss: str, peftkit: Run, tmp_path: Path) -> None:
+def test_preferences(changes, loss, peftkit, tmp_path):
     text = LLAMA_FACTORY.replace("stage: sft\n", changes)
     recipe, lost = recipe_of(peftkit, tmp_path, text)
     task = recipe.task.model_dump()
@@ -153,7 +151,7 @@ mask_prompt: true
 """
 
 
-def test_iterations_of_mlx_lm_are_of_one_batch_each(peftkit: Run, tmp_path: Path) -> None:
+def test_iterations_of_mlx_lm_are_of_one_batch_each(peftkit, tmp_path):
     more = "grad_accumulation_steps: 8\nsave_every: 4\n"
     recipe, lost = recipe_of(peftkit, tmp_path, MLX_LM + more)
     train = recipe.train
@@ -163,14 +161,12 @@ def test_iterations_of_mlx_lm_are_of_one_batch_each(peftkit: Run, tmp_path: Path
     assert lost == ["lr_schedule.arguments"]
 
 
-def test_a_warmup_of_mlx_lm_that_is_longer_than_its_run_is_told(
-    peftkit: Run, tmp_path: Path
-) -> None:
+def test_an_mlx_lm_warmup_longer_than_its_run_is_reported(peftkit, tmp_path):
     _, lost = recipe_of(peftkit, tmp_path, MLX_LM + "grad_accumulation_steps: 16\n")
     assert sorted(lost) == ["lr_schedule.arguments", "lr_schedule.warmup"]  # 50 of 31 steps
 
 
-def test_mlx_lm(peftkit: Run, tmp_path: Path) -> None:
+def test_mlx_lm(peftkit, tmp_path):
     (tmp_path / "rows").mkdir()
     for name in ("train", "valid"):
         write_rows(tmp_path / "rows" / f"{name}.jsonl", [{"prompt": "a", "completion": "b"}])
@@ -188,7 +184,7 @@ def test_mlx_lm(peftkit: Run, tmp_path: Path) -> None:
     text = (tmp_path / "ours.yaml").read_text(encoding="utf-8")
     assert "gradient_accumulation" not in text, "only what was set is written"
     refused = peftkit("train", "theirs.yaml")
-    assert "It has the key fine_tune_type, as mlx-lm's YAML." in refused.err
+    assert "It has the key fine_tune_type, like the YAML of mlx-lm." in refused.err
 
 
 @pytest.mark.parametrize(
@@ -199,9 +195,7 @@ def test_mlx_lm(peftkit: Run, tmp_path: Path) -> None:
         ({"prompt": "Frage", "response": "Antwort"}, ["dataset_info.mine.columns", "template"]),
     ],
 )
-def test_columns_that_are_recognised_are_not_called_lost(
-    columns: dict[str, str], lost: list[str], peftkit: Run, tmp_path: Path
-) -> None:
+def test_recognised_columns_are_not_reported_as_lost(columns, lost, peftkit, tmp_path):
     (tmp_path / "data").mkdir()
     about = {"mine": {"file_name": "mine.json", "columns": columns}}
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(about))
@@ -219,7 +213,7 @@ def test_columns_that_are_recognised_are_not_called_lost(
         "model_name_or_path: [1]\ndataset: x\n",
     ],
 )
-def test_what_is_of_no_such_program_is_refused(text: str, peftkit: Run, tmp_path: Path) -> None:
+def test_what_is_of_no_such_program_is_refused(text, peftkit, tmp_path):
     (tmp_path / "theirs.yaml").write_text(text, encoding="utf-8")
     done = peftkit("import-recipe", "theirs.yaml", "--out", "ours.yaml")
     assert (done.code, done.out) == (2, "")
@@ -227,7 +221,7 @@ def test_what_is_of_no_such_program_is_refused(text: str, peftkit: Run, tmp_path
     assert not (tmp_path / "ours.yaml").exists()
 
 
-def test_every_line_of_the_table_leads_to_a_setting_of_ours() -> None:
+def test_every_line_of_the_table_leads_to_a_setting_of_ours():
     table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     tables = [
         table["both"],

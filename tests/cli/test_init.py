@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from peftkit.data.records import sources_of
-from peftkit.defaults import BATCHES, CONTRASTS, defaults_for
+from peftkit.defaults import BATCHES, CONTRASTIVE_BATCHES, defaults_for
 from peftkit.recipe import load
 from peftkit_cli.goals import GOALS
 from peftkit_cli.init import Size, recipe_text
@@ -20,9 +20,7 @@ from tests.helpers.folders import write_rows
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("task", GOALS)
-def test_every_recipe_is_valid_and_says_what_was_asked(
-    task: str, on_cpu: bool, tmp_path: Path
-) -> None:
+def test_every_recipe_is_valid_and_has_the_answers(task, on_cpu, tmp_path):
     text = recipe_text(
         task,
         data="my: rows.jsonl",
@@ -37,7 +35,9 @@ def test_every_recipe_is_valid_and_says_what_was_asked(
     assert recipe.task.type == {"kto": "preference"}.get(task, task)
     assert (recipe.base.model, recipe.data.train) == ("org/m", "my: rows.jsonl")
     assert recipe.method.start_from is None
-    rules = defaults_for(640, width=576, batches=CONTRASTS if task == "embedding" else BATCHES)
+    rules = defaults_for(
+        640, width=576, batches=CONTRASTIVE_BATCHES if task == "embedding" else BATCHES
+    )
     if task != "grpo":
         assert (recipe.train.epochs, recipe.train.batch_size) == (rules.epochs, rules.batch_size)
         assert recipe.train.num_steps(640) == rules.num_steps >= 100
@@ -51,13 +51,13 @@ def test_every_recipe_is_valid_and_says_what_was_asked(
     assert text.count("  # ") >= 4
 
 
-def test_options_answer_the_questions(peftkit: Run, tmp_path: Path, model_folder: Path) -> None:
+def test_options_answer_the_questions(peftkit, tmp_path, model_folder):
     write_rows(tmp_path / "rows.jsonl", [turn("a", f"b {n}") for n in range(9)])
     args = ("--data", "rows.jsonl", "--model", str(model_folder), "--memory", "12GB")
     done = peftkit("init", *args, "--task", "causal_lm")
     assert done[:2] == (0, "recipe.yaml\n"), done.err
     few, *lines = done.err.splitlines()
-    assert few == "note: 9 rows are few: a few hundred are a start."
+    assert few == "note: 9 rows are few; a few hundred are a good start."
     commands = [line.strip().removeprefix("Next: ") for line in lines]
     assert commands == [
         "peftkit check recipe.yaml",
@@ -86,16 +86,14 @@ TASK = ("--data", "rows.jsonl", "--task", "embedding")
         ((), "--data"),
         (("--data", "rows.jsonl", "--task", "embeding"), "Did you mean 'embedding'?"),
         (("--data", "absent.jsonl"), "absent.jsonl"),
-        (("--data", "rows.jsonl", "--task", "image_text"), "they suit: embedding"),
-        ((*TASK, "--memory", "smollm2-135m"), "It is neither a size above zero nor cpu."),
+        (("--data", "rows.jsonl", "--task", "image_text"), "tasks for them: embedding"),
+        ((*TASK, "--memory", "smollm2-135m"), "It is neither a positive size nor cpu."),
         ((*TASK, "--memory", "none"), "without a GPU: cpu."),
         ((*TASK, "--memory", "0"), "cannot use --memory '0'."),
-        ((*TASK, "--fields", "anchor,positive"), "The task embedding takes no names of fields."),
+        ((*TASK, "--fields", "anchor,positive"), "The task embedding does not accept field names."),
     ],
 )
-def test_what_is_missing_or_wrong_is_named(
-    options: tuple[str, ...], message: str, peftkit: Run, tmp_path: Path
-) -> None:
+def test_bad_answers_are_named(options, message, peftkit, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [{"anchor": "a", "positive": "b"}])
     done = peftkit("init", *options)
     assert (done.code, done.out) == (2, "")
@@ -103,9 +101,7 @@ def test_what_is_missing_or_wrong_is_named(
     assert not (tmp_path / "recipe.yaml").exists()
 
 
-def test_the_questions_name_what_the_rows_suit_first(
-    peftkit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_questions_suggest_the_task_of_the_rows(peftkit, tmp_path, monkeypatch):
     write_rows(tmp_path / "rows.jsonl", [{"anchor": "a", "positive": "b"}] * 120)
     questions: list[str] = []
 
@@ -123,14 +119,12 @@ def test_the_questions_name_what_the_rows_suit_first(
     assert (recipe.task.type, recipe.base.model) == ("embedding", "all-minilm-l6-v2")
 
 
-def test_columns_with_names_of_their_own_are_named_by_an_option(
-    peftkit: Run, tmp_path: Path
-) -> None:
+def test_columns_with_other_names_are_named_by_an_option(peftkit, tmp_path):
     rows = "".join(f"{n},Where is {n}?,On its way.\n" for n in range(30))
     (tmp_path / "own.csv").write_text("Ticket,Customer Message,Agent Reply\n" + rows)
     args = ("init", "--data", "own.csv", "--task", "causal_lm", "--model", "smollm2-135m")
     refused = peftkit(*args, "--memory", "cpu")
-    assert "peftkit init needs --fields READ,LEARNT" in refused.err
+    assert "peftkit init needs --fields INPUT,TARGET" in refused.err
     wrong = peftkit(*args, "--memory", "cpu", "--fields", "Customer,Agent Reply")
     assert "own.csv has the fields: Ticket, Customer Message, Agent Reply." in wrong.err
     done = peftkit(*args, "--memory", "12 GB", "--fields", "Customer Message,Agent Reply")
@@ -141,21 +135,21 @@ def test_columns_with_names_of_their_own_are_named_by_an_option(
     assert not recipe.data.packing
 
 
-def test_a_task_written_as_its_name_takes_settings_of_its_own(peftkit: Run, tmp_path: Path) -> None:
+def test_a_task_written_as_its_name_takes_settings_of_its_own(peftkit, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [turn("a", "b")])
     peftkit("init", "--data", "rows.jsonl", *("--task", "causal_lm"), "--model", "m", *CPU)
     overrides = ["task.prompt=Customer Message", "task.completion=Agent Reply"]
     assert load(tmp_path / "recipe.yaml", overrides).task.prompt == "Customer Message"
 
 
-def test_rows_that_cannot_be_read_suit_no_task(peftkit: Run, tmp_path: Path) -> None:
+def test_rows_that_cannot_be_read_suit_no_task(peftkit, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [{"messages": [{"role": "agent", "content": "a"}]}])
     done = peftkit("init", "--data", "rows.jsonl", "--task", "causal_lm")
-    assert "the rows of rows.jsonl suit no task." in done.err
+    assert "no task accepts the rows of rows.jsonl." in done.err
     assert "rows.jsonl:1: messages[0].role: unknown role 'agent'" in done.err
 
 
-def test_an_editor_finds_the_schema_beside_a_recipe(peftkit: Run, tmp_path: Path) -> None:
+def test_an_editor_finds_the_schema_beside_a_recipe(peftkit, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [turn("a", "b")])
     peftkit("init", "--data", "rows.jsonl", "--task", "causal_lm", "--model", "m", *CPU)
     first = (tmp_path / "recipe.yaml").read_text(encoding="utf-8").splitlines()[0]
@@ -164,9 +158,7 @@ def test_an_editor_finds_the_schema_beside_a_recipe(peftkit: Run, tmp_path: Path
     assert schema == peftkit("schema").out
 
 
-def test_a_prompt_and_its_completion_are_named_so_that_a_chat_model_chats(
-    peftkit: Run, tmp_path: Path
-) -> None:
+def test_prompt_and_completion_are_named_for_a_chat_model(peftkit, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "Why?", "answer": "So."}] * 3)
     args = ("init", "--data", "rows.jsonl", "--task", "sft", "--model", "m", *CPU)
     assert peftkit(*args).code == 0
@@ -183,24 +175,22 @@ def init_of_folder(peftkit: Run, tmp_path: Path, *names: str) -> Done:
     return peftkit("init", "--data", "plants", "--task", "causal_lm", "--model", "m", *CPU)
 
 
-def test_files_of_a_folder_are_told_apart_by_their_names(peftkit: Run, tmp_path: Path) -> None:
+def test_files_of_a_folder_are_told_apart_by_their_names(peftkit, tmp_path):
     done = init_of_folder(peftkit, tmp_path, "train", "valid", "test")
-    assert "train on: plants/train.jsonl; to evaluate on: plants/valid.jsonl." in done.err
+    assert "Training data: plants/train.jsonl; evaluation data: plants/valid.jsonl." in done.err
     recipe = load(tmp_path / "recipe.yaml")
     assert (recipe.data.train, recipe.data.eval) == ("plants/train.jsonl", "plants/valid.jsonl")
     assert recipe.train.output_dir == Path("runs/plants")
     shown = peftkit("data", "plants")
     assert "Data: plants/train.jsonl" in shown.out
-    assert "To evaluate on (data.eval): plants/valid.jsonl" in shown.err
+    assert "Evaluation data (data.eval): plants/valid.jsonl" in shown.err
     refused = peftkit("train", "plants")
-    assert "It is a folder of rows." in refused.err
+    assert "It is a folder with data files." in refused.err
     assert "peftkit init --data plants" in refused.err
 
 
 @pytest.mark.parametrize("names", ["0,1", "true,1e3", "null,-", "0x1f,.inf"])
-def test_names_that_yaml_reads_as_something_else_are_quoted(
-    names: str, peftkit: Run, tmp_path: Path
-) -> None:
+def test_names_special_to_yaml_are_quoted(names, peftkit, tmp_path):
     prompt, completion = names.split(",")
     write_rows(tmp_path / "12.jsonl", [{prompt: "Why is it so?", completion: "So."}] * 3)
     args = ("init", "--data", "12.jsonl", "--task", "causal_lm", "--model", "12", *CPU)
@@ -230,19 +220,17 @@ def test_names_that_yaml_reads_as_something_else_are_quoted(
         ),
     ],
 )
-def test_a_folder_is_read_as_its_files_are_named(
-    names: list[str], expected: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_folder_is_read_by_the_names_of_its_files(names, expected, tmp_path):
     for name in names:
         write_rows(tmp_path / f"{name}.jsonl", [turn("a", name)])
     found = {split: Path(place).name for split, place in splits_of(tmp_path).items()}
     assert found == {split: f"{name}.jsonl" for split, name in expected.items()}
 
 
-def test_all_shards_of_a_folder_are_read(peftkit: Run, tmp_path: Path) -> None:
+def test_all_shards_of_a_folder_are_read(peftkit, tmp_path):
     shards = ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001")
     done = init_of_folder(peftkit, tmp_path, *shards)
-    assert "train on: plants/train-*-of-*.jsonl" in done.err
+    assert "Training data: plants/train-*-of-*.jsonl" in done.err
     data = load(tmp_path / "recipe.yaml").data
     assert [Path(source.path).stem[:11] for source in sources_of(data)] == [
         "train-00000",
@@ -263,9 +251,7 @@ WITH_TOOLS = {
 }
 
 
-def test_rows_with_tools_get_a_template_that_writes_them(
-    peftkit: Run, tmp_path: Path, model_folder: Path
-) -> None:
+def test_tool_rows_get_a_tool_template(peftkit, tmp_path, model_folder):
     args = ("init", "--task", "causal_lm", "--model", model_folder, *CPU)
     write_rows(tmp_path / "calls.jsonl", [WITH_TOOLS] * 3)
     write_rows(tmp_path / "chats.jsonl", [turn("a", "b")] * 3)
@@ -275,9 +261,7 @@ def test_rows_with_tools_get_a_template_that_writes_them(
         assert load(tmp_path / f"{name}.yaml").data.chat_template == template
 
 
-def test_rows_are_as_long_as_the_base_reads(
-    peftkit: Run, tmp_path: Path, model_folder: Path
-) -> None:
+def test_max_length_is_that_of_the_base(peftkit, tmp_path, model_folder):
     write_rows(tmp_path / "rows.jsonl", [turn("a", "b")])
     args = ("--data", "rows.jsonl", "--task", "causal_lm", "--model", model_folder)
     peftkit("init", *args, *CPU)
@@ -285,9 +269,7 @@ def test_rows_are_as_long_as_the_base_reads(
     assert load(tmp_path / "recipe.yaml").data.max_length == min(limit, 2_048)
 
 
-def test_a_wrong_answer_is_asked_again(
-    peftkit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_answer_repeats_its_question(peftkit, tmp_path, monkeypatch):
     rows = "".join(f"{n},Where is order {n}?,It is on its way.\n" for n in range(60))
     (tmp_path / "own.csv").write_text("Ticket,Customer Message,Agent Reply\n" + rows)
     answers = iter(["absent.csv", "own.csv", "sing", "sft", "Ticket", "", "smollm2", "cpu", "m"])
@@ -302,7 +284,7 @@ def test_a_wrong_answer_is_asked_again(
     done = peftkit("init")
     assert done.code == 0, done.err
     assert len(asked) == 9
-    assert "there is no task 'sing' here." in done.err
+    assert "there is no task 'sing'." in done.err
     assert asked[5][1] == "Customer Message,Agent Reply"
     recipe = load(tmp_path / "recipe.yaml")
     assert (recipe.task.prompt, recipe.task.completion) == ("Customer Message", "Agent Reply")

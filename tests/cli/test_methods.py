@@ -14,7 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from peftkit.adapter import attach
 from peftkit.methods.table import METHODS
 from peftkit_cli.inspect import method_facts, method_rows
-from tests.helpers.command_line import Run
 from tests.helpers.families import ARCHITECTURES
 
 README = Path(__file__).parents[2] / "README.md"
@@ -34,7 +33,7 @@ def on_meta(build) -> nn.Module:
         return build()
 
 
-def test_the_readme_has_the_table_of_smollm2() -> None:
+def test_the_readme_has_the_table_of_smollm2():
     model = on_meta(lambda: LlamaForCausalLM(SMOLLM2))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     assert round(num_parameters / 1e6, 1) == 134.5
@@ -58,7 +57,7 @@ def test_the_readme_has_the_table_of_smollm2() -> None:
     }
 
 
-def test_inspect_shows_what_each_method_would_train(peftkit: Run, model_folder: Path) -> None:
+def test_inspect_shows_what_each_method_would_train(peftkit, model_folder):
     done = peftkit("inspect", model_folder, "--json")
     assert (done.code, done.err) == (0, "")
     facts = {row["method"]: row for row in json.loads(done.out)["methods"]}
@@ -74,7 +73,7 @@ def test_inspect_shows_what_each_method_would_train(peftkit: Run, model_folder: 
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "vit"])
-def test_a_skeleton_of_any_kind_has_its_table(name: str) -> None:
+def test_a_skeleton_of_any_kind_has_its_table(name):
     model = on_meta(ARCHITECTURES[name])
     before = {path: type(module) for path, module in model.named_modules()}
     facts = list(method_facts(model))

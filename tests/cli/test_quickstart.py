@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from peftkit_cli import about
-from tests.helpers.command_line import Run
 
 
-def test_it_trains_and_measures_before_and_after(
-    peftkit: Run, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_trains_and_measures_before_and_after(peftkit, model_folder, tmp_path, monkeypatch):
     small = tmp_path / "recipes"
     small.mkdir()
     shipped = about.recipes_folder()

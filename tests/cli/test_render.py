@@ -55,7 +55,7 @@ def live(happened: list[Event], *, transient: bool = False) -> str:
     return console.file.getvalue()
 
 
-def test_a_log_tells_every_fact_in_one_line_each() -> None:
+def test_a_log_tells_every_fact_in_one_line_each():
     lines = plain(RUN)
     text = "\n".join(lines)
     assert lines[0] == "Loading the base"
@@ -68,7 +68,7 @@ def test_a_log_tells_every_fact_in_one_line_each() -> None:
     assert lines[-1] == "Done: 100 steps in 1:15; loss 0.02 (mean of the last 10 steps)"
 
 
-def test_a_log_holds_the_first_and_last_step_and_few_between() -> None:
+def test_a_log_holds_the_first_and_last_step_and_few_between():
     steps = [line for line in plain(RUN) if line.startswith("step ")]
     assert steps[0].startswith("step 1/100  loss 2.0000  lr 2.00e-04  grad 0.25  epoch 0.02")
     assert steps[-1].startswith("step 100/100  loss 0.0200")
@@ -76,12 +76,12 @@ def test_a_log_holds_the_first_and_last_step_and_few_between() -> None:
     assert 40 <= len(steps) <= 60
 
 
-def test_a_slow_run_gives_a_sign_of_life_every_minute() -> None:
+def test_a_slow_run_gives_a_sign_of_life_every_minute():
     slow = plain([step(number, num_steps=100_000) for number in range(2, 22)], seconds_each=20.0)
     assert [line.split("/")[0] for line in slow] == [f"step {n}" for n in (4, 7, 10, 13, 16, 19)]
 
 
-def test_a_log_has_tenths_of_a_long_piece_of_work_and_none_of_a_short_one() -> None:
+def test_a_log_has_tenths_of_a_long_piece_of_work_and_none_of_a_short_one():
     work: list[Event] = [events.Progress("Encoding", done, 1000) for done in range(1001)]
     lines = plain(work, seconds_each=1.0)
     assert len(lines) == 11
@@ -89,14 +89,14 @@ def test_a_log_has_tenths_of_a_long_piece_of_work_and_none_of_a_short_one() -> N
     assert plain(work, seconds_each=0.004) == []
 
 
-def test_a_terminal_keeps_what_is_done() -> None:
+def test_a_terminal_keeps_what_is_done():
     text = live(RUN)
     assert "✓ Loading the base" in text
     assert "100/100" in text
     assert "saved checkpoint" in text
 
 
-def test_figures_of_a_step_and_what_is_left_fit_80_columns() -> None:
+def test_figures_of_a_step_and_what_is_left_fit_80_columns():
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     screen = LiveScreen(console, console, transient=False)
     screen.on_event(step(7))
@@ -109,7 +109,7 @@ def test_figures_of_a_step_and_what_is_left_fit_80_columns() -> None:
     assert shown.get().rstrip().endswith("7/100  3:07 left")
 
 
-def test_figures_in_a_table_stay_whole_on_a_narrow_terminal() -> None:
+def test_figures_in_a_table_stay_whole_on_a_narrow_terminal():
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     names = ", ".join(["post_attention_layernorm"] * 6)
     table = events.Table(
@@ -127,13 +127,13 @@ def test_figures_in_a_table_stay_whole_on_a_narrow_terminal() -> None:
     assert "parameters" in lines[1], "a heading is not cut either"
 
 
-def test_brackets_in_texts_are_no_markup() -> None:
+def test_brackets_in_texts_are_no_markup():
     happened: list[Event] = [events.Stage("Reading [red]x[/red].jsonl"), events.Stage("next")]
     assert "Reading [red]x[/red].jsonl" in live(happened)
     assert plain(happened)[0] == "Reading [red]x[/red].jsonl"
 
 
-def test_a_stage_that_broke_off_is_not_shown_as_done() -> None:
+def test_a_stage_that_broke_off_is_not_shown_as_done():
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
     screen = LiveScreen(console, console, transient=False)
     screen.start()
@@ -142,9 +142,7 @@ def test_a_stage_that_broke_off_is_not_shown_as_done() -> None:
     assert "✓" not in console.file.getvalue()
 
 
-def test_only_the_first_process_draws(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_the_main_process_draws(monkeypatch, capsys):
     for rank, lines in (("1", []), ("0", ["Loading"])):
         monkeypatch.setenv("RANK", rank)
         with Renderer() as on_event:
@@ -173,11 +171,11 @@ def test_only_the_first_process_draws(
         (figures.metric("eval/perplexity", 1.0007512, 3), "1.000751"),
     ],
 )
-def test_figures_as_texts(figure: str, text: str) -> None:
+def test_figures_as_texts(figure, text):
     assert figure == text
 
 
-def test_the_header_shows_in_one_line_what_computes_the_model() -> None:
+def test_the_header_shows_in_one_line_what_computes_the_model():
     started = events.RunStarted(100, 0, 1500, 4_884_480, 139_400_000, "cpu", "blocks: compiled")
     line, how = (render.describe(started) or "").splitlines()
     assert line.endswith("1,500 rows, 100 steps")

@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
 
 from peftkit.errors import AdapterError
 from peftkit_cli.talk import named_adapters
-from tests.helpers.command_line import Run, start
+from tests.helpers.command_line import start
 
 pytest.importorskip("uvicorn", reason="the extra peftkit[serve] is not installed")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
-def test_a_server_prints_its_address_answers_and_ends_on_ctrl_c(trained: Path) -> None:
+def test_a_server_prints_its_address_answers_and_ends_on_ctrl_c(trained):
     process = start("serve", "demo=runs/demo", "--port", "0", cwd=trained)
     try:
         assert process.stdout is not None
@@ -44,7 +43,7 @@ def test_a_server_prints_its_address_answers_and_ends_on_ctrl_c(trained: Path) -
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGTERM")
-def test_sigterm_ends_an_answer_and_the_server_without_a_traceback(trained: Path) -> None:
+def test_sigterm_ends_an_answer_and_the_server_without_a_traceback(trained):
     process = start("serve", "demo=runs/demo", "--port", "0", cwd=trained)
     try:
         assert process.stdout is not None
@@ -63,7 +62,7 @@ def test_sigterm_ends_an_answer_and_the_server_without_a_traceback(trained: Path
     assert "Traceback" not in err
 
 
-def test_runs_are_named_after_their_folders_or_as_asked(tmp_path: Path) -> None:
+def test_runs_are_named_after_their_folders_or_as_asked(tmp_path):
     for name in ("json", "sql"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").touch()
@@ -73,13 +72,13 @@ def test_runs_are_named_after_their_folders_or_as_asked(tmp_path: Path) -> None:
         named_adapters([str(json_run), f"json={sql_run}"])
 
 
-def test_a_run_that_is_not_there_is_told(peftkit: Run) -> None:
+def test_a_run_that_is_not_there_is_told(peftkit):
     done = peftkit("serve", "./nowhere")
     assert (done.code, done.out) == (2, "")
     assert "./nowhere" in done.err
 
 
-def test_any_other_host_needs_a_key(peftkit: Run, tmp_path: Path) -> None:
+def test_any_other_host_needs_a_key(peftkit, tmp_path):
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "adapter_config.json").touch()
     done = peftkit("serve", "demo", "--host", "0.0.0.0", "--port", "0")

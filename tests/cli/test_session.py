@@ -30,7 +30,7 @@ def inside(trained: Path, peftkit: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     return peftkit
 
 
-def test_train_prints_the_folder_and_tells_the_rest_on_stderr(trained: Path) -> None:
+def test_train_prints_the_folder_and_tells_the_rest_on_stderr(trained):
     assert (trained / "out.txt").read_text() == "runs/demo\n"
     output = (trained / "err.txt").read_text()
     for line in ("Training ", "step 8/8  loss ", "eval at step 8: ", "saved adapter: runs/demo"):
@@ -48,9 +48,7 @@ def test_train_prints_the_folder_and_tells_the_rest_on_stderr(trained: Path) -> 
     assert {"recipe.yaml", "run.json", "metrics.jsonl", "checkpoints", "report.html"} <= names
 
 
-def test_train_on_a_finished_run_is_refused_unless_told_to_overwrite(
-    project: Path, peftkit: Run
-) -> None:
+def test_train_on_a_finished_run_requires_overwrite(project, peftkit):
     steps = ("--set", "train.max_steps=1", "--out", "a: run")
     assert peftkit("train", "recipe.yaml", *steps)[:2] == (0, "a: run\n")
     before = (project / "a: run" / "adapter_model.safetensors").read_bytes()
@@ -63,7 +61,7 @@ def test_train_on_a_finished_run_is_refused_unless_told_to_overwrite(
     assert (project / "a: run" / "adapter_model.safetensors").read_bytes() != before
 
 
-def test_resume_refuses_changes_that_are_not_allowed(project: Path, peftkit: Run) -> None:
+def test_resume_refuses_changes_that_are_not_allowed(project, peftkit):
     train = ("train", "recipe.yaml", "--set", "train.save_every=2")
     assert peftkit(*train, "--set", "train.max_steps=2").code == 0
     refused = peftkit(*train, "--set", "train.max_steps=4", "--resume")
@@ -78,7 +76,7 @@ def test_resume_refuses_changes_that_are_not_allowed(project: Path, peftkit: Run
     assert "step 2/4" not in allowed.err
 
 
-def test_a_finished_run_gives_its_recipe_to_another(inside: Run, tmp_path: Path) -> None:
+def test_a_finished_run_gives_its_recipe_to_another(inside, tmp_path):
     done = inside(
         *("train", "--from", "runs/demo", "--set", "train.max_steps=2"),
         *("--set", "train.eval_every=null", "--out", tmp_path / "other"),
@@ -94,13 +92,11 @@ def test_a_finished_run_gives_its_recipe_to_another(inside: Run, tmp_path: Path)
         assert "ConfigError: " in refused.err
 
 
-def test_check_shows_the_rows_as_the_loss_sees_them_and_writes_nothing(
-    project: Path, peftkit: Run
-) -> None:
+def test_check_shows_rows_as_the_loss_sees_them_without_writes(project, peftkit):
     before = sorted(project.rglob("*"))
     done = peftkit("check", "recipe.yaml")
     assert done.code == 0
-    assert (done.out + done.err).count("All is well") == 1
+    assert (done.out + done.err).count("Ready to train") == 1
     title = next(line for line in done.out.splitlines() if line.startswith("train.jsonl:1"))
     assert title.endswith("as the loss sees it")
     learnt = [line for line in done.out.splitlines() if line.strip().startswith("learnt  ")]
@@ -109,7 +105,7 @@ def test_check_shows_the_rows_as_the_loss_sees_them_and_writes_nothing(
     assert sorted(project.rglob("*")) == before
 
 
-def test_check_shows_two_documents_of_packed_rows(project: Path, peftkit: Run) -> None:
+def test_check_shows_two_documents_of_packed_rows(project, peftkit):
     overrides = ("--set", "data.max_length=256", "--set", "data.packing=true")
     done = peftkit("check", "recipe.yaml", *overrides)
     titles = [line for line in done.out.splitlines() if line.endswith("as the loss sees it")]
@@ -120,7 +116,7 @@ def test_check_shows_two_documents_of_packed_rows(project: Path, peftkit: Run) -
     assert all(line.startswith("note: ") for line in quiet.err.splitlines())
 
 
-def test_check_says_that_a_run_is_too_short(project: Path, peftkit: Run) -> None:
+def test_check_says_that_a_run_is_too_short(project, peftkit):
     write_rows(project / "few.jsonl", [turn(f"what is {n}?", f"the dog {n}") for n in range(40)])
     more = ("--set", "data.train=few.jsonl", "--set", "train.max_steps=null")
     packed = ("--set", "data.packing=true", "--set", "train.batch_size=16")
@@ -128,12 +124,12 @@ def test_check_says_that_a_run_is_too_short(project: Path, peftkit: Run) -> None
     assert "note: This run is too short to learn: " in done.err
     assert "(40 documents, packed)" in done.err
     assert "--set data.packing=false --set train.batch_size=4" in done.err
-    assert "All is well" not in done.err
+    assert "Ready to train" not in done.err
     cured = peftkit("check", "recipe.yaml", *more, "--set", "train.batch_size=4")
-    assert "All is well: 40 rows, 30 optimizer steps." in cured.err
+    assert "Ready to train: 40 rows, 30 optimizer steps." in cured.err
 
 
-def test_generate_prints_the_completion_and_nothing_else(inside: Run, trained: Path) -> None:
+def test_generate_prints_the_completion_and_nothing_else(inside, trained):
     opened = open_adapter(trained / "runs" / "demo")
     (expected,) = generate(
         opened.base.model, opened.base.tokenizer, ASKED, style=opened.style, max_new_tokens=12
@@ -145,13 +141,13 @@ def test_generate_prints_the_completion_and_nothing_else(inside: Run, trained: P
     assert bare != [expected], "the adapter takes part"
 
 
-def test_a_seed_repeats_a_sampled_completion(inside: Run) -> None:
+def test_a_seed_repeats_a_sampled_completion(inside):
     sample = ("generate", "runs/demo", "--prompt", ASKED, "--temperature", 2, "--seed")
     first, second, other = inside(*sample, 1), inside(*sample, 1), inside(*sample, 2)
     assert first.out == second.out != other.out
 
 
-def test_a_prompt_can_come_from_stdin(inside: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_can_come_from_stdin(inside, monkeypatch):
     output = inside("generate", "runs/demo", "--prompt", ASKED).out
     monkeypatch.setattr("sys.stdin", StringIO(ASKED + "\n"))
     assert inside("generate", "runs/demo", "--prompt", "-").out == output
@@ -159,9 +155,7 @@ def test_a_prompt_can_come_from_stdin(inside: Run, monkeypatch: pytest.MonkeyPat
     assert inside("generate", "runs/demo", "--prompt", "-").code == 2
 
 
-def test_chat_answers_with_adapter_and_base_in_turn(
-    inside: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_alternates_adapter_and_base(inside, monkeypatch):
     lines = [
         ASKED, "/reset", "/base", ASKED, "/reset", "/adapter", ASKED, "/bas", "/help", "", "/quit",
         "never asked",
@@ -176,7 +170,7 @@ def test_chat_answers_with_adapter_and_base_in_turn(
     assert ">" not in done.out, "no prompts where there is no terminal"
 
 
-def test_eval_measures_and_speaks_json(inside: Run) -> None:
+def test_eval_measures_and_speaks_json(inside):
     done = inside("eval", "runs/demo", "--data", "eval.jsonl")
     assert done.code == 0
     names = [line.split("  ")[0] for line in done.out.splitlines()]
@@ -199,9 +193,7 @@ def test_eval_measures_and_speaks_json(inside: Run) -> None:
     )  # of rounded figures
 
 
-def test_merge_writes_a_model_that_transformers_loads(
-    inside: Run, trained: Path, tmp_path: Path
-) -> None:
+def test_transformers_loads_a_merged_model(inside, trained, tmp_path):
     done = inside("merge", "runs/demo", "--out", tmp_path / "merged", "--dtype", "fp32")
     assert done[:2] == (0, f"{tmp_path / 'merged'}\n"), done.err
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -215,7 +207,7 @@ def test_merge_writes_a_model_that_transformers_loads(
     assert "OutputError: " in taken.err
 
 
-def test_inspect_tells_what_an_adapter_is(inside: Run, model_folder: Path) -> None:
+def test_inspect_tells_what_an_adapter_is(inside, model_folder):
     facts = json.loads(inside("inspect", "runs/demo", "--json").out)
     assert (facts["kind"], facts["type"], facts["rank"], facts["alpha"]) == (
         "adapter",
@@ -234,7 +226,7 @@ def test_inspect_tells_what_an_adapter_is(inside: Run, model_folder: Path) -> No
     assert "model.layers.*.self_attn.q_proj" in output.out
 
 
-def test_inspect_tells_the_roles_of_a_model(inside: Run, model_folder: Path) -> None:
+def test_inspect_tells_the_roles_of_a_model(inside, model_folder):
     facts = json.loads(inside("inspect", model_folder, "--json").out)
     assert (facts["kind"], facts["num_blocks"]) == ("model", 2)
     groups = {group["role"]: group for group in facts["modules"]}
@@ -251,9 +243,7 @@ def test_inspect_tells_the_roles_of_a_model(inside: Run, model_folder: Path) -> 
 
 @pytest.mark.slow  # tests/reliability has one that is quicker
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_the_run_and_has_its_exit_code(
-    number: signal.Signals, code: int, project: Path
-) -> None:
+def test_a_signal_saves_the_run_and_exits(number, code, project):
     endless = ("--set", "train.max_steps=100000", "--set", "train.eval_every=null")
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for what it starts by &
     process = start("train", "recipe.yaml", *endless, cwd=project)
@@ -287,7 +277,7 @@ WRONG_RECIPES: dict[str, tuple[list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_RECIPES)
-def test_wrong_input_is_told_with_exit_code_2(wrong: str, project: Path, peftkit: Run) -> None:
+def test_wrong_input_is_told_with_exit_code_2(wrong, project, peftkit):
     command = "train" if len(wrong) % 2 else "check"
     write_rows(
         project / "unanswered.jsonl", [turn("a", "b"), {"messages": turn("a", "b")["messages"][:1]}]
@@ -305,9 +295,7 @@ def test_wrong_input_is_told_with_exit_code_2(wrong: str, project: Path, peftkit
 
 
 @pytest.mark.parametrize(("command", "out"), [("train", "eval.jsonl/run"), ("check", "eval.jsonl")])
-def test_an_output_folder_that_cannot_be_is_told_before_the_base_is_loaded(
-    out: str, command: str, project: Path, peftkit: Run
-) -> None:
+def test_an_invalid_output_folder_is_reported_before_loading(out, command, project, peftkit):
     before = (project / "eval.jsonl").read_bytes()
     done = peftkit(command, "recipe.yaml", "--set", f"train.output_dir={out}")
     assert (done.code, done.out) == (2, "")
@@ -316,7 +304,7 @@ def test_an_output_folder_that_cannot_be_is_told_before_the_base_is_loaded(
     assert (project / "eval.jsonl").read_bytes() == before
 
 
-def test_every_error_of_a_recipe_comes_at_once_with_its_line(project: Path, peftkit: Run) -> None:
+def test_every_error_of_a_recipe_comes_at_once_with_its_line(project, peftkit):
     text = (project / "recipe.yaml").read_text().replace("rank: 4", "rnk: 4")
     (project / "recipe.yaml").write_text(text.replace("max_steps: 8", "max_steps: eight"))
     done = peftkit("train", "recipe.yaml", "--set", "train.seed=-1")
@@ -325,9 +313,7 @@ def test_every_error_of_a_recipe_comes_at_once_with_its_line(project: Path, peft
         assert part in done.err
 
 
-def test_an_adapter_for_another_base_needs_force(
-    inside: Run, tmp_path: Path, model_folder: Path
-) -> None:
+def test_another_base_requires_force(inside, tmp_path, model_folder):
     other = tmp_path / "other"
     shutil.copytree(model_folder, other)
     torch.manual_seed(5)
@@ -343,9 +329,7 @@ def test_an_adapter_for_another_base_needs_force(
     assert inside("generate", "runs/demo", *args, "--force").code == 0
 
 
-def test_an_adapter_without_its_tensors_or_with_a_pickle_is_refused(
-    inside: Run, trained: Path, tmp_path: Path
-) -> None:
+def test_missing_tensors_or_pickles_refused(inside, trained, tmp_path):
     folder = tmp_path / "bare"
     folder.mkdir()
     for name in ("adapter_config.json", "peftkit.json"):
@@ -359,9 +343,7 @@ def test_an_adapter_without_its_tensors_or_with_a_pickle_is_refused(
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
-def test_a_full_disk_behind_stdout_is_no_success(
-    peftkit: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_at_stdout_is_an_error(peftkit, monkeypatch):
     full = open("/dev/full", "w")  # noqa: SIM115 - closing it fails as writing does
     monkeypatch.setattr("sys.stdout", full)
     done = peftkit("recipes", "show", "dora")

@@ -22,7 +22,6 @@ from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM, CausalLMConfig
 from peftkit_cli.conversation import Conversation
 from tests.helpers.chat_templates import TEMPLATES
-from tests.helpers.command_line import Run
 from tests.helpers.folders import write_rows
 
 SYSTEM = 'You sell "foxes" 🦊.\nBe short.'
@@ -71,9 +70,7 @@ def opened(folder: Path) -> Opened:
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "opens_think"])
-def test_chat_sends_what_each_row_begins_with(
-    name: str, tmp_path: Path, model_folder: Path
-) -> None:
+def test_chat_sends_the_common_prompt(name, tmp_path, model_folder):
     (tmp_path / "mine.jinja").write_text(TEMPLATES[name], encoding="utf-8")
     rows = [conversation(question) for question in QUESTIONS]
     template = str(tmp_path / "mine.jinja")
@@ -86,9 +83,7 @@ def test_chat_sends_what_each_row_begins_with(
         assert row.labels[len(ids)] != -100
 
 
-def test_rows_that_differ_in_their_system_prompt_leave_none(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_differing_system_prompts_are_not_stored(tmp_path, model_folder):
     same, other = [conversation("a b")], [conversation("c d", "Be long.")]
     (tmp_path / "one").mkdir()
     learnt(tmp_path / "one", model_folder, "chatml", [*same, *other], same)
@@ -125,9 +120,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 TURN = "<|im_start|>system\n"
 
 
-def test_chat_begins_with_the_system_prompt_of_training_until_another_is_given(
-    adapter: Path, peftkit: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_starts_with_the_training_prompt(adapter, peftkit, monkeypatch):
     prompts = sent(monkeypatch)
     typed(monkeypatch, "a", "/system Be long.", "b", '/system ""', "c", "/system", "/base", "d")
     done = peftkit("chat", adapter)
@@ -145,9 +138,7 @@ def test_chat_begins_with_the_system_prompt_of_training_until_another_is_given(
     assert "as in training" not in done.err
 
 
-def test_generate_says_which_system_prompt_it_uses(
-    adapter: Path, peftkit: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generate_reports_its_system_prompt(adapter, peftkit, monkeypatch):
     styles = []
 
     def generate(model: Any, tokenizer: Any, prompt: str, *, style: Style, **settings: Any) -> Any:
@@ -162,9 +153,7 @@ def test_generate_says_which_system_prompt_it_uses(
     assert [style.system for style in styles] == [SYSTEM, None]
 
 
-def test_a_system_prompt_that_nothing_reads_is_refused(
-    tmp_path: Path, model_folder: Path, peftkit: Run
-) -> None:
+def test_an_unused_prompt_is_refused(tmp_path, model_folder, peftkit):
     rows = [conversation("a", None)]
     (tmp_path / "deaf.jinja").write_text(
         TEMPLATES["chatml"].replace(
@@ -178,9 +167,7 @@ def test_a_system_prompt_that_nothing_reads_is_refused(
     assert "The chat template omits it" in done.err
 
 
-def test_eval_reads_rows_without_a_system_turn_with_that_of_training(
-    adapter: Path, tmp_path: Path, peftkit: Run
-) -> None:
+def test_eval_fills_in_the_training_prompt(adapter, tmp_path, peftkit):
     write_rows(tmp_path / "with.jsonl", [conversation("what?")])
     write_rows(tmp_path / "without.jsonl", [conversation("what?", None)])
     told, bare = (
@@ -188,10 +175,10 @@ def test_eval_reads_rows_without_a_system_turn_with_that_of_training(
         for name in ("with", "without")
     )
     assert json.loads(told.out) == json.loads(bare.out)
-    assert "Rows without a system turn are read with that of training" in bare.err
+    assert "Rows without a system turn use the system prompt of training" in bare.err
 
 
-def test_a_banks_prompts_begin_with_the_system_prompt_of_training(adapter: Path) -> None:
+def test_a_banks_prompts_begin_with_the_system_prompt_of_training(adapter):
     bank = open_bank({"foxes": adapter})
     tokenizer, style = bank.base.tokenizer, bank.style("foxes")
     ids = prompt_ids(tokenizer, [{"role": "user", "content": "a"}], style)
@@ -201,8 +188,8 @@ def test_a_banks_prompts_begin_with_the_system_prompt_of_training(adapter: Path)
 
 
 def test_several_lines_are_one_message_and_a_conversation_is_saved_as_a_row(
-    adapter: Path, tmp_path: Path, peftkit: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    adapter, tmp_path, peftkit, monkeypatch
+):
     prompts = sent(monkeypatch)
     lines = ["/save a.jsonl", '"""/one', "", 'two"""', "/save", "/save no/a.jsonl"]
     typed(monkeypatch, *lines, "/save a.jsonl", "three", "/save a.jsonl")
@@ -222,7 +209,7 @@ def test_several_lines_are_one_message_and_a_conversation_is_saved_as_a_row(
     ]
 
 
-def test_help_fits_80_columns(adapter: Path, peftkit: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_fits_80_columns(adapter, peftkit, monkeypatch):
     typed(monkeypatch, "/help")
     err = peftkit("chat", adapter).err
     assert "/save FILE" in err

@@ -20,7 +20,6 @@ from peftkit.train import checkpoint_files
 from peftkit.train.metrics import peak_bytes
 from peftkit_cli import about
 from peftkit_cli.app import main
-from tests.helpers.command_line import Run
 
 MODULES = ("fcntl", "resource", "readline", "termios", "pwd", "grp")
 
@@ -62,9 +61,7 @@ def without_posix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_posix")
-def test_a_project_is_trained_merged_and_talked_to(
-    project: Path, peftkit: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_project_is_trained_merged_and_used_in_chat(project, peftkit, monkeypatch):
     assert free_bytes() is None
     short = ("--set", "train.max_steps=2", "--set", "train.save_every=1")
     done = peftkit("train", "recipe.yaml", *short, "--set", "base.quantize=nf4")
@@ -82,9 +79,7 @@ def test_a_project_is_trained_merged_and_talked_to(
 
 
 @pytest.mark.usefixtures("without_posix")
-def test_a_terminal_without_readline_can_chat(
-    project: Path, peftkit: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_without_readline(project, peftkit, monkeypatch):
     from peftkit_cli.conversation import Conversation
 
     lines = iter(["hello"])
@@ -101,13 +96,13 @@ def test_a_terminal_without_readline_can_chat(
 
 
 @pytest.mark.usefixtures("without_posix")
-def test_what_the_system_does_not_tell_is_zero() -> None:
+def test_what_the_system_does_not_tell_is_zero():
     import torch
 
     assert peak_bytes(torch.device("cpu")) == 0
 
 
-def test_what_a_pipe_cannot_hold_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_pipe_cannot_hold_is_replaced(monkeypatch):
     """On Windows a pipe has the code page of the machine: no lines of tables, no smileys."""
     pipe = TextIOWrapper(BytesIO(), encoding="cp1252")
     monkeypatch.setattr("sys.stdout", pipe)
@@ -119,7 +114,7 @@ def test_what_a_pipe_cannot_hold_is_replaced(monkeypatch: pytest.MonkeyPatch) ->
     assert b"dora" in pipe.buffer.getvalue()  # type: ignore[attr-defined]
 
 
-def test_on_windows_no_other_process_is_signalled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_windows_no_other_process_is_signalled(monkeypatch):
     def killed(pid: int, number: int) -> None:
         raise AssertionError("there any signal ends the process")
 

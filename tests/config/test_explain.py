@@ -13,7 +13,7 @@ from peftkit.recipe import Recipe
 from tests.helpers.small_recipe import DATA, Whole, read, refuse
 
 
-def test_every_error_is_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+def test_every_error_is_told_at_once_in_the_order_of_the_file(tmp_path):
     text = """\
 method: {type: low, rank: 0, tragets: [q]}
 data:
@@ -34,7 +34,7 @@ trian: {}
         "recipe.yaml:3: data.train: should be a path; found 3",
         "recipe.yaml:4: data.packing: should be true or false; found the text 'yes'",
         "recipe.yaml:6: train.lr: unknown key. Did you mean 'learning_rate'?",
-        "recipe.yaml:8: train.epochs: is given twice, first at line 7; keep one",
+        "recipe.yaml:8: train.epochs: is given twice, first in line 7; keep one",
         "recipe.yaml:9: train.batch_size: should be a valid integer; found 3.0",
         "recipe.yaml:10: train.num_train_epochs: unknown key. Did you mean 'epochs'?",
         "recipe.yaml:11: train.rank: unknown key. Did you mean 'method.rank'?",
@@ -64,25 +64,22 @@ trian: {}
         ("method: {type: low, magnitude: true}", "method.magnitude: unknown key"),
         ("train: {learning_rate: .nan}", "train.learning_rate: should be a finite number"),
         ("train: {epochs: 9" + "9" * 5000 + "}", "train.epochs: should be a valid integer; found"),
-        (
-            "train: {max_steps: x}",
-            "train.max_steps: should be a valid integer or 'auto'",
-        ),
+        ("train: {max_steps: x}", "train.max_steps: should be a valid integer or 'auto'"),
         ("train: {max_steps: 13}", "train: 13 is no number of steps. Take 12."),
         ("train: {log_to: [wandbb]}", "train.log_to[0]: should be 'wandb' or 'trackio'; found the"),
         ("train: {schedule: ''}", "should have at least 1 character; found the text ''"),
         ("train:", "train: should be a section (keys with values); found nothing (null)"),
-        ("<<: {a: 1}", "<<: unknown key. Known here: task, method, data, train"),
+        ("<<: {a: 1}", "<<: unknown key. Keys of this section: task, method, data, train"),
         ("'1': x\n1: x", "1: a key must be text; put it in quotes: '1'"),
     ],
 )
-def test_a_wrong_value_is_told_in_plain_words(tmp_path: Path, section: str, message: str) -> None:
+def test_a_wrong_value_is_told_in_plain_words(tmp_path, section, message):
     lines = refuse(tmp_path, f"{DATA}{section}\n")
     assert any(message in line for line in lines)
     assert re.match(r"recipe.yaml:[23]: ", lines[0])
 
 
-def test_a_missing_section_is_told_with_the_file(tmp_path: Path) -> None:
+def test_a_missing_section_is_told_with_the_file(tmp_path):
     assert refuse(tmp_path, "task: causal_lm") == ["recipe.yaml: data: is required and missing"]
 
 
@@ -101,37 +98,35 @@ def test_a_missing_section_is_told_with_the_file(tmp_path: Path) -> None:
         ("[" * 500_000, "1: nested too deeply"),
     ],
 )
-def test_text_that_is_no_recipe_is_told_with_its_line(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_invalid_recipes_report_their_line(tmp_path, text, message):
     (line,) = refuse(tmp_path, text)
     assert re.match(f"recipe.yaml:{message}", line)
 
 
-def test_many_errors_are_counted_and_large_files_refused(tmp_path: Path) -> None:
+def test_many_errors_are_counted_and_large_files_refused(tmp_path):
     assert "1,951 more" in refuse(tmp_path, "a: 1\n" * 2000)[-1]
     with pytest.raises(ConfigError, match="at most 1,000,000 bytes"):
         read(tmp_path, "#" * (MAX_BYTES + 1))
 
 
-def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
+def test_control_characters_do_not_reach_the_terminal(tmp_path):
     (line,) = refuse(tmp_path, DATA + 'train: {"a\\e[31m": "b"}')
     assert "\x1b" not in line
     assert r"train.a\x1b[31m: unknown key" in line
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "real.yaml").write_text(DATA)
     for path, message in [
-        (tmp_path / "none.yaml", "No such file or directory.\n  .* holds: real.yaml"),
-        (tmp_path, "Is a directory.\n  .* holds: real.yaml"),
+        (tmp_path / "none.yaml", "No such file or directory.\n  .* contains: real.yaml"),
+        (tmp_path, "Is a directory.\n  .* contains: real.yaml"),
         (Path("a\0b"), "embedded null byte"),
     ]:
         with pytest.raises(ConfigError, match=message):
             load(Whole, path)
 
 
-def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+def test_bytes_that_are_no_text_are_named(tmp_path):
     for raw, message in [
         (b" \n\n", "the file is empty"),
         (b"a: 1\nb: \xff", "not UTF-8.*\n.*0xff"),
@@ -140,12 +135,12 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
             read(tmp_path, raw)
 
 
-def test_a_bound_says_that_null_would_do(tmp_path: Path) -> None:
+def test_a_bound_says_that_null_would_do(tmp_path):
     (line,) = refuse(tmp_path, DATA, "train.max_steps=0")
     assert line.endswith("should be greater than 0 or 'auto', or null; found 0")
 
 
-def test_errors_of_overrides_name_the_override_and_stand_after_the_file(tmp_path: Path) -> None:
+def test_errors_of_overrides_name_the_override_and_stand_after_the_file(tmp_path):
     lines = refuse(
         tmp_path,
         DATA + "train: {epochs: 0, batch_size: x}",
@@ -170,7 +165,7 @@ def test_errors_of_overrides_name_the_override_and_stand_after_the_file(tmp_path
     ]
 
 
-def test_short_names_mean_the_first_field_with_these_initials() -> None:
+def test_short_names_mean_the_first_field_with_these_initials():
     with pytest.raises(ConfigError, match=r"train\.lr: .*'learning_rate'"):
         from_dict(Recipe, {"train": {"lr": 3}}, "recipe.yaml")
 
@@ -188,7 +183,7 @@ def test_short_names_mean_the_first_field_with_these_initials() -> None:
         ("cutoff_len", "data.max_length"),
     ],
 )
-def test_names_of_other_programs_are_ours(key: str, ours: str, tmp_path: Path) -> None:
+def test_names_of_other_programs_are_ours(key, ours, tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(f"base: {{model: m}}\ndata: {{train: a.jsonl}}\ntrain: {{{key}: 3}}\n")
     with pytest.raises(ConfigError, match=f"train.{key}: unknown key. Did you mean '{ours}'?"):

@@ -35,20 +35,20 @@ def drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Config]:
     return create_model("Drawing", __base__=Config, shape=(Annotated[Config, shapes], ...))
 
 
-def test_only_the_class_that_is_named_is_imported(drawing: type[Config]) -> None:
+def test_only_the_class_that_is_named_is_imported(drawing):
     config = from_dict(drawing, {"shape": {"type": "square", "square_size": 3}}, "here")
     assert config.model_dump() == {"shape": {"type": "square", "square_size": 3}}
     assert "lazy_square" in sys.modules
     assert "lazy_circle" not in sys.modules
 
 
-def test_an_unknown_name_is_refused_without_an_import(drawing: type[Config]) -> None:
+def test_an_unknown_name_is_refused_without_an_import(drawing):
     with pytest.raises(ConfigError, match=r"shape.type: should be one of 'circle', 'square'"):
         from_dict(drawing, {"shape": {"type": "squares"}}, "here")
     assert not {"lazy_square", "lazy_circle"} & set(sys.modules)
 
 
-def test_the_schema_is_that_of_a_union() -> None:
+def test_the_schema_is_that_of_a_union():
     union = Annotated[Low | Decomposed, Field(discriminator="type")]
     plain = create_model("Whole", __base__=Whole, __doc__=Whole.__doc__, method=(union, Low()))
     assert json_schema(Whole) == json_schema(plain)

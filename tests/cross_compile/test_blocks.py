@@ -7,7 +7,6 @@ without one.
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -39,9 +38,7 @@ def one_graph(told: dict[str, list[bool]]) -> bool:
 
 
 @pytest.mark.parametrize(("family", "kind"), MOST_KERNELS)
-def test_a_block_is_one_graph_of_few_kernels_for_every_card(
-    family: str, kind: str, tmp_path: Path
-) -> None:
+def test_a_block_is_one_graph_of_few_kernels(family, kind, tmp_path):
     asked = (family, kind, "bfloat16", *SINCE_AMPERE)
     told = output_of(PROGRAM, *asked, TRITON_CACHE_DIR=str(tmp_path))
     assert one_graph(told)
@@ -54,7 +51,7 @@ def test_a_block_is_one_graph_of_few_kernels_for_every_card(
         assert 0 < used["REG"] <= MOST_REGISTERS
 
 
-def test_a_mixtures_kernels_fit_every_card(tmp_path: Path) -> None:
+def test_a_mixtures_kernels_fit_every_card(tmp_path):
     asked = ("qwen3_moe", "none", "bfloat16", *SINCE_AMPERE)
     told = output_of(PROGRAM, *asked, TRITON_CACHE_DIR=str(tmp_path))
     assert told["error"] <= 0.05
@@ -62,7 +59,7 @@ def test_a_mixtures_kernels_fit_every_card(tmp_path: Path) -> None:
     assert all(used["STACK"] == used["LOCAL"] == 0 for used in told["used"])
 
 
-def test_a_block_in_fp16_is_code_for_a_card_before_ampere(tmp_path: Path) -> None:
+def test_a_block_in_fp16_is_code_for_a_card_before_ampere(tmp_path):
     told = output_of(PROGRAM, "llama", "none", "float16", "75", TRITON_CACHE_DIR=str(tmp_path))
     assert one_graph(told)
     assert told["used"]
@@ -70,7 +67,7 @@ def test_a_block_in_fp16_is_code_for_a_card_before_ampere(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["none", "nf4", "q6_k"])
-def test_the_code_computes_what_the_graph_does(kind: str) -> None:
+def test_the_code_computes_what_the_graph_does(kind):
     told = output_of(PROGRAM, "llama", kind, "float32", TRITON_INTERPRET="1")
     assert one_graph(told)
     assert len(told["off"]) == 2

@@ -7,7 +7,6 @@ a program of its own, for Triton reads once whether it interprets.
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -145,7 +144,7 @@ print(json.dumps(grids))
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("card", CARDS)
-def test_machine_code_keeps_all_in_registers(card: int, dtype: str, tmp_path: Path) -> None:
+def test_machine_code_keeps_all_in_registers(card, dtype, tmp_path):
     if card == 75 and dtype == "bf16":
         return  # a T4 has no bfloat16
     found = output_of(COMPILED, str(card), dtype, TRITON_CACHE_DIR=str(tmp_path))
@@ -155,19 +154,19 @@ def test_machine_code_keeps_all_in_registers(card: int, dtype: str, tmp_path: Pa
         assert 0 < used["REG"] <= MOST_REGISTERS
 
 
-def test_numbers_are_those_of_torch() -> None:
+def test_numbers_are_those_of_torch():
     worst = output_of(INTERPRETED, TRITON_INTERPRET="1")
     assert len(worst) == 9 + 5
     assert max(worst.values()) < 1e-4  # float32: of values up to a hundred
 
 
-def test_blocks_of_gguf_files_are_unpacked_to_the_bit() -> None:
+def test_blocks_of_gguf_files_are_unpacked_to_the_bit():
     differ = output_of(BLOCKS, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore")
     assert len(differ) == 13
     assert not any(differ.values())
 
 
-def test_rows_times_heads_may_be_more_than_a_second_axis_takes() -> None:
+def test_rows_times_heads_may_be_more_than_a_second_axis_takes():
     ((along, *others),) = output_of(GRIDS)
     assert along == 4096 * 32
     assert all(size <= 65_535 for size in others)

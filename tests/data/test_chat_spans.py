@@ -73,9 +73,7 @@ THOUGHT = [
         (CHATML, "drop", ["the dog", "the fox"], (0, 0)),
     ],
 )
-def test_thinking_is_learnt_read_or_left_out(
-    tokenizer: Any, template: str, reasoning: str, spans: list[str], counts: tuple[int, int]
-) -> None:
+def test_thinking_is_learnt_read_or_left_out(tokenizer, template, reasoning, spans, counts):
     custom = with_template(tokenizer, template)
     inline = [
         {**turn, "content": f"<think>\n{turn['reasoning_content']}\n</think>\n\n{turn['content']}"}
@@ -96,7 +94,7 @@ def test_thinking_is_learnt_read_or_left_out(
 
 
 @pytest.mark.parametrize("answer", ["k", "think", "</b>"])
-def test_an_answer_begins_after_the_end_of_the_thought(tokenizer: Any, answer: str) -> None:
+def test_an_answer_begins_after_the_end_of_the_thought(tokenizer, answer):
     turn = {"role": "assistant", "content": answer, "reasoning_content": "not the dog"}
     for template in (QWEN3, CHANNELS):
         custom = with_template(tokenizer, template)
@@ -105,18 +103,14 @@ def test_an_answer_begins_after_the_end_of_the_thought(tokenizer: Any, answer: s
         assert learnt(custom, encoded_row) == [f"{answer}<|im_end|>"]
 
 
-def test_what_a_developer_says_is_the_systems_where_the_template_knows_no_other(
-    tokenizer: Any,
-) -> None:
+def test_developer_turns_become_system_turns_if_the_template_has_none(tokenizer):
     turns = messages([("developer", "be short"), *TURNS[:1], ("assistant", "a")])
     for template, text in ((QWEN3, "<|im_start|>system\nbe"), (CHANNELS, "developer!:be")):
         custom = with_template(tokenizer, template)
         assert text in custom.decode(encoded(custom, {"messages": turns}).input_ids)
 
 
-def test_variables_of_the_template_are_those_of_training_unless_others_are_given(
-    tokenizer: Any,
-) -> None:
+def test_template_variables_of_training_apply_unless_overridden(tokenizer):
     custom = with_template(tokenizer, QWEN3)
     quiet = choose_template(custom, None, {"enable_thinking": False})
     turns = messages([("user", Q1), ("assistant", "a")])
@@ -170,9 +164,7 @@ def learnt(tokenizer: Any, row: Row) -> list[str]:
         ("endless", [" the dog\n", A2 + "<|im_end|>"]),
     ],
 )
-def test_the_assistants_turns_and_their_ends_are_learnt_and_nothing_else(
-    tokenizer: Any, name: str, spans: list[str]
-) -> None:
+def test_only_assistant_turns_are_targets(tokenizer, name, spans):
     custom = with_template(tokenizer, TEMPLATES[name])
     row = encoded(custom, {"messages": messages(TURNS)})
     assert learnt(custom, row) == spans
@@ -184,7 +176,7 @@ def test_the_assistants_turns_and_their_ends_are_learnt_and_nothing_else(
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "opens_think"])
-def test_generation_begins_with_the_tokens_that_training_saw(tokenizer: Any, name: str) -> None:
+def test_generation_begins_with_the_tokens_that_training_saw(tokenizer, name):
     custom = with_template(tokenizer, TEMPLATES[name])
     row = encoded(custom, {"messages": messages(TURNS[:2])})
     prompt = prompt_ids(custom, Q1, Style("chat"))
@@ -196,9 +188,7 @@ def test_generation_begins_with_the_tokens_that_training_saw(tokenizer: Any, nam
     )
 
 
-def test_rows_that_begin_otherwise_than_generation_are_counted(
-    tokenizer: Any,
-) -> None:
+def test_rows_that_begin_otherwise_than_generation_are_counted(tokenizer):
     for name, count in (("opens_think", 1), ("thinks", 0)):
         encoder = Encoder(with_template(tokenizer, TEMPLATES[name]))
         record = Record({"messages": messages(TURNS[:2])}, "a.jsonl:1")
@@ -218,9 +208,7 @@ TOOL_ROW: dict[str, Any] = {
 }
 
 
-def test_tool_calls_are_learnt_and_tool_answers_are_not(
-    tokenizer: Any,
-) -> None:
+def test_tool_calls_are_learnt_and_tool_answers_are_not(tokenizer):
     custom = with_template(tokenizer, CHATML)
     row = encoded(custom, TOOL_ROW)
     call = '<tool_call>\n{"name": "find", "arguments": {"what": "fox"}}\n</tool_call><|im_end|>'
@@ -230,7 +218,7 @@ def test_tool_calls_are_learnt_and_tool_answers_are_not(
     assert "<|im_start|>tool\n3 foxes<|im_end|>" in text
 
 
-def test_a_template_that_knows_no_tools_is_refused(tokenizer: Any) -> None:
+def test_a_template_that_knows_no_tools_is_refused(tokenizer):
     with pytest.raises(DataError, match=r"(?s)a.jsonl:7.*may not support them.*chatml"):
         encoded(tokenizer, TOOL_ROW)
     only_tools = {**TOOL_ROW, "conversations": [TOOL_ROW["conversations"][n] for n in (0, 3)]}
@@ -238,16 +226,14 @@ def test_a_template_that_knows_no_tools_is_refused(tokenizer: Any) -> None:
         encoded(tokenizer, only_tools)
 
 
-def test_a_template_that_drops_tool_calls_without_a_word_is_refused(
-    tokenizer: Any,
-) -> None:
+def test_a_template_that_drops_tool_calls_without_a_word_is_refused(tokenizer):
     template = TEMPLATES["chatml"].replace("m.content", "(m.content or '')")
     custom = with_template(tokenizer, template)
     with pytest.raises(DataError, match=r"(?s)does not render the tool calls of a.jsonl:7.*find"):
         encoded(custom, {"conversations": TOOL_ROW["conversations"]})
 
 
-def test_a_template_that_drops_a_message_is_refused(tokenizer: Any) -> None:
+def test_a_template_that_drops_a_message_is_refused(tokenizer):
     template = TEMPLATES["chatml"].replace(
         "for m in messages", "for m in messages if m.role != 's'"
     )
@@ -257,7 +243,7 @@ def test_a_template_that_drops_a_message_is_refused(tokenizer: Any) -> None:
         encoded(custom, row)
 
 
-def test_a_template_may_escape_what_is_said(tokenizer: Any) -> None:
+def test_a_template_may_escape_what_is_said(tokenizer):
     custom = with_template(
         tokenizer, TEMPLATES["chatml"].replace("m.content", "(m.content | tojson)")
     )
@@ -265,15 +251,13 @@ def test_a_template_may_escape_what_is_said(tokenizer: Any) -> None:
     assert learnt(custom, row) == ['" the dog\\n"<|im_end|>']
 
 
-def test_a_templates_own_refusal_is_told_with_the_row(tokenizer: Any) -> None:
+def test_a_templates_own_refusal_is_told_with_the_row(tokenizer):
     custom = with_template(tokenizer, "{{ raise_exception('System role not supported') }}")
     with pytest.raises(DataError, match=r"(?s)cannot render a.jsonl:7.*System role not supported"):
         encoded(custom, {"messages": messages(TURNS)})
 
 
-def test_a_turn_that_cannot_be_found_for_certain_is_refused(
-    tokenizer: Any,
-) -> None:
+def test_a_turn_that_cannot_be_found_for_certain_is_refused(tokenizer):
     # how long a conversation is stands before it, and what is said is said twice
     template = "{{ messages | length }}" + TEMPLATES["endless"].replace(
         "m.content", "m.content + m.content"
@@ -283,7 +267,7 @@ def test_a_turn_that_cannot_be_found_for_certain_is_refused(
         encoded(custom, {"messages": messages(TURNS)})
 
 
-def test_turns_of_weight_0_and_empty_turns_are_context(tokenizer: Any) -> None:
+def test_turns_of_weight_0_and_empty_turns_are_context(tokenizer):
     turns = messages(TURNS)
     turns[1]["weight"] = 0
     assert learnt(tokenizer, encoded(tokenizer, {"messages": turns})) == [A2 + "<|im_end|>"]
@@ -291,14 +275,12 @@ def test_turns_of_weight_0_and_empty_turns_are_context(tokenizer: Any) -> None:
     assert encoded(tokenizer, {"messages": turns}).num_targets == 0
 
 
-def test_what_follows_the_last_answer_is_left_out(tokenizer: Any) -> None:
+def test_what_follows_the_last_answer_is_left_out(tokenizer):
     short = encoded(tokenizer, {"messages": messages(TURNS[:2])})
     assert encoded(tokenizer, {"messages": messages(TURNS[:3])}) == short
 
 
-def test_text_that_looks_like_tokens_or_a_sentinel_is_no_trap(
-    tokenizer: Any,
-) -> None:
+def test_text_that_looks_like_tokens_or_a_sentinel_is_no_trap(tokenizer):
     custom = with_template(tokenizer, TEMPLATES["thinks"])
     fake_turn = "x<|im_end|>\n<|im_start|>assistant\nfake"
     turns = [("user", fake_turn), ("assistant", "a"), ("user", fake_turn), ("assistant", "a")]
@@ -306,14 +288,14 @@ def test_text_that_looks_like_tokens_or_a_sentinel_is_no_trap(
     assert learnt(custom, row) == ["a<|im_end|>", "<think>\n\n</think>\n\na<|im_end|>"]
 
 
-def test_the_tokens_that_end_an_answer(tokenizer: Any) -> None:
+def test_the_tokens_that_end_an_answer(tokenizer):
     assert stop_ids(tokenizer, Style("plain")) == [tokenizer.eos_token_id]
     custom = with_template(tokenizer, TEMPLATES["chatml"].replace("<|im_end|>", "<pad>"))
     assert stop_ids(custom, Style("chat")) == sorted({custom.pad_token_id, custom.eos_token_id})
     assert stop_ids(custom, Style("chat", TEMPLATES["chatml"])) == [custom.eos_token_id]
 
 
-def test_a_template_is_chosen_by_name_or_file(tokenizer: Any, tmp_path: Any) -> None:
+def test_a_template_is_chosen_by_name_or_file(tokenizer, tmp_path):
     assert choose_template(tokenizer, None) is None
     assert choose_template(tokenizer, "chatml") == CHATML
     (tmp_path / "mine.jinja").write_text("é{{ messages }}", encoding="utf-8")

@@ -100,9 +100,7 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {
         if kind in ("tiny", "merging") or not set(prompt + answer) & set("0123456789é日本")
     ],
 )
-def test_a_prompts_tokens_are_those_of_the_prompt_alone(
-    kind: str, prompt: str, answer: str
-) -> None:
+def test_prompt_tokens_do_not_depend_on_the_rest(kind, prompt, answer):
     custom = TOKENIZERS[kind]()
     row = Encoder(custom).encode(Completion(prompt, answer, "a.jsonl:1"))
     start = len(prompt_ids(custom, prompt, Style("plain")))
@@ -116,7 +114,7 @@ def test_a_prompts_tokens_are_those_of_the_prompt_alone(
 
 
 @pytest.mark.parametrize("answer", ["\n\nthe fox", "\nthe fox\n\n", "  the fox"])
-def test_a_turn_that_begins_with_white_space_does_not_melt_into_its_header(answer: str) -> None:
+def test_a_turn_that_begins_with_white_space_does_not_melt_into_its_header(answer):
     custom = merging_tokenizer()
     custom.chat_template = (
         "{{ bos_token }}{% for m in messages %}"
@@ -134,7 +132,7 @@ def test_a_turn_that_begins_with_white_space_does_not_melt_into_its_header(answe
     assert targets == (answer + "<|im_end|>") * 2
 
 
-def test_bos_is_added_once_and_eos_once(tokenizer: Any) -> None:
+def test_bos_is_added_once_and_eos_once(tokenizer):
     custom = merging_tokenizer()
     encoder = Encoder(custom)
     bos, eos = custom.bos_token_id, custom.eos_token_id
@@ -152,9 +150,7 @@ def test_bos_is_added_once_and_eos_once(tokenizer: Any) -> None:
     assert Encoder(tokenizer).encode(Text("the fox", "a")).input_ids[0] != tokenizer.bos_token_id
 
 
-def test_an_instruction_is_a_conversation_where_there_is_a_template(
-    tokenizer: Any,
-) -> None:
+def test_an_instruction_is_a_conversation_where_there_is_a_template(tokenizer):
     example = Instruction("what", "the fox", "a dog", "a.jsonl:1")
     encoder = Encoder(tokenizer)
     row = encoder.encode(example)
@@ -164,7 +160,7 @@ def test_an_instruction_is_a_conversation_where_there_is_a_template(
     )
 
 
-def test_an_instruction_is_put_in_alpacas_frame_where_there_is_none() -> None:
+def test_an_instruction_is_put_in_alpacas_frame_where_there_is_none():
     custom = merging_tokenizer()
     encoder = Encoder(custom)
     example = Instruction("the {fox}", "", "the dog", "a.jsonl:1")
@@ -178,7 +174,7 @@ def test_an_instruction_is_put_in_alpacas_frame_where_there_is_none() -> None:
     assert "### Input:\nthe dog\n\n### Response:\na</s>" in custom.decode(given.input_ids)
 
 
-def test_a_conversation_needs_a_template() -> None:
+def test_a_conversation_needs_a_template():
     custom = merging_tokenizer()
     example = Conversation(({"role": "user", "content": "a"},), (), (), "a.jsonl:1")
     with pytest.raises(DataError, match=r"(?s)no chat template.*chatml"):
@@ -188,12 +184,12 @@ def test_a_conversation_needs_a_template() -> None:
     assert Encoder(custom, "{{ messages }}").style(example) == Style("chat", "{{ messages }}")
 
 
-def test_a_plain_style_takes_no_conversation(tokenizer: Any) -> None:
+def test_a_plain_style_takes_no_conversation(tokenizer):
     with pytest.raises(DataError, match="single prompts"):
         prompt_ids(tokenizer, [{"role": "user", "content": "a"}], Style("plain"))
 
 
-def test_nothing_said_is_nothing_to_learn(tokenizer: Any) -> None:
+def test_nothing_said_is_nothing_to_learn(tokenizer):
     encoder = Encoder(tokenizer)
     for example in (
         Text(" \n", "a"),
@@ -203,14 +199,14 @@ def test_nothing_said_is_nothing_to_learn(tokenizer: Any) -> None:
         assert encoder.encode(example).num_targets == 0
 
 
-def test_a_tokenizer_without_eos_cannot_teach_to_stop(tokenizer: Any) -> None:
+def test_a_tokenizer_without_eos_cannot_teach_to_stop(tokenizer):
     custom = copy.deepcopy(tokenizer)
     custom.eos_token = None
     with pytest.raises(DataError, match="no end-of-sequence token"):
         Encoder(custom).encode(Text("the fox", "a.jsonl:1"))
 
 
-def test_an_answer_that_shares_a_token_with_its_prompt_for_good_is_refused() -> None:
+def test_an_answer_that_shares_a_token_with_its_prompt_for_good_is_refused():
     tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "hugging": 1, "hug": 2, "ging": 3, "e": 4}))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ def parsed(*rows: dict[str, Any], name: Any = "auto") -> ParsedRow:
     return parse(records, name, where="a.jsonl")
 
 
-def test_two_named_fields_are_prompt_and_completion() -> None:
+def test_two_named_fields_are_prompt_and_completion():
     names = FieldNames("q", "a", ("task.prompt", "task.completion"))
     records = [Record({"q": "1 ", "a": "2", "text": "3"}, "a.jsonl:1")]
     parsed_rows = parse(records, "auto", where="a.jsonl", fields=names)
@@ -36,7 +35,7 @@ def test_two_named_fields_are_prompt_and_completion() -> None:
         CausalLMConfig(prompt="q")
 
 
-def test_a_text_of_many_megabytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_of_many_megabytes_is_refused(monkeypatch):
     monkeypatch.setattr(messages, "MAX_CHARACTERS", 9)
     assert "a.jsonl:2: text: 10 characters; at most 9" in refused(
         {"text": "a" * 9}, {"text": "a" * 10}
@@ -79,14 +78,14 @@ def refused(*rows: dict[str, Any], name: Any = "auto") -> str:
         ),
     ],
 )
-def test_a_format_is_found_by_its_fields(row: dict[str, Any], name: str, example: object) -> None:
+def test_a_format_is_found_by_its_fields(row, name, example):
     parsed_rows = parsed(row)
     assert parsed_rows.format == name
     assert parsed_rows.examples == (example,)
     assert parsed(row, name=name).examples == (example,)
 
 
-def test_fields_that_nothing_uses_are_told() -> None:
+def test_fields_that_nothing_uses_are_told():
     rows: list[dict[str, Any]] = [
         {"id": 1, "question": "q", "answer": "a"},
         {"question": "q", "answer": "a", "tag": "x"},
@@ -94,7 +93,7 @@ def test_fields_that_nothing_uses_are_told() -> None:
     assert parsed(*rows).unused == ("id", "tag")
 
 
-def test_tool_turns_of_sharegpt_become_tool_calls() -> None:
+def test_tool_turns_of_sharegpt_become_tool_calls():
     turns = [
         HUMAN,
         {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
@@ -118,7 +117,7 @@ def test_tool_turns_of_sharegpt_become_tool_calls() -> None:
     )
 
 
-def test_openai_tool_calls_keep_ids_and_lose_the_json_in_their_arguments() -> None:
+def test_openai_tool_calls_keep_ids_and_lose_the_json_in_their_arguments():
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     turns = [
         {"role": "developer", "content": "s"},
@@ -144,7 +143,7 @@ def test_openai_tool_calls_keep_ids_and_lose_the_json_in_their_arguments() -> No
     ]
 
 
-def test_what_was_thought_is_one_field_whatever_it_was_called() -> None:
+def test_what_was_thought_is_one_field_whatever_it_was_called():
     thought = {**A, "reasoning_content": "hm"}
     for turn in (
         thought,
@@ -159,7 +158,7 @@ def test_what_was_thought_is_one_field_whatever_it_was_called() -> None:
     assert "only the assistant may have reasoning" in words
 
 
-def test_alpaca_with_system_and_history_is_a_conversation() -> None:
+def test_alpaca_with_system_and_history_is_a_conversation():
     row = {"instruction": "q2", "output": "a2", "system": "s", "history": [["q1", "a1"]]}
     (example,) = parsed(row).examples
     assert isinstance(example, Conversation)
@@ -204,13 +203,13 @@ def test_alpaca_with_system_and_history_is_a_conversation() -> None:
         ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT}, "chosen: the row has pref"),
     ],
 )
-def test_a_field_that_cannot_be_used_is_named(row: dict[str, Any], words: str) -> None:
+def test_a_field_that_cannot_be_used_is_named(row, words):
     message = refused(row)
     assert f"a.jsonl:1: {words}" in message or words in message
     assert "a.jsonl:1: " in message
 
 
-def test_unknown_fields_are_listed_with_what_is_accepted() -> None:
+def test_unknown_fields_are_listed_with_what_is_accepted():
     message = refused({"foo": 1, "bar": 2})
     assert "a.jsonl:1 has the fields: foo, bar." in message
     assert "prompt + completion" in message
@@ -218,20 +217,20 @@ def test_unknown_fields_are_listed_with_what_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("answer", [42, 3.5])
-def test_a_number_is_an_answer(answer: float) -> None:
+def test_a_number_is_an_answer(answer):
     rows = [Record({"question": "6 x 7?", "answer": answer}, "a.jsonl:1")]
     (example,) = parse(rows, "auto", where="a.jsonl").examples
     assert isinstance(example, Instruction)
     assert example.output == str(answer)
 
 
-def test_names_in_capitals_are_the_same_names() -> None:
+def test_names_in_capitals_are_the_same_names():
     rows = [Record({"Instruction": "Say it.", "Response": "It."}, "a.csv:2")]
     parsed = parse(rows, "auto", where="a.csv")
     assert (parsed.format, parsed.unused) == ("alpaca", ())
 
 
-def test_a_file_of_two_formats_is_refused_at_the_row_that_differs() -> None:
+def test_a_file_of_two_formats_is_refused_at_the_row_that_differs():
     message = refused({"text": "t"}, {"question": "q", "answer": "a"}, {"foo": 1})
     assert (
         "a.jsonl:2: its fields (question, answer) make the format 'alpaca'; the first row is 'text'"
@@ -241,7 +240,7 @@ def test_a_file_of_two_formats_is_refused_at_the_row_that_differs() -> None:
     assert "2 of 3 rows" in message
 
 
-def test_many_bad_rows_are_one_error_that_shows_the_first_few() -> None:
+def test_many_bad_rows_are_one_error_that_shows_the_first_few():
     message = refused({"text": "t"}, *[{"text": None}] * 20)
     assert "20 of 21 rows" in message
     assert "a.jsonl:6: text" in message
@@ -249,9 +248,7 @@ def test_many_bad_rows_are_one_error_that_shows_the_first_few() -> None:
     assert "and 15 more" in message
 
 
-def test_all_bad_rows_are_listed_in_a_file_that_can_be_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_bad_rows_go_into_a_text_file(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     rows = [Record({"messages": []}, f"my rows.jsonl:{n}") for n in range(9)]
     with pytest.raises(DataError) as refused:

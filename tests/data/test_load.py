@@ -25,7 +25,7 @@ def refused(tmp_path: Path, name: str, content: str | bytes) -> str:
     return str(caught.value)
 
 
-def test_every_row_keeps_file_and_line(tmp_path: Path) -> None:
+def test_every_row_keeps_file_and_line(tmp_path):
     rows = read(tmp_path, "a.jsonl", '{"text": "a"}\n\n  \n{"text": "é"}')
     assert rows == [
         Record({"text": "a"}, f"{tmp_path}/a.jsonl:1"),
@@ -33,12 +33,12 @@ def test_every_row_keeps_file_and_line(tmp_path: Path) -> None:
     ]
 
 
-def test_an_array_keeps_the_number_of_each_element(tmp_path: Path) -> None:
+def test_an_array_keeps_the_number_of_each_element(tmp_path):
     rows = read(tmp_path, "a.json", '[\n {"text":\n "a"}, {"text": "b"}\n]\n')
     assert [(row.fields["text"], row.source[-2:]) for row in rows] == [("a", ":1"), ("b", ":2")]
 
 
-def test_csv_keeps_the_line_where_a_row_begins(tmp_path: Path) -> None:
+def test_csv_keeps_the_line_where_a_row_begins(tmp_path):
     rows = read(tmp_path, "a.csv", 'prompt,completion\n"one\ntwo",3\n\n"a ""b""",\n')
     assert [row.fields for row in rows] == [
         {"prompt": "one\ntwo", "completion": "3"},
@@ -55,19 +55,17 @@ def test_csv_keeps_the_line_where_a_row_begins(tmp_path: Path) -> None:
         ("a.csv", 'prompt;completion\n"a, b";c\n'),
     ],
 )
-def test_cells_may_be_separated_by_tabs_and_semicolons(
-    tmp_path: Path, name: str, content: str
-) -> None:
+def test_tabs_and_semicolons_separate_cells(tmp_path, name, content):
     (row,) = read(tmp_path, name, content)
     assert row.fields == {"prompt": "a, b", "completion": "c"}
 
 
-def test_csv_cells_may_be_long(tmp_path: Path) -> None:
+def test_csv_cells_may_be_long(tmp_path):
     assert len(read(tmp_path, "a.csv", "text\n" + "a" * 200_000)[0].fields["text"]) == 200_000
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
-def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path, name: str) -> None:
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path, name):
     content = {"a.jsonl": ROW, "a.json": f"[{ROW}]", "a.csv": "text\na\n"}[name]
     assert read(tmp_path, name, b"\xef\xbb\xbf" + content.encode())[0].fields == {"text": "a"}
 
@@ -124,9 +122,7 @@ BROKEN: dict[str, list[tuple[str | bytes, str, str]]] = {
     ("name", "content", "place", "words"),
     [(name, *case) for name, cases in BROKEN.items() for case in cases],
 )
-def test_broken_content_is_named_with_its_place(
-    name: str, content: str | bytes, place: str, words: str, tmp_path: Path
-) -> None:
+def test_broken_content_is_named_with_its_place(name, content, place, words, tmp_path):
     message = refused(tmp_path, name, content)
     assert place in message.splitlines()[0]
     assert words in message
@@ -148,7 +144,7 @@ def parquet(path: Path) -> None:
     datasets.Dataset.from_list(rows).to_parquet(path)
 
 
-def test_parquet_rows_lose_the_nulls_that_columns_fill_in(tmp_path: Path) -> None:
+def test_parquet_rows_lose_the_nulls_that_columns_fill_in(tmp_path):
     parquet(tmp_path / "a.parquet")
     rows = read_records(str(tmp_path / "a.parquet"))
     assert [row.fields for row in rows] == [
@@ -158,7 +154,7 @@ def test_parquet_rows_lose_the_nulls_that_columns_fill_in(tmp_path: Path) -> Non
     assert [row.source for row in rows] == [f"{tmp_path}/a.parquet:{n}" for n in (1, 2)]
 
 
-def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
+def test_a_damaged_parquet_file_is_named(tmp_path):
     path = tmp_path / "a.parquet"
     parquet(path)
     path.write_bytes(path.read_bytes()[:200])
@@ -167,7 +163,7 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
     assert "It is an HTML page." in error_of(str(path))
 
 
-def test_a_folder_is_a_data_set_with_splits(tmp_path: Path) -> None:
+def test_a_folder_is_a_data_set_with_splits(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     (tmp_path / "test.jsonl").write_text('{"text": "c"}\n')
     assert [row.fields["text"] for row in read_records(str(tmp_path))] == ["a", "b"]
@@ -177,9 +173,7 @@ def test_a_folder_is_a_data_set_with_splits(tmp_path: Path) -> None:
     assert "Cannot load the data set" in error_of(f"{tmp_path}:nosuchsplit")
 
 
-def test_a_missing_file_is_told_with_its_neighbours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_file_error_lists_others(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train.jsonl").write_text("{}")
     Path("notes.txt").write_text("")
@@ -190,14 +184,14 @@ def test_a_missing_file_is_told_with_its_neighbours(
     assert "'data' is not there" in error_of("data/train.jsonl")
 
 
-def test_an_unreachable_data_set_says_that_there_is_no_such_file_either() -> None:
+def test_an_unreachable_data_set_says_that_there_is_no_such_file_either():
     message = error_of("nobody-at-all/nothing")
     assert "Cannot load the data set 'nobody-at-all/nothing'." in message
     assert "There is no such file" in message
     assert '"org/name:config:split"' in message
 
 
-def test_classes_that_a_data_set_numbers_come_by_their_names(tmp_path: Path) -> None:
+def test_classes_that_a_data_set_numbers_come_by_their_names(tmp_path):
     import datasets
 
     kind, number = datasets.ClassLabel(names=["O", "B-x"]), datasets.Value("int64")
@@ -209,7 +203,7 @@ def test_classes_that_a_data_set_numbers_come_by_their_names(tmp_path: Path) -> 
     assert second.fields == {"label": -1, "tags": [], "n": 1}  # no class: as it is
 
 
-def test_other_endings_are_named(tmp_path: Path) -> None:
+def test_other_endings_are_named(tmp_path):
     (tmp_path / "a.txt").write_text("hello")
     assert "'.txt' is not one of a known format" in error_of(str(tmp_path / "a.txt"))
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}"))
@@ -223,13 +217,13 @@ def test_other_endings_are_named(tmp_path: Path) -> None:
         ("a.json", '{"data": [{"text": "a"}, {"text": "b"}]}'),
     ],
 )
-def test_arrays_are_read_as_other_tools_write_them(name: str, text: str, tmp_path: Path) -> None:
+def test_arrays_are_read_as_other_tools_write_them(name, text, tmp_path):
     (tmp_path / name).write_text(text)
     records = read_records(str(tmp_path / name))
     assert [record.fields["text"] for record in records] == ["a", "b"]
 
 
-def test_a_folder_of_mixed_files_is_named_as_such(tmp_path: Path) -> None:
+def test_a_folder_of_mixed_files_is_named_as_such(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "b.csv").write_text("question,answer\na,b\n")
     with pytest.raises(DataError) as refused:

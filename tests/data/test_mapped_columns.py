@@ -46,9 +46,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "rows.jsonl"
 
 
-def test_named_columns_are_turns_on_a_base_with_a_template(
-    llama: Any, tokenizer: Any, file: Path
-) -> None:
+def test_named_columns_are_turns_on_a_chat_base(llama, tokenizer, file):
     ids, style, _ = read(llama, tokenizer, file, NAMED)
     prompt = prompt_ids(tokenizer, ROW["Customer Message"], Style("chat"))
     assert style.kind == "chat"
@@ -56,9 +54,7 @@ def test_named_columns_are_turns_on_a_base_with_a_template(
     assert tokenizer.decode(ids[len(prompt) :]).startswith("the dog<|im_end|>")
 
 
-def test_they_are_plain_where_the_recipe_the_adapter_or_the_base_says_so(
-    llama: Any, tokenizer: Any, file: Path
-) -> None:
+def test_recipe_adapter_or_base_can_make_them_plain(llama, tokenizer, file):
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None
     for text, style, _ in (
@@ -70,9 +66,7 @@ def test_they_are_plain_where_the_recipe_the_adapter_or_the_base_says_so(
         assert tokenizer.decode(text).startswith("what is the fox?the dog")
 
 
-def test_rows_of_prompt_and_completion_say_that_they_have_no_template(
-    llama: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_prompt_and_completion_skip_templates(llama, tokenizer, tmp_path):
     path = tmp_path / "plain.jsonl"
     write_rows(path, [{"prompt": "the fox", "completion": " jumps"}])
     _, style, (notice,) = read(llama, tokenizer, path)
@@ -88,14 +82,12 @@ STANFORD = "### Instruction:\nwhy?\n\n### Response:\nso"
 
 
 @pytest.mark.parametrize(("text", "mark"), [(CHATML, "<|im_start|>user"), (STANFORD, "###")])
-def test_texts_that_hold_turns_are_told_before_they_are_learnt_whole(
-    text: str, mark: str, llama: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_texts_that_contain_turns_are_reported(text, mark, llama, tokenizer, tmp_path):
     path = tmp_path / "texts.jsonl"
     write_rows(path, [{"text": text}])
     notice = read(llama, tokenizer, path)[2][-1]
-    assert notice.startswith(f"The rows are texts that hold turns ({mark}")
-    assert "learnt on their answers alone" in notice
+    assert notice.startswith(f"The rows are texts with turn markers ({mark}")
+    assert "For a loss over answers only" in notice
     assert read(llama, tokenizer, path, format="text")[2] == []
     write_rows(path, [{"text": "The fox is a user of the assistant."}])
     assert read(llama, tokenizer, path)[2] == []

@@ -62,7 +62,7 @@ URL = "data:image/png;base64," + base64.b64encode(png()).decode()
         {"type": "image"},
     ],
 )
-def test_images_stand_where_their_parts_do(part: dict[str, Any], tmp_path: Path) -> None:
+def test_images_stand_where_their_parts_do(part, tmp_path):
     content = [{"type": "text", "text": "see "}, part, {"type": "text", "text": " this"}]
     row: dict[str, Any] = {"messages": dialog(("user", content), SEEN)}
     if part == {"type": "image"}:
@@ -70,7 +70,7 @@ def test_images_stand_where_their_parts_do(part: dict[str, Any], tmp_path: Path)
     assert parsed(tmp_path, row) == ([f"see {Picture.mark} this", "a fox"], [tmp_path / "a.png"])
 
 
-def test_images_of_several_turns_keep_their_order(tmp_path: Path) -> None:
+def test_images_of_several_turns_keep_their_order(tmp_path):
     turns = dialog(
         ("user", "<image> and <image>"),
         SEEN,
@@ -82,7 +82,7 @@ def test_images_of_several_turns_keep_their_order(tmp_path: Path) -> None:
     assert images == [*(tmp_path / f"{n}.png" for n in (1, 2, 3)), URL]
 
 
-def test_llavas_own_rows_are_read(tmp_path: Path) -> None:
+def test_llavas_own_rows_are_read(tmp_path):
     turns = [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "a fox"}]
     row = {"id": "7", "image": "coco/7.jpg", "conversations": turns}
     assert parsed(tmp_path, row) == (
@@ -101,13 +101,13 @@ def test_llavas_own_rows_are_read(tmp_path: Path) -> None:
         {"prompt": dialog(("user", "what?")), "completion": dialog(SEEN)},
     ],
 )
-def test_images_without_marks_begin_the_question(row: dict[str, Any], tmp_path: Path) -> None:
+def test_images_without_marks_begin_the_question(row, tmp_path):
     texts, images = parsed(tmp_path, {**row, "images": ["a.png", {"path": "/b.png"}]})
     assert texts[-2:] == [f"{Picture.mark * 2}what?", "a fox"]
     assert images == [tmp_path / "a.png", Path("/b.png")]
 
 
-def test_bytes_of_a_data_set_are_images() -> None:
+def test_bytes_of_a_data_set_are_images():
     record = Record(
         {"image": {"bytes": png(), "path": None}, "question": "a", "answer": "b"}, "x:1"
     )
@@ -131,23 +131,14 @@ def test_bytes_of_a_data_set_are_images() -> None:
             "3 images, and 1 mark",
         ),
         ({"messages": dialog(("user", "<image>"), SEEN)}, "the row has 0"),
-        (
-            {"messages": dialog(("system", "<image>"), ("user", "a"), SEEN), "image": "a"},
-            "system",
-        ),
-        (
-            {"messages": dialog(("user", "a"), ("assistant", "<image>")), "image": "a"},
-            "assistant",
-        ),
+        ({"messages": dialog(("system", "<image>"), ("user", "a"), SEEN), "image": "a"}, "system"),
+        ({"messages": dialog(("user", "a"), ("assistant", "<image>")), "image": "a"}, "assistant"),
         ({"prompt": "a", "completion": "<image>", "image": "a"}, "in the answer"),
         ({"text": "a", "image": "a"}, "no question or prompt"),
         ({"text": "a"}, "a text alone"),
         ({"messages": dialog(("user", [{"type": "smell"}]), SEEN)}, "found 'smell'"),
         ({"messages": dialog(("user", "a"), SEEN), "image": 3}, "images?.0.*a value"),
-        (
-            {"messages": dialog(("user", "a"), SEEN), "image": "a", "images": ["b"]},
-            "leave one",
-        ),
+        ({"messages": dialog(("user", "a"), SEEN), "image": "a", "images": ["b"]}, "leave one"),
         ({"messages": dialog(("user", f"a {Picture.mark}"), SEEN)}, "reserved as the mark"),
         (
             {
@@ -159,7 +150,7 @@ def test_bytes_of_a_data_set_are_images() -> None:
         ),
     ],
 )
-def test_rows_that_cannot_be_are_named(row: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_rows_that_cannot_be_are_named(row, words, tmp_path):
     import re
 
     assert re.search(words, refused(tmp_path, row))
@@ -204,7 +195,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_images_are_named_with_their_row(name: str, tmp_path: Path) -> None:
+def test_hostile_images_are_named_with_their_row(name, tmp_path):
     import re
 
     data, words = HOSTILE[name]
@@ -220,9 +211,7 @@ def test_hostile_images_are_named_with_their_row(name: str, tmp_path: Path) -> N
         assert caught.value.fix
 
 
-def test_images_that_are_not_there_or_too_long_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_absent_and_long_images_are_named(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"image of a:1(.|\n)*gone.png"):
         Picture(tmp_path / "gone.png", "a:1").decode()
     with pytest.raises(DataError, match="It is no file"):
@@ -236,7 +225,7 @@ def test_images_that_are_not_there_or_too_long_are_named(
             Picture(stored, "a:1").decode()
 
 
-def test_large_images_are_scaled_in_proportion() -> None:
+def test_large_images_are_scaled_in_proportion():
     small = Picture(png(size=(40, 10)), "a:1").decode(max_pixels=100)
     assert small.size == (20, 5)
     assert Picture(png(size=(40, 10)), "a:1").decode(max_pixels=400).size == (40, 10)
@@ -275,7 +264,7 @@ def clip() -> bytes:
     ("kind", "codec"),
     [("mp4", "libx264"), ("webm", "libvpx-vp9"), ("avi", "mpeg4"), ("gif", "gif")],
 )
-def test_frames_lie_evenly_from_the_first_to_the_last(kind: str, codec: str) -> None:
+def test_frames_lie_evenly_from_the_first_to_the_last(kind, codec):
     clip = Video(film(kind=kind, codec=codec), "a:1").decode(8)
     assert clip.frames.shape == (8, 3, 48, 64)
     assert clip.places == (0, 7, 14, 21, 28, 35, 42, 49)
@@ -284,7 +273,7 @@ def test_frames_lie_evenly_from_the_first_to_the_last(kind: str, codec: str) -> 
     assert means == pytest.approx([35 * n for n in range(8)], abs=6)
 
 
-def test_short_videos_are_shown_whole_and_large_ones_scaled_down(clip: bytes) -> None:
+def test_short_videos_are_shown_whole_and_large_ones_scaled_down(clip):
     assert Video(film(3), "a:1").decode(8).places == (0, 1, 2)
     assert Video(film(1), "a:1").decode(8).places == (0,)
     assert Video(clip, "a:1").decode(1).places == (0,)
@@ -301,7 +290,7 @@ def test_short_videos_are_shown_whole_and_large_ones_scaled_down(clip: bytes) ->
         (lambda whole: b"ffconcat version 1.0\nfile /etc/passwd\n", "does not decode"),
     ],
 )
-def test_hostile_videos_are_named_with_their_row(change: Any, words: str, clip: bytes) -> None:
+def test_hostile_videos_are_named_with_their_row(change, words, clip):
     with pytest.raises(DataError, match=rf"video 1 of a.jsonl:7(.|\n)*{words}"):
         Video(change(clip), "a.jsonl:7", "video 1").decode(4)
 
@@ -315,9 +304,7 @@ def test_hostile_videos_are_named_with_their_row(change: Any, words: str, clip: 
         ("MAX_VIDEO_PIXELS", 64 * 48 * 50 - 1, "more than 49 frames of 3,072 pixels"),
     ],
 )
-def test_videos_are_bounded(
-    bound: str, most: int, words: str, clip: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_videos_have_a_bounded_length(bound, most, words, clip, monkeypatch):
     monkeypatch.setattr(media, bound, most)
     with pytest.raises(DataError, match=words):
         Video(clip, "a:1").decode(4)
@@ -372,9 +359,7 @@ def rows_of(task: Any, folder: Path, rows: Sequence[Any] = ROWS) -> Any:
         ("qwen3_vl", "Qwen3VL", "Qwen3VL"),
     ],
 )
-def test_the_loss_is_that_of_the_processors_own_inputs(
-    name: str, stem: str, kind: str, tmp_path: Path
-) -> None:
+def test_the_loss_matches_processor_inputs(name, stem, kind, tmp_path):
     model, _ = FAMILIES[name].build()
     processor = watching(stem, kind)
     data = DataConfig(train="", max_length=None, video_frames=4)
@@ -408,7 +393,7 @@ def test_the_loss_is_that_of_the_processors_own_inputs(
             torch.testing.assert_close(task.loss(model, task.collate([row]))[0], theirs)
 
 
-def test_rows_say_how_much_of_a_video_is_shown(tmp_path: Path) -> None:
+def test_rows_say_how_much_of_a_video_is_shown(tmp_path):
     model, _ = FAMILIES["qwen2_vl"].build()
     config = ImageTextConfig(video_frames=6)
     task = config.on(model, watching("Qwen2VL", "Qwen2VL"), DataConfig(train="", max_length=None))
@@ -420,7 +405,7 @@ def test_rows_say_how_much_of_a_video_is_shown(tmp_path: Path) -> None:
     assert task.bucket_key(first) != task.bucket_key(second)
 
 
-def test_a_model_that_watches_nothing_refuses_a_video_by_name(tmp_path: Path) -> None:
+def test_a_model_that_watches_nothing_refuses_a_video_by_name(tmp_path):
     model, processor = FAMILIES["llava"].build()
     task = ImageTextConfig().on(model, processor, DataConfig(train="", max_length=None))
     with pytest.raises(DataError, match=r"video 1 of .*rows.jsonl:1(.|\n)*takes no videos"):

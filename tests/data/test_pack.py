@@ -22,7 +22,7 @@ def document(length: int, line: int, num_targets: int = 1) -> Row:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_no_document_is_lost_split_or_doubled(seed: int) -> None:
+def test_no_document_is_lost_split_or_doubled(seed):
     draw = random.Random(seed)
     rows = [document(draw.randint(1, 41), line) for line in range(99)]
     packed = pack(rows, 41)
@@ -38,7 +38,7 @@ def test_no_document_is_lost_split_or_doubled(seed: int) -> None:
     assert len(packed) <= 1.25 * sum(len(row.input_ids) for row in rows) / 41 + 1
 
 
-def test_packing_is_deterministic_and_keeps_the_order_given() -> None:
+def test_packing_is_deterministic_and_keeps_the_order_given():
     rows = [document(length, line) for line, length in enumerate((3, 9, 4, 6, 1, 10))]
     packed = pack(rows, 10)
     sources = ["a.jsonl:0", "a.jsonl:1,4", "a.jsonl:2,3", "a.jsonl:5"]
@@ -48,7 +48,7 @@ def test_packing_is_deterministic_and_keeps_the_order_given() -> None:
     assert pack(packed[3:], 10) == packed[3:]
 
 
-def test_a_batch_is_padded_on_the_right_and_restarts_positions() -> None:
+def test_a_batch_is_padded_on_the_right_and_restarts_positions():
     packed = Row((5, 6, 7, 8, 9), (IGNORE, 6, IGNORE, 8, 9), (2, 3), "a")
     short = Row((4, 3), (IGNORE, 3), (2,), "b")
     batch = collate([packed, short], pad_id=6)
@@ -66,14 +66,12 @@ def test_a_batch_is_padded_on_the_right_and_restarts_positions() -> None:
 
 
 @pytest.mark.parametrize(("limit", "width"), [(None, 16), (16, 16), (13, 13), (9, 9)])
-def test_a_batch_is_a_multiple_of_eight_wide_unless_the_model_has_fewer_positions(
-    limit: int | None, width: int
-) -> None:
+def test_widths_are_multiples_of_eight_if_positions_allow(limit, width):
     batch = collate([document(9, 1), document(3, 2)], 0, limit)
     assert {batch[name].shape for name in ("input_ids", "labels", "position_ids")} == {(2, width)}
     assert batch["target_index"].tolist() == [7, width + 1]
 
 
-def test_a_documents_first_token_is_not_predicted_from_the_one_before() -> None:
+def test_a_documents_first_token_is_not_predicted_from_the_one_before():
     batch = collate(pack([document(4, 1, num_targets=3), document(4, 2, num_targets=3)], 8), 0)
     assert batch["target_index"].tolist() == [0, 1, 2, 4, 5, 6]

@@ -59,7 +59,7 @@ def conversation(example: Any) -> Conversation:
         },
     ],
 )
-def test_messages_are_one_prompt_and_two_answers(row: dict[str, Any]) -> None:
+def test_messages_are_one_prompt_and_two_answers(row):
     (pair,), unused = read_pairs_of(records(row), "a.jsonl")
     for side, answer in ((pair.chosen, "the fox"), (pair.rejected, "the dog")):
         answered = conversation(side)
@@ -68,7 +68,7 @@ def test_messages_are_one_prompt_and_two_answers(row: dict[str, Any]) -> None:
     assert (unused, pair.shared) == ((), False)
 
 
-def test_texts_follow_their_prompt_or_share_their_beginning() -> None:
+def test_texts_follow_their_prompt_or_share_their_beginning():
     given = {"prompt": "a ", "chosen": "b", "rejected": "c", "id": 7}
     (pair,), unused = read_pairs_of(records(given), "a.jsonl")
     assert pair.chosen == Completion("a ", "b", "a.jsonl:1")
@@ -81,7 +81,7 @@ def test_texts_follow_their_prompt_or_share_their_beginning() -> None:
     assert pair.rejected == Instruction("add", "1 2", "4", "a.jsonl:1")
 
 
-def test_systems_tools_and_turns_after_a_call_belong_to_the_answer() -> None:
+def test_systems_tools_and_turns_after_a_call_belong_to_the_answer():
     row = {
         "system": "Be kind.",
         "tools": TOOLS,
@@ -94,7 +94,7 @@ def test_systems_tools_and_turns_after_a_call_belong_to_the_answer() -> None:
     assert conversation(pair.chosen).tools[0]["function"]["name"] == "find"
 
 
-def test_openai_s_comparisons_have_their_tools_and_calls() -> None:
+def test_openai_s_comparisons_have_their_tools_and_calls():
     tools = [{"type": "function", "function": TOOLS[0]}]
     row = {
         "input": {"messages": [USER], "tools": tools},
@@ -127,7 +127,7 @@ def openai(**changed: Any) -> dict[str, Any]:
         ({"prompt": "a", "preferred_output": [GOOD]}, "non_preferred_output: missing"),
     ],
 )
-def test_what_is_wrong_with_openai_s_comparison_is_named(row: dict[str, Any], field: str) -> None:
+def test_what_is_wrong_with_openai_s_comparison_is_named(row, field):
     with pytest.raises(DataError, match=f"a.jsonl:2: {field}"):
         read_pairs_of(records(openai(), row), "a.jsonl")
 
@@ -148,14 +148,14 @@ def test_what_is_wrong_with_openai_s_comparison_is_named(row: dict[str, Any], fi
         ({"prompt": [USER], "chosen": 7, "rejected": [BAD]}, r"chosen\[0\]: expected an object"),
     ],
 )
-def test_what_is_no_pair_is_named(row: dict[str, Any], field: str) -> None:
+def test_what_is_no_pair_is_named(row, field):
     fine = {"prompt": "a", "chosen": "b", "rejected": "c"}
     with pytest.raises(DataError, match=f"a.jsonl:2: {field}"):
         read_pairs_of(records(fine, row), "a.jsonl")
 
 
 @pytest.mark.parametrize("answers", [("b", "b"), ("b", " "), ("", "b"), ([GOOD], [GOOD])])
-def test_rows_with_nothing_to_prefer_are_dropped(answers: tuple[Any, Any]) -> None:
+def test_rows_with_nothing_to_prefer_are_dropped(answers):
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
     rows.append({"prompt": "a", "chosen": answers[0], "rejected": answers[1]})
     rows.append(openai(preferred_output=answers[0], non_preferred_output=answers[1]))
@@ -163,7 +163,7 @@ def test_rows_with_nothing_to_prefer_are_dropped(answers: tuple[Any, Any]) -> No
     assert pairs[1:] == [Dropped("a.jsonl:2", USELESS), Dropped("a.jsonl:3", USELESS)]
 
 
-def test_all_bad_rows_are_listed_in_a_file(tmp_path: Any, monkeypatch: Any) -> None:
+def test_all_bad_rows_are_listed_in_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(
         DataError, match=r"9 of 9 rows(.|\n)*and 4 more(.|\n)*a\.jsonl-\w+\.txt"
@@ -174,7 +174,7 @@ def test_all_bad_rows_are_listed_in_a_file(tmp_path: Any, monkeypatch: Any) -> N
     assert "a.jsonl:9: rejected: missing" in listed.read_text()
 
 
-def test_a_margin_is_a_number() -> None:
+def test_a_margin_is_a_number():
     row = {"prompt": "a", "chosen": "b", "rejected": "c"}
     pair, used = read_pair(*records({**row, "by": 2}), "by")
     assert (pair.margin, "by" in used) == (2.0, True)
@@ -182,7 +182,7 @@ def test_a_margin_is_a_number() -> None:
         read_pair(*records({**row, "by": "much"}), "by")
 
 
-def test_verdicts_are_examples_with_a_label() -> None:
+def test_verdicts_are_examples_with_a_label():
     rows = [
         {"prompt": "a ", "completion": "b", "label": True},
         {"prompt": "a ", "completion": "c", "label": False},
@@ -203,12 +203,12 @@ def test_verdicts_are_examples_with_a_label() -> None:
         ([{"label": True}, {}], "a.jsonl:2: label: .* missing"),
     ],
 )
-def test_what_is_no_verdict_is_named(rows: list[dict[str, Any]], message: str) -> None:
+def test_what_is_no_verdict_is_named(rows, message):
     with pytest.raises(DataError, match=message):
         read_verdicts(records(*({"prompt": "a", "completion": "b"} | row for row in rows)), "a")
 
 
-def test_answers_of_one_label_alone_are_refused() -> None:
+def test_answers_of_one_label_alone_are_refused():
     check_both_labels("a.jsonl", 3, 1)
     for wanted, unwanted, value in ((2, 0, "true"), (0, 2, "false")):
         with pytest.raises(DataError, match=f"all of its rows have one label(.|\\n)*is {value} in"):

@@ -58,9 +58,7 @@ def in_memory(path: Path, tokenizer: PreTrainedTokenizerFast) -> list[Any]:
     return [plain.encode(example) for example in parsed.examples]
 
 
-def test_stored_rows_are_the_encoders(
-    tmp_path: Path, encoder: DocumentEncoder, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_stored_rows_are_the_encoders(tmp_path, encoder, tokenizer):
     path = write(tmp_path / "a.jsonl", 83)
     rows, plain = encoded(str(path), encoder), in_memory(path, tokenizer)
     short = [row for row in plain if len(row.input_ids) <= 100]
@@ -77,12 +75,7 @@ def test_stored_rows_are_the_encoders(
     assert rows[5] is rows[5]
 
 
-def test_a_second_start_encodes_nothing(
-    tmp_path: Path,
-    encoder: DocumentEncoder,
-    tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_second_start_encodes_nothing(tmp_path, encoder, tokenizer, monkeypatch):
     path = write(tmp_path / "a.jsonl", 9)
     first = encoded(str(path), encoder)
     elsewhere = path.rename(tmp_path / "b.jsonl")
@@ -101,7 +94,7 @@ def test_a_second_start_encodes_nothing(
             encoded(str(elsewhere), changed)
 
 
-def test_a_torn_file_of_the_cache_is_made_again(tmp_path: Path, encoder: DocumentEncoder) -> None:
+def test_a_torn_file_of_the_cache_is_made_again(tmp_path, encoder):
     path = write(tmp_path / "a.jsonl", 9)
     before = list(encoded(str(path), encoder))
     (folder,) = cache_folder().glob("[!.]*")
@@ -112,9 +105,7 @@ def test_a_torn_file_of_the_cache_is_made_again(tmp_path: Path, encoder: Documen
     assert rows.read_bytes() == whole
 
 
-def test_a_flipped_bit_in_the_cache_is_never_trained_on(
-    tmp_path: Path, encoder: DocumentEncoder
-) -> None:
+def test_a_flipped_bit_in_the_cache_is_detected(tmp_path, encoder):
     path = write(tmp_path / "a.jsonl", 9)
     before = list(encoded(str(path), encoder))
     (folder,) = cache_folder().glob("[!.]*")
@@ -135,7 +126,7 @@ def test_a_flipped_bit_in_the_cache_is_never_trained_on(
     assert num_refused > 10
 
 
-def test_numbers_and_lists_have_the_digest_of_what_is_read_back(tmp_path: Path) -> None:
+def test_numbers_and_lists_have_the_digest_of_what_is_read_back(tmp_path):
     @dataclass(frozen=True)
     class Loose:
         input_ids: tuple[int, ...]
@@ -150,9 +141,7 @@ def test_numbers_and_lists_have_the_digest_of_what_is_read_back(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["csv", "json", "folder"])
-def test_rows_of_any_file_are_encoded_in_processes_and_once(
-    kind: str, tmp_path: Path, encoder: DocumentEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_any_file_are_encoded_once_by_processes(kind, tmp_path, encoder, monkeypatch):
     import datasets
 
     rows = [{"prompt": f"say {n}", "completion": "yes, " * (n % 7 + 1)} for n in range(50)]
@@ -195,7 +184,7 @@ list(rows._in_processes(iter(range(4)), "a.jsonl", encoder, 2))
 
 
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="encodes in one process")
-def test_processes_end_with_one_that_is_killed_and_free_its_port(tmp_path: Path) -> None:
+def test_processes_end_with_one_that_is_killed_and_free_its_port(tmp_path):
     command = [sys.executable, "-c", ENDLESS, str(tmp_path)]
     parent = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -223,18 +212,14 @@ def _is_alive(process: int) -> bool:
         return False
 
 
-def test_a_killed_process_is_one_message(
-    tmp_path: Path, encoder: DocumentEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_worker_process_is_one_message(tmp_path, encoder, monkeypatch):
     monkeypatch.setattr(DocumentEncoder, "read", lambda *args: os._exit(9))
     with pytest.raises(RunError, match="was killed"):
         encoded(str(write(tmp_path / "a.jsonl", 9)), encoder, processes=2)
     assert not list(cache_folder().glob("[!.]*"))
 
 
-def test_a_full_disk_is_one_message_and_leaves_nothing(
-    tmp_path: Path, encoder: DocumentEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path, encoder, monkeypatch):
     def full(*args: Any) -> Any:
         raise OSError(28, "No space left on device")
         yield
@@ -246,9 +231,7 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_wrong_rows_are_named_by_line_and_counted(
-    tmp_path: Path, encoder: DocumentEncoder, processes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_rows_are_named_by_line_and_counted(tmp_path, encoder, processes, monkeypatch):
     monkeypatch.setattr(load, "PART_BYTES", 700)
     monkeypatch.setattr(DocumentEncoder, "at_once", 10)
     path = write(tmp_path / "a.jsonl", 83)
@@ -265,9 +248,7 @@ def test_wrong_rows_are_named_by_line_and_counted(
         encoded(str(path), encoder, processes=processes)
 
 
-def test_what_is_dropped_keeps_its_source(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_dropped_rows_keep_their_source(tmp_path, tokenizer):
     rows = [{"prompt": "a" * 300, "completion": "b"}, {"prompt": "a", "completion": " "}]
     rows += [{"prompt": f"a{n % 2}", "completion": "b"} for n in range(4)]
     path = tmp_path / "a.jsonl"
@@ -280,6 +261,6 @@ def test_what_is_dropped_keeps_its_source(
     assert rows.num_shared(rows) == 4
 
 
-def test_labels_are_tokens_between_their_bounds() -> None:
+def test_labels_are_tokens_between_their_bounds():
     assert labels_of((5, 6, 7, 8), [1, 2, 3, 4]) == (IGNORE, 6, IGNORE, 8)
     assert labels_of((5, 6), []) == (IGNORE, IGNORE)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from peftkit.data.chat import Chat
@@ -21,7 +19,7 @@ USER = {"role": "user", "content": "and then?"}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_replies_of_tools_continue_as_a_full_rendering_does(name: str, tokenizer: Any) -> None:
+def test_replies_of_tools_continue_as_a_full_rendering_does(name, tokenizer):
     own = with_template(tokenizer, TEMPLATES[name])
     turns, chat = Turns(own, None), Chat(own)
     form = format_of(lambda messages: chat.render(messages, (), "a call"))
@@ -37,7 +35,7 @@ def test_replies_of_tools_continue_as_a_full_rendering_does(name: str, tokenizer
     turns.check(TOOLS)
 
 
-def test_an_answer_ends_with_the_token_that_was_sampled(tokenizer: Any) -> None:
+def test_an_answer_ends_with_the_token_that_was_sampled(tokenizer):
     own = with_template(tokenizer, TEMPLATES["observed"])
     by_call = Turns(own, None).after([REPLY], [("weather", ID)], TOOLS, ended_by="<|observation|>")
     assert own.decode(by_call[1]) == "\n19 degrees<|assistant|>"
@@ -47,13 +45,13 @@ def test_an_answer_ends_with_the_token_that_was_sampled(tokenizer: Any) -> None:
     assert chatml.after([USER], ended_by="<pad>") == chatml.after([USER])  # it stays as it is
 
 
-def test_the_next_answer_may_be_left_to_come(tokenizer: Any) -> None:
+def test_the_next_answer_may_be_left_to_come(tokenizer):
     turns = Turns(with_template(tokenizer, TEMPLATES["hermes"]), None)
     _, ids = turns.after([USER], generation=False)
     assert tokenizer.decode(ids) == "\n<|im_start|>user\nand then?<|im_end|>\n"
 
 
-def test_words_of_the_user_follow_where_reasoning_is_kept(tokenizer: Any) -> None:
+def test_words_of_the_user_follow_where_reasoning_is_kept(tokenizer):
     Turns(with_template(tokenizer, TEMPLATES["hermes"]), None).check()
     thinking = Turns(with_template(tokenizer, QWEN3), None)
     thinking.check(TOOLS)  # reasoning stays while tools reply
@@ -68,13 +66,13 @@ REWRITES = {
 
 
 @pytest.mark.parametrize("name", REWRITES)
-def test_a_template_that_rewrites_the_past_is_refused(name: str, tokenizer: Any) -> None:
+def test_rewritten_turns_are_refused(name, tokenizer):
     own = with_template(tokenizer, REWRITES[name] + TEMPLATES["hermes"])
     with pytest.raises(DataError, match="chat template"):
         Turns(own, None).check(TOOLS)
 
 
-def test_a_template_that_refuses_replies_is_told(tokenizer: Any) -> None:
+def test_a_template_that_refuses_replies_is_told(tokenizer):
     refuses = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
     own = with_template(tokenizer, refuses + "{% endif %}{% endfor %}" + TEMPLATES["hermes"])
     with pytest.raises(DataError, match="no tools"):

@@ -7,17 +7,10 @@ import re
 import shutil
 from pathlib import Path
 
-import pytest
-
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 
 
-def test_the_programs_run(
-    model_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_programs_run(model_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{n} and {n} is", "completion": f" {2 * n}."} for n in range(8)]
     Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -32,7 +32,9 @@ from peftkit.tasks.table import TASKS
 from peftkit_cli.app import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+DESIGN = sorted((DOCS / "design").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *DESIGN]
 SITE = ROOT / "mkdocs.yml"
 SECTIONS = set(Recipe.model_fields)
 RUN_BY = re.compile(r"(?:^|\s)-m peftkit_cli\s")
@@ -49,7 +51,12 @@ class Block(NamedTuple):
 
     @property
     def where(self) -> str:
-        return f"{self.page.name}:{self.line}"
+        return f"{name_of(self.page)}:{self.line}"
+
+
+def name_of(page: Path) -> str:
+    """Return a page's path in docs/, or its name if it is in the repository's root."""
+    return page.relative_to(DOCS).as_posix() if page.is_relative_to(DOCS) else page.name
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -92,7 +99,7 @@ def spoken_of(page: Path) -> Iterator[str]:
 
 COMMANDS = sorted(
     {(b.where, c) for b in ALL if b.language == "bash" for c in commands_of(b.text)}
-    | {(page.name, c) for page in PAGES for c in spoken_of(page)}
+    | {(name_of(page), c) for page in PAGES for c in spoken_of(page)}
 )
 
 
@@ -126,13 +133,13 @@ def refused(arguments: str) -> str:
     return ""
 
 
-def test_the_pages_are_full_of_commands() -> None:
+def test_the_pages_are_full_of_commands():
     assert len(COMMANDS) > 90
     assert {c.split()[0] for _, c in COMMANDS} >= {*root().commands}
 
 
 @pytest.mark.parametrize(("where", "command"), COMMANDS, ids=[f"{w} {c}" for w, c in COMMANDS])
-def test_a_command_parses(where: str, command: str) -> None:
+def test_a_command_parses(where, command):
     for several, one in PLACEHOLDERS.items():
         command = command.replace(several, one)
     assert not refused(command), where
@@ -141,11 +148,11 @@ def test_a_command_parses(where: str, command: str) -> None:
 @pytest.mark.parametrize(
     "wrong", ["trian recipe.yaml", "train recipe.yaml --epochs 3", "merge ADAPTER", "recipes list"]
 )
-def test_a_wrong_command_would_be_found(wrong: str) -> None:
+def test_a_wrong_command_would_be_found(wrong):
     assert refused(wrong)
 
 
-def test_what_is_run_with_python_or_make_exists() -> None:
+def test_what_is_run_with_python_or_make_exists():
     shell = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     modules = set(re.findall(r"python -m (benchmarks\.\w+)", shell))
     assert len(modules) >= 5
@@ -177,7 +184,7 @@ def recipe_of(text: str, folder: Path, overrides: tuple[str, ...] = ()) -> Recip
 
 
 @pytest.mark.parametrize("block", in_languages("yaml"))
-def test_a_recipe_loads(block: Block, tmp_path: Path) -> None:
+def test_a_recipe_loads(block, tmp_path):
     values = yaml.safe_load(block.text)
     if set(values) <= SECTIONS:
         recipe_of(block.text, tmp_path)
@@ -187,7 +194,7 @@ def test_a_recipe_loads(block: Block, tmp_path: Path) -> None:
         recipe_of("", tmp_path, ("method.type=lora", *own))
 
 
-def test_a_recipe_with_a_misspelt_key_would_be_found(tmp_path: Path) -> None:
+def test_a_recipe_with_a_misspelt_key_would_be_found(tmp_path):
     with pytest.raises(PeftkitError):
         recipe_of("train: {learning_rates: 1e-4}\n", tmp_path)
 
@@ -244,17 +251,17 @@ def read(block: Block, folder: Path, model: Any = None, tokenizer: Any = None) -
 
 
 @pytest.mark.parametrize("block", in_languages("jsonl", "csv"))
-def test_rows_are_read(block: Block, tmp_path: Path, llama: Any, tokenizer: Any) -> None:
+def test_rows_are_read(block, tmp_path, llama, tokenizer):
     assert read(block, tmp_path, llama, tokenizer)
 
 
-def test_rows_of_no_known_format_would_be_found(tmp_path: Path) -> None:
+def test_rows_of_no_known_format_would_be_found(tmp_path):
     wrong = Block(PAGES[0], 0, "", "jsonl", '{"ask": "x", "reply": "y"}\n')
     with pytest.raises(PeftkitError):
         read(wrong, tmp_path)
 
 
-def test_there_are_rows_for_each_task(tmp_path: Path) -> None:
+def test_there_are_rows_for_each_task(tmp_path):
     rows = [b for b in ALL if b.page.name == "data.md" and b.language == "jsonl"]
     assert {task_above(block, tmp_path).type for block in rows} == set(TASKS)
 
@@ -269,8 +276,8 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
-def test_every_link_within_the_house_leads_somewhere(page: Path) -> None:
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
+def test_every_link_within_the_house_leads_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
         name, _, anchor = link.partition("#")
@@ -283,12 +290,12 @@ def test_every_link_within_the_house_leads_somewhere(page: Path) -> None:
 TRACKED = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("[!.]*/**/*.py")]
 TABLES = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("cli/*/*.yaml")]
 CODE = "\n".join((ROOT / path).read_text(encoding="utf-8") for path in (*TRACKED, *TABLES))
-EXAMPLES = {"test_fresh_adapter_leaves_the_base_unchanged", "reward_funcs", "unsloth_zoo"}
-"""Names that the pages make up."""
+EXAMPLES = {"reward_funcs", "unsloth_zoo"}
+"""Names of other programs that the pages mention."""
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
-def test_files_and_names_that_a_page_mentions_exist(page: Path) -> None:
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
+def test_files_and_names_that_a_page_mentions_exist(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for file in re.findall(r"`([\w/]+\.py)`", text):
         assert any(f"/{path}".endswith(f"/{file}") for path in TRACKED), file
@@ -296,25 +303,25 @@ def test_files_and_names_that_a_page_mentions_exist(page: Path) -> None:
         assert re.search(rf"\b{name}\b", CODE), name
 
 
-def test_functions_that_a_picture_names_are_in_the_file_beside_them() -> None:
-    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+def test_functions_in_the_pictures_of_the_design_pages_are_in_their_files():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in DESIGN)
     pairs = re.findall(r"(?m)^[│├└─ ]*([\w/]+\.py) +([A-Za-z_.]+)", text)
-    assert len(pairs) > 40
+    assert len(pairs) > 60
     for file, function in pairs:
         path = ROOT / file if file.startswith("cli/") else ROOT / "peftkit" / file
         name = function.rpartition(".")[2]
         assert re.search(rf"(def|class) {name}\b", path.read_text(encoding="utf-8")), (file, name)
 
 
-def test_every_page_is_in_the_menu_of_the_site() -> None:
+def test_every_page_is_in_the_menu_of_the_site():
     menu = set(re.findall(r"(?m)^ +- .+: (\S+\.md)$", SITE.read_text(encoding="utf-8")))
     hooks = (ROOT / "docs" / "hooks.py").read_text(encoding="utf-8")
     above = set(re.findall(r'"(\w+\.md)": "(\w+\.md)"', hooks))
-    assert menu == {p.name for p in PAGES[1:]} | {page for _, page in above}
+    assert menu == {name_of(page) for page in PAGES[1:]} | {page for _, page in above}
     assert all((ROOT / name).is_file() for name, _ in above)
 
 
-def test_the_api_page_has_every_public_name_once() -> None:
+def test_the_api_page_has_every_public_name_once():
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
     for text in (page, page.replace("::: peftkit.attach\n", "")):  # the site adds what is missing
@@ -322,7 +329,7 @@ def test_the_api_page_has_every_public_name_once() -> None:
         assert sorted(named) == sorted(peftkit.__all__)
 
 
-def test_the_page_of_errors_has_every_kind_with_its_exit_code() -> None:
+def test_the_page_of_errors_has_every_kind_with_its_exit_code():
     text = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
     for kind in PeftkitError.__subclasses__():

@@ -54,9 +54,7 @@ def here(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return trained
 
 
-def test_the_start_page_from_train_to_eval(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_start_page_from_train_to_eval(here, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("How do I reset my badge?\n/base\n/quit\n"))
     for call in commands("index.md", "report", "chat", "eval"):
         assert run(call) == 0, (call, capsys.readouterr().err)
@@ -64,14 +62,12 @@ def test_the_start_page_from_train_to_eval(
     assert (here / "runs/demo/report.html").is_file()
 
 
-def test_the_start_page_names_the_line_by_which_editors_find_the_schema() -> None:
+def test_the_start_page_names_the_line_by_which_editors_find_the_schema():
     text = (DOCS / "index.md").read_text(encoding="utf-8")
     assert f"`# yaml-language-server: $schema={SCHEMA}`" in text
 
 
-def test_the_adapter_is_used_as_the_guide_says(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_guide_applies_the_adapter(here, capsys):
     (anew,) = [call for call in commands("continue.md", "train") if "--from" in call]
     (merge, _, again, _) = commands("use.md", "merge")
     assert merge == again

@@ -6,7 +6,6 @@ import os
 import resource
 import stat
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -44,13 +43,13 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     )
 
 
-def test_tensors_are_written_byte_for_byte_as_the_library_writes_them(tmp_path: Path) -> None:
+def test_tensors_are_written_byte_for_byte_as_the_library_writes_them(tmp_path):
     write_tensors(TENSORS, tmp_path / "t.safetensors", {"format": "pt"})
     expected = library_save(TENSORS, {"format": "pt"})
     assert (tmp_path / "t.safetensors").read_bytes() == expected
 
 
-def test_tensors_written_by_the_library_are_read_back_equal(tmp_path: Path) -> None:
+def test_tensors_written_by_the_library_are_read_back_equal(tmp_path):
     (tmp_path / "t").write_bytes(library_save(TENSORS))
     read = read_tensors(tmp_path / "t")
     assert same(read, TENSORS)
@@ -66,9 +65,7 @@ def test_tensors_written_by_the_library_are_read_back_equal(tmp_path: Path) -> N
         (float("-inf"), torch.float8_e5m2),
     ],
 )
-def test_non_finite_tensors_are_refused_by_name_and_the_old_file_stays(
-    tmp_path: Path, value: float, dtype: torch.dtype
-) -> None:
+def test_non_finite_tensors_are_named(tmp_path, value, dtype):
     path = tmp_path / "t"
     path.write_bytes(b"old")
     bad = torch.zeros(5)
@@ -78,13 +75,13 @@ def test_non_finite_tensors_are_refused_by_name_and_the_old_file_stays(
     assert path.read_bytes() == b"old"
 
 
-def test_an_empty_set_of_tensors_is_refused(tmp_path: Path) -> None:
+def test_an_empty_set_of_tensors_is_refused(tmp_path):
     with pytest.raises(RunError, match="no tensors"):
         write_tensors({}, tmp_path / "t")
     assert not list(tmp_path.iterdir())
 
 
-def test_permissions_are_those_of_the_umask(tmp_path: Path) -> None:
+def test_permissions_are_those_of_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
         disk.write_json({"a": 1}, tmp_path / "t")
@@ -93,7 +90,7 @@ def test_permissions_are_those_of_the_umask(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "t").stat().st_mode) == 0o640
 
 
-def test_a_symbolic_link_is_neither_followed_nor_replaced(tmp_path: Path) -> None:
+def test_a_symbolic_link_is_neither_followed_nor_replaced(tmp_path):
     (tmp_path / "target").write_text("kept")
     (tmp_path / "link").symlink_to("target")
     with pytest.raises(OutputError, match="symbolic link"):
@@ -102,7 +99,7 @@ def test_a_symbolic_link_is_neither_followed_nor_replaced(tmp_path: Path) -> Non
     assert (tmp_path / "target").read_text() == "kept"
 
 
-def test_a_folder_or_fifo_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_folder_or_fifo_in_the_place_of_a_file_is_refused(tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "fifo")
     for name in ("folder", "fifo"):
@@ -113,23 +110,23 @@ def test_a_folder_or_fifo_in_the_place_of_a_file_is_refused(tmp_path: Path) -> N
     assert sorted(p.name for p in tmp_path.iterdir()) == ["fifo", "folder"]
 
 
-def test_a_symbolic_link_may_be_read(tmp_path: Path) -> None:
+def test_a_symbolic_link_may_be_read(tmp_path):
     disk.write_json({"a": [1, 2.5, None]}, tmp_path / "t")
     (tmp_path / "link").symlink_to("t")
     assert disk.read_json(tmp_path / "link") == {"a": [1, 2.5, None]}
 
 
-def test_a_missing_file_raises_the_error_that_was_asked_for(tmp_path: Path) -> None:
+def test_a_missing_file_raises_the_error_that_was_asked_for(tmp_path):
     (tmp_path / "broken").symlink_to("nothing")
     with pytest.raises(CheckpointError, match="no such file"):
         read_tensors(tmp_path / "t", error=CheckpointError)
-    with pytest.raises(CheckpointError, match="link to nothing"):
+    with pytest.raises(CheckpointError, match="broken symbolic link"):
         read_tensors(tmp_path / "broken", error=CheckpointError)
     with pytest.raises(AdapterError, match="null byte"):
         read_tensors(tmp_path / "a\0b")
 
 
-def test_a_failing_block_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failing_block_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "t"
     path.write_text("old")
 
@@ -144,7 +141,7 @@ def test_a_failing_block_leaves_the_old_file_and_nothing_else(tmp_path: Path) ->
     assert path.read_text() == "old"
 
 
-def test_a_full_disk_is_one_clear_error_and_the_old_file_stays(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_clear_error_and_the_old_file_stays(tmp_path):
     path = tmp_path / "t"
     path.write_text("old")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -158,7 +155,7 @@ def test_a_full_disk_is_one_clear_error_and_the_old_file_stays(tmp_path: Path) -
     assert path.read_text() == "old"
 
 
-def test_a_missing_or_taken_folder_is_an_output_error(tmp_path: Path) -> None:
+def test_a_missing_or_taken_folder_is_an_output_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="No such file"):
         disk.write_text("new", tmp_path / "missing" / "t")
@@ -169,7 +166,7 @@ def test_a_missing_or_taken_folder_is_an_output_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_folder_is_an_output_error(tmp_path: Path) -> None:
+def test_a_read_only_folder_is_an_output_error(tmp_path):
     tmp_path.chmod(0o500)
     try:
         with pytest.raises(OutputError, match="Permission denied"):
@@ -180,7 +177,7 @@ def test_a_read_only_folder_is_an_output_error(tmp_path: Path) -> None:
         tmp_path.chmod(0o700)
 
 
-def test_numbers_that_json_does_not_have_are_not_written(tmp_path: Path) -> None:
+def test_numbers_that_json_does_not_have_are_not_written(tmp_path):
     with pytest.raises(RunError, match="not JSON compliant"):
         disk.write_json({"loss": float("nan")}, tmp_path / "t")
     assert not list(tmp_path.iterdir())
@@ -206,14 +203,14 @@ BAD_JSON = {
 
 
 @pytest.mark.parametrize("name", BAD_JSON)
-def test_json_that_is_not_strict_is_refused(name: str) -> None:
+def test_json_that_is_not_strict_is_refused(name):
     data, reason = BAD_JSON[name]
     with pytest.raises(AdapterError, match=reason) as caught:
         parse_json(data, "cannot read it")
     assert len(str(caught.value)) < 400
 
 
-def test_strict_json_reads_what_json_can_say() -> None:
+def test_strict_json_reads_what_json_can_say():
     nested: object = 1
     for _ in range(MAX_DEPTH - 1):
         nested = [nested]
@@ -222,7 +219,7 @@ def test_strict_json_reads_what_json_can_say() -> None:
     assert value == {"a": '[{\\"\N{GRINNING FACE}', "b": [-1, 0.0025, True, None, {}], "c": nested}
 
 
-def test_a_large_json_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_a_large_json_file_is_refused_before_it_is_read(tmp_path):
     with open(tmp_path / "t", "wb") as file:
         file.truncate(100 << 20)
     with pytest.raises(AdapterError, match="larger than 1,048,576 bytes"):
@@ -230,7 +227,7 @@ def test_a_large_json_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.complex64, torch.int8])
-def test_any_kind_of_tensor_can_be_asked_whether_it_is_finite(dtype: torch.dtype) -> None:
+def test_any_kind_of_tensor_can_be_asked_whether_it_is_finite(dtype):
     tensor = torch.arange(20).reshape(4, 5).to(dtype)
     assert is_finite(tensor)
     assert is_finite(tensor[:0])

@@ -15,7 +15,7 @@ def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_a_new_folder_appears_when_all_of_it_is_written(tmp_path: Path) -> None:
+def test_a_new_folder_appears_when_all_of_it_is_written(tmp_path):
     out = tmp_path / "deep" / "out"
     with new_folder(out) as folder:
         (folder / "a").write_text("a")
@@ -24,7 +24,7 @@ def test_a_new_folder_appears_when_all_of_it_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_block_that_fails_leaves_nothing_behind(tmp_path: Path, is_there: bool) -> None:
+def test_a_block_that_fails_leaves_nothing_behind(tmp_path, is_there):
     out = tmp_path / "out"
     if is_there:
         out.mkdir()
@@ -41,7 +41,7 @@ def test_a_block_that_fails_leaves_nothing_behind(tmp_path: Path, is_there: bool
     assert names(tmp_path) == before
 
 
-def test_what_was_there_goes_unless_it_is_to_stay(tmp_path: Path) -> None:
+def test_what_was_there_goes_unless_it_is_to_stay(tmp_path):
     for name in ("config", "old", "kept"):
         (tmp_path / name).write_text("before")
     with new_folder(tmp_path, last="config", replaced=lambda name: name == "old") as folder:
@@ -51,7 +51,7 @@ def test_what_was_there_goes_unless_it_is_to_stay(tmp_path: Path) -> None:
     assert (tmp_path / "config").read_text() == "after"
 
 
-def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path):
     (tmp_path / "out").write_text("")
     with pytest.raises(OutputError, match="file of that name"), new_folder(tmp_path / "out"):
         pass
@@ -65,7 +65,7 @@ def waits() -> None:
     raise Waits
 
 
-def test_a_lock_that_was_waited_for_is_held_by_one_alone(tmp_path: Path) -> None:
+def test_a_lock_that_was_waited_for_is_held_by_one_alone(tmp_path):
     """The holder took the lock's file away: whoever waited for it held a file without a name."""
     path = tmp_path / "folder"
     waiting, is_held, end = (threading.Event() for _ in range(3))

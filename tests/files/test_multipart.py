@@ -37,7 +37,7 @@ def taken(data: bytes, *sizes: int, kind: str = KIND, most: int = 1000) -> tuple
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_form_is_the_same_in_any_pieces(seed: int) -> None:
+def test_a_form_is_the_same_in_any_pieces(seed):
     chance = random.Random(seed)
     most = chance.choice([1, 3, 40])
     sizes = [chance.randint(0, most) for _ in range(2 * len(USUAL) // most)]
@@ -59,11 +59,11 @@ def test_a_form_is_the_same_in_any_pieces(seed: int) -> None:
         (f'name="file"; filename="{"a" * 300}"', "a" * 255),
     ],
 )
-def test_the_name_of_a_file_is_only_told(head: str, name: str) -> None:
+def test_the_name_of_a_file_is_only_told(head, name):
     assert taken(form((head, b"x")))[1].filename == name
 
 
-def test_what_stands_before_and_after_is_left_out_and_a_file_may_be_empty() -> None:
+def test_what_stands_before_and_after_is_left_out_and_a_file_may_be_empty():
     content, upload = taken(
         b"preamble\r\n" + form(('name="file"; filename="a"', b"")) + b"and after"
     )
@@ -73,7 +73,7 @@ def test_what_stands_before_and_after_is_left_out_and_a_file_may_be_empty() -> N
 @pytest.mark.parametrize(
     ("data", "kind", "told"),
     [
-        (USUAL, "application/json", "an upload is a form"),
+        (USUAL, "application/json", "an upload must be multipart/form-data"),
         (USUAL, "multipart/form-data", "with a boundary"),
         (USUAL, "", "Content-Type: none"),
         (USUAL, "multipart/form-data; boundary=other", "was cut short"),
@@ -81,9 +81,9 @@ def test_what_stands_before_and_after_is_left_out_and_a_file_may_be_empty() -> N
         (b"", KIND, "was cut short"),
         (form(('name="purpose"', b"x")), KIND, "has no file"),
         (form(('filename="x"', b"x")), KIND, "a part without a name"),
-        (form(('name="a"', b"x"), ('name="a"', b"y")), KIND, "two parts of one name"),
+        (form(('name="a"', b"x"), ('name="a"', b"y")), KIND, "two parts with the same name"),
         (form(*[(f'name="{n}"', b"") for n in range(20)]), KIND, "or over 16 parts"),
-        (form(('name="file"', b"x"), ('name="file"', b"y")), KIND, "two parts of one name"),
+        (form(('name="file"', b"x"), ('name="file"', b"y")), KIND, "two parts with the same name"),
         (form(('name="purpose"', b"x" * (MAX_FIELD + 1))), KIND, "too long"),
         (form(('name="file"', b"x" * 1001)), KIND, "too long"),
         (form((f'name="{"x" * MAX_HEAD}"', b"x")), KIND, "headers are too long"),
@@ -92,7 +92,7 @@ def test_what_stands_before_and_after_is_left_out_and_a_file_may_be_empty() -> N
         (form(("name*=nothing''x", b"x")), KIND, "without a name"),
     ],
 )
-def test_what_is_no_form_is_refused(data: bytes, kind: str, told: str) -> None:
+def test_what_is_no_form_is_refused(data, kind, told):
     with pytest.raises(FormError, match=told) as error:
         taken(data, 7, 1, 400, kind=kind)
     assert error.value.is_too_long == (told == "too long")

@@ -31,23 +31,19 @@ REAL = [
 
 
 @pytest.mark.parametrize("pattern", REAL)
-def test_it_matches_as_python_does(pattern: str) -> None:
+def test_it_matches_as_python_does(pattern):
     assert fullmatches(pattern, NAMES) == [n for n in NAMES if re.fullmatch(pattern, n)]
 
 
-def test_both_ways_of_matching_are_tried_above() -> None:
+def test_both_ways_of_matching_are_tried_above():
     assert {is_simple(pattern) for pattern in REAL} == {True, False}
 
 
-EXPLODING = [
-    r"(\w+\.?)+!",
-    r"\w*" * 12 + "!",
-    r"(\w|\w\w)" * 40 + "!",
-]
+EXPLODING = [r"(\w+\.?)+!", r"\w*" * 12 + "!", r"(\w|\w\w)" * 40 + "!"]
 
 
 @pytest.mark.parametrize("pattern", EXPLODING)
-def test_a_pattern_that_explodes_is_ended(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pattern_that_explodes_is_ended(pattern, monkeypatch):
     monkeypatch.setattr(safe_regex, "SECONDS", 0.3)
     start = time.perf_counter()
     with pytest.raises(AdapterError, match=r"takes more than 0\.3 seconds"):
@@ -58,12 +54,12 @@ def test_a_pattern_that_explodes_is_ended(pattern: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "pattern", ["(", "*", "a{99999999999999999999}", "(?P<x>a)(?P<x>b)", "[z-a]"]
 )
-def test_what_is_no_pattern_is_refused(pattern: str) -> None:
-    with pytest.raises(AdapterError, match="no regular expression"):
+def test_what_is_no_pattern_is_refused(pattern):
+    with pytest.raises(AdapterError, match="not a regular expression"):
         fullmatches(pattern, NAMES)
 
 
-def test_a_pattern_of_endless_length_is_refused() -> None:
+def test_a_pattern_of_endless_length_is_refused():
     with pytest.raises(AdapterError, match=r"longer than 10,000 characters") as caught:
         fullmatches("a" * 10**7, NAMES)
     assert len(str(caught.value)) < 300

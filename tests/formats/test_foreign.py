@@ -56,27 +56,27 @@ METHODS: dict[str, Method] = {
         ("model.layers.0.self_attn.q_proj.weight", "no tensors of a LoRA"),
     ],
 )
-def test_other_kinds_are_refused_by_name(name: str, message: str, tmp_path: Path) -> None:
+def test_other_kinds_are_refused_by_name(name, message, tmp_path):
     save_file({name: TWO}, tmp_path / "x.safetensors")
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(AdapterError, match=message):
         recognise(tmp_path)
 
 
-def test_two_adapters_in_a_folder_are_not_chosen_between(tmp_path: Path) -> None:
+def test_two_adapters_in_a_folder_are_not_chosen_between(tmp_path):
     for name in ("a.safetensors", "b.safetensors"):
         save_file({"x.lora_a": TWO}, tmp_path / name)
     with pytest.raises(AdapterError, match=r"several: a\.safetensors, b"):
         recognise(tmp_path)
 
 
-def test_without_a_config_there_is_no_scale(tmp_path: Path) -> None:
+def test_without_a_config_there_is_no_scale(tmp_path):
     save_file({"q.lora_A.weight": TWO}, tmp_path / "x.safetensors")
     with pytest.raises(AdapterError, match=r"no adapter_config\.json"):
         recognise(tmp_path / "x.safetensors")
 
 
-def test_the_content_says_the_kind_and_not_the_name(tmp_path: Path) -> None:
+def test_the_content_says_the_kind_and_not_the_name(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     file = tmp_path / "adapter_model.safetensors"
     save_file({"model.layers.0.self_attn.q_proj.lora_a": TWO}, file)
@@ -101,12 +101,12 @@ P = "base_model.model.model.layers.0.self_attn.q_proj"
         (f"_orig_mod.{P}.lora_A.weight", f"{P}.lora_A.weight"),
     ],
 )
-def test_names_are_put_as_peft_saves_them(name: str, plain: str) -> None:
+def test_names_are_put_as_peft_saves_them(name, plain):
     assert PREFIX + plain_name(name) == plain
 
 
 @pytest.mark.parametrize("style", ["as it is", "named", "bare", "pissa"])
-def test_peft_folders_of_all_styles_compute_the_same(style: str, tmp_path: Path) -> None:
+def test_peft_folders_of_all_styles_compute_the_same(style, tmp_path):
     model, adapter = model_with_adapter("llama", LoRA(rank=3, alpha=5, targets=("q", "down")))
     expected = logits(model)
     source = save_adapter(adapter, tmp_path / "one")
@@ -146,7 +146,7 @@ def tokenizer_of(folder: Path) -> None:
     tiny_tokenizer().save_pretrained(folder)
 
 
-def test_the_same_tensor_of_two_adapters_is_refused(tmp_path: Path) -> None:
+def test_the_same_tensor_of_two_adapters_is_refused(tmp_path):
     _, adapter = model_with_adapter("llama", LoRA(rank=2, targets=("q",)))
     source = save_adapter(adapter, tmp_path / "one")
     (source / "peftkit.json").unlink()
@@ -160,7 +160,7 @@ def test_the_same_tensor_of_two_adapters_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "two").exists()
 
 
-def test_a_module_trained_in_full_is_imported_with_its_adapter(tmp_path: Path) -> None:
+def test_a_module_trained_in_full_is_imported_with_its_adapter(tmp_path):
     method = LoRA(rank=2, targets=("q",), train_fully=("lm_head",))
     model, adapter = model_with_adapter("llama", method)
     expected = logits(model)
@@ -173,7 +173,7 @@ def test_a_module_trained_in_full_is_imported_with_its_adapter(tmp_path: Path) -
     assert torch.equal(logits(model), expected)
 
 
-def test_what_an_adapter_began_with_is_imported_with_it(tmp_path: Path) -> None:
+def test_what_an_adapter_began_with_is_imported_with_it(tmp_path):
     _, adapter = model_with_adapter("llama", LoRA(rank=2, targets=("q",)))
     (tmp_path / "one").mkdir()
     AdapterFolder(adapter, Provenance(), start=adapter.state()).save(tmp_path / "one")
@@ -184,9 +184,7 @@ def test_what_an_adapter_began_with_is_imported_with_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("by_peft", [False, True])
 @pytest.mark.parametrize("name", METHODS)
-def test_folders_of_other_methods_than_lora_compute_the_same(
-    name: str, by_peft: bool, tmp_path: Path
-) -> None:
+def test_folders_of_other_methods_are_equal(name, by_peft, tmp_path):
     model, adapter = model_with_adapter("llama", METHODS[name])
     expected = logits(model)
     source = save_adapter(adapter, tmp_path / "one")
@@ -199,7 +197,7 @@ def test_folders_of_other_methods_than_lora_compute_the_same(
     assert torch.equal(logits(model), expected)
 
 
-def test_a_method_of_peft_that_is_not_read_is_named(tmp_path: Path) -> None:
+def test_a_method_of_peft_that_is_not_read_is_named(tmp_path):
     save_file({"base_model.model.q_proj.oft_R.weight": TWO}, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "OFT"}))
     base = base_folder("llama", tmp_path / "base")

@@ -17,12 +17,10 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from peftkit.adapter import Adapter, attach
 from peftkit.errors import PeftkitError
@@ -154,7 +152,7 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def test_a_mutated_tensor_file_is_finite_tensors_or_a_typed_error(tmp_path: Path) -> None:
+def test_a_mutated_tensor_file_is_finite_tensors_or_a_typed_error(tmp_path):
     path = tmp_path / "adapter_model.safetensors"
     tensors = {f"layers.{i}.lora_{x}.weight": torch.randn(4, 9) for i in range(3) for x in "AB"}
     write_tensors(tensors, path, {"format": "pt"})
@@ -173,7 +171,7 @@ def test_a_mutated_tensor_file_is_finite_tensors_or_a_typed_error(tmp_path: Path
     assert peak_bytes() - before < MOST_BYTES
 
 
-def test_a_mutated_json_file_is_an_object_or_a_typed_error(tmp_path: Path) -> None:
+def test_a_mutated_json_file_is_an_object_or_a_typed_error(tmp_path):
     path = tmp_path / "adapter_config.json"
     fields = {"peft_type": "LORA", "r": 8, "lora_alpha": 16.5, "target_modules": ["q", "v"]}
     whole = json.dumps(fields, indent=2).encode()
@@ -184,9 +182,7 @@ def test_a_mutated_json_file_is_an_object_or_a_typed_error(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("made_here", [True, False], ids=["with our notes", "PEFT's files alone"])
-def test_a_mutated_folder_loads_equal_or_is_a_typed_error(
-    llama: PreTrainedModel, tmp_path: Path, made_here: bool
-) -> None:
+def test_mutated_folders_fail_typed(llama, tmp_path, made_here):
     adapter = attach(llama, LoRA(rank=2, alpha=4, targets=("q", "down"), rank_pattern={"q": 3}))
     with torch.no_grad():
         for parameter in adapter.parameters():

@@ -60,7 +60,7 @@ def run_folder(adapter: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_pushed_and_pulled_it_is_the_same(hub: Hub, run_folder: Path, tmp_path: Path) -> None:
+def test_pushed_and_pulled_it_is_the_same(hub, run_folder, tmp_path):
     done = push_adapter(run_folder, NAME, private=True)
     repo = hub.repos[NAME]
     assert repo.private
@@ -77,14 +77,14 @@ def test_pushed_and_pulled_it_is_the_same(hub: Hub, run_folder: Path, tmp_path: 
     assert file.provenance.base == "org/base"
 
 
-def test_what_it_began_with_goes_to_peft_where_its_notes_go(adapter: Path, tmp_path: Path) -> None:
+def test_what_it_began_with_goes_to_peft_where_its_notes_go(adapter, tmp_path):
     for dtype, has_start in (("fp32", True), ("bf16", False)):
         export_adapter(adapter, tmp_path / dtype, to="peft", dtype=dtype)
         assert (tmp_path / dtype / START).is_file() == has_start
         assert (tmp_path / dtype / "peftkit.json").is_file() == has_start
 
 
-def test_what_another_began_with_does_not_stay(hub: Hub, run_folder: Path, tmp_path: Path) -> None:
+def test_what_another_began_with_does_not_stay(hub, run_folder, tmp_path):
     push_adapter(run_folder, NAME)
     pull_adapter(NAME, tmp_path / "pulled")
     (run_folder / START).unlink()
@@ -96,13 +96,13 @@ def test_what_another_began_with_does_not_stay(hub: Hub, run_folder: Path, tmp_p
     assert not (tmp_path / "pulled" / START).exists()
 
 
-def test_a_tokenizer_of_many_tokens_comes_down(hub: Hub, run_folder: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_of_many_tokens_comes_down(hub, run_folder, tmp_path):
     (run_folder / "tokenizer_config.json").write_bytes(b"x" * (5 << 20))
     push_adapter(run_folder, NAME)
     pull_adapter(NAME, tmp_path / "pulled")
 
 
-def test_a_revision_is_pinned(hub: Hub, run_folder: Path, tmp_path: Path) -> None:
+def test_a_revision_is_pinned(hub, run_folder, tmp_path):
     first = push_adapter(run_folder, NAME).commit
     (run_folder / "recipe.yaml").unlink()
     second = push_adapter(run_folder, NAME).commit
@@ -116,9 +116,7 @@ def test_a_revision_is_pinned(hub: Hub, run_folder: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "new").exists()
 
 
-def test_an_adapter_can_be_named_by_its_hub_id(
-    hub: Hub, run_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_has_a_hub_id(hub, run_folder, monkeypatch):
     commit = push_adapter(run_folder, NAME).commit
     folder = adapter_folder(NAME)
     assert folder.name == commit
@@ -131,7 +129,7 @@ def test_an_adapter_can_be_named_by_its_hub_id(
         adapter_folder("me/other")
 
 
-def test_only_the_files_of_an_adapter_come_down(hub: Hub, run_folder: Path, tmp_path: Path) -> None:
+def test_only_the_files_of_an_adapter_come_down(hub, run_folder, tmp_path):
     push_adapter(run_folder, NAME)
     files = hub.repos[NAME].commits[hub.repos[NAME].main]
     hub.repos[NAME].commit(files | {"evil.py": b"1/0", "adapter_model.bin": b"x", "a/b.json": b""})
@@ -142,9 +140,7 @@ def test_only_the_files_of_an_adapter_come_down(hub: Hub, run_folder: Path, tmp_
     assert not [request for request in hub.requests if "evil" in request or ".bin" in request]
 
 
-def test_a_listing_that_leads_out_of_the_folder_is_refused(
-    hub: Hub, run_folder: Path, tmp_path: Path
-) -> None:
+def test_a_listing_outside_the_folder_is_refused(hub, run_folder, tmp_path):
     push_adapter(run_folder, NAME)
     repo = hub.repos[NAME]
     files = repo.commits[repo.main]
@@ -168,16 +164,11 @@ def test_a_listing_that_leads_out_of_the_folder_is_refused(
             },
             "web page",
         ),
-        (
-            {"adapter_config.json": b"[", "adapter_model.safetensors": b"\x80\x04x"},
-            "a pickle",
-        ),
+        ({"adapter_config.json": b"[", "adapter_model.safetensors": b"\x80\x04x"}, "a pickle"),
         ({"adapter_config.json": b"x" * (5 << 20), "adapter_model.safetensors": b"x"}, "limit"),
     ],
 )
-def test_what_is_no_adapter_never_appears(
-    files: dict[str, bytes], message: str, hub: Hub, tmp_path: Path
-) -> None:
+def test_an_invalid_adapter_never_appears_in_the_cache(files, message, hub, tmp_path):
     hub.repos[NAME] = Repo()
     hub.repos[NAME].commit(files)
     with pytest.raises(AdapterError, match=message):
@@ -185,9 +176,7 @@ def test_what_is_no_adapter_never_appears(
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == []
 
 
-def test_a_folder_that_is_taken_is_not_asked_for(
-    hub: Hub, run_folder: Path, tmp_path: Path
-) -> None:
+def test_an_existing_folder_is_not_requested(hub, run_folder, tmp_path):
     push_adapter(run_folder, NAME)
     pull_adapter(NAME, tmp_path / "pulled")
     hub.requests.clear()
@@ -200,7 +189,7 @@ def test_a_folder_that_is_taken_is_not_asked_for(
     assert not (tmp_path / "pulled" / "recipe.yaml").exists()  # it was the other one's
 
 
-def test_a_push_that_fails_leaves_nothing(hub: Hub, run_folder: Path) -> None:
+def test_a_push_that_fails_leaves_nothing(hub, run_folder):
     for failing, status, message in (
         ("GET /api/models/me/json", 401, "Log in|not valid"),
         ("POST /api/repos/create", 403, "no write access"),
@@ -214,25 +203,21 @@ def test_a_push_that_fails_leaves_nothing(hub: Hub, run_folder: Path) -> None:
     assert all(not files for repo in hub.repos.values() for files in repo.commits.values())
 
 
-def test_a_public_repository_is_not_taken_for_a_private_one(hub: Hub, run_folder: Path) -> None:
+def test_a_public_repository_is_not_taken_for_a_private_one(hub, run_folder):
     hub.repos[NAME] = Repo(private=False)
     with pytest.raises(OutputError, match="is public"):
         push_adapter(run_folder, NAME, private=True)
     assert len(hub.repos[NAME].commits) == 1
 
 
-def test_without_a_token_nothing_is_asked(
-    hub: Hub, run_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_token_no_request(hub, run_folder, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(OutputError, match=r"not logged in(.|\n)*hf auth login"):
         push_adapter(run_folder, NAME)
     assert hub.requests == []
 
 
-def test_a_base_that_only_this_machine_has_is_said(
-    hub: Hub, run_folder: Path, tmp_path: Path
-) -> None:
+def test_a_local_base_is_reported(hub, run_folder, tmp_path):
     file, modules = read_low_rank(run_folder)
     save_low_rank(modules, tmp_path / "run", replace(file.provenance, base="/home/me/base"))
     events: list[Event] = []
@@ -240,9 +225,7 @@ def test_a_base_that_only_this_machine_has_is_said(
     assert any(isinstance(e, Notice) and "/home/me/base" in e.text for e in events)
 
 
-def test_no_repository_and_no_network_are_told_apart(
-    hub: Hub, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_repository_and_no_network_are_told_apart(hub, run_folder, tmp_path, monkeypatch):
     with pytest.raises(AdapterError, match="repository does not exist"):
         pull_adapter("me/nothing", tmp_path / "x")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens
@@ -259,13 +242,13 @@ def test_no_repository_and_no_network_are_told_apart(
     "text",
     ["x", "a/b/c", "../x", "a/..", "/etc/x", "a/b@", "a/b@../x", "a\\b/c", "a/b c", "a/.b", ""],
 )
-def test_what_names_no_repository_is_refused(text: str) -> None:
+def test_what_names_no_repository_is_refused(text):
     assert not is_hub_id(text)
     with pytest.raises(AdapterError, match="is not the name of a repository"):
         parse_hub_id(text)
 
 
-def test_a_path_is_not_taken_for_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert is_hub_id("runs/demo")
     assert parse_hub_id("runs/demo@refs/pr/1") == HubId("runs/demo", "refs/pr/1")

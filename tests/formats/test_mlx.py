@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +38,7 @@ METHODS = {
     ("name", "family"),
     [*((name, "llama") for name in METHODS), ("patterns", "qwen2"), ("dora-patterns", "gemma2")],
 )
-def test_there_and_back_it_is_the_same_adapter(name: str, family: str, tmp_path: Path) -> None:
+def test_there_and_back_it_is_the_same_adapter(name, family, tmp_path):
     model, adapter = model_with_adapter(family, METHODS[name])
     expected = logits(model)
     save_adapter(adapter, tmp_path / "one")
@@ -65,7 +64,7 @@ def test_there_and_back_it_is_the_same_adapter(name: str, family: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_file_computes_by_mlx_own_formula(name: str, tmp_path: Path) -> None:
+def test_the_file_computes_by_mlx_own_formula(name, tmp_path):
     _, adapter = model_with_adapter("llama", METHODS[name])
     save_adapter(adapter, tmp_path / "one")
     export_adapter(tmp_path / "one", tmp_path / "mlx", to="mlx")
@@ -89,9 +88,7 @@ def test_the_file_computes_by_mlx_own_formula(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("family", "target", "message"), [("gpt2", "q", "Conv1D"), ("llama", "lm_head", "lm_head is")]
 )
-def test_what_mlx_names_otherwise_is_refused(
-    family: str, target: str, message: str, tmp_path: Path
-) -> None:
+def test_other_mlx_names_are_errors(family, target, message, tmp_path):
     _, adapter = model_with_adapter(family, LoRA(rank=2, targets=(target,)))
     save_adapter(adapter, tmp_path / "one")
     with pytest.raises(AdapterError, match=message):
@@ -116,16 +113,14 @@ def mlx(tmp_path: Path) -> Path:
         ({"lora_parameters": {"rank": True, "scale": 1.0}}, "rank True"),
     ],
 )
-def test_a_config_that_does_not_fit_is_told(
-    change: dict[str, Any], message: str, mlx: Path
-) -> None:
+def test_a_wrong_config_is_reported(change, message, mlx):
     config = mlx / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
     with pytest.raises(AdapterError, match=message):
         read_mlx(mlx)
 
 
-def test_an_adapter_of_another_base_is_told_layer_by_layer(mlx: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_another_base_is_told_layer_by_layer(mlx, tmp_path):
     tensors = load_file(mlx / MLX_TENSORS)
     name = "model.layers.0.self_attn.q_proj.lora_a"
     tensors[name] = torch.ones(48, 2)
@@ -148,7 +143,7 @@ def written_by_mlx(tensors: dict[str, Tensor], file: Path) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
 
 
-def test_a_folder_of_mlx_lms_trainer_is_imported(tmp_path: Path) -> None:
+def test_a_folder_of_mlx_lms_trainer_is_imported(tmp_path):
     model, adapter = model_with_adapter("llama", METHODS["lora"])
     expected = logits(model)
     save_adapter(adapter, tmp_path / "ours")

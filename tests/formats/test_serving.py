@@ -27,9 +27,7 @@ from peftkit.methods.lora import LoRA
 from tests.helpers.adapters import logits, model_with_adapter
 
 
-def test_a_card_names_the_hub_id_and_the_rank(
-    model_folder: Path,
-) -> None:
+def test_a_card_names_the_hub_id_and_the_rank(model_folder):
     base = replace(load_base(str(model_folder)), name="tiny", hub_id="org/tiny")
     adapter = attach(base.model, LoRA(rank=12))
     usage = adapter_usage("org/tiny", "run", rank=served_rank(adapter.method))
@@ -59,7 +57,7 @@ def plain(tmp_path: Path) -> Path:
     return save_adapter(adapter, tmp_path / "plain")
 
 
-def test_one_rank_and_one_alpha_compute_the_same(tmp_path: Path) -> None:
+def test_one_rank_and_one_alpha_compute_the_same(tmp_path):
     model, adapter = model_with_adapter("llama", PATTERNS)
     expected = logits(model)
     save_adapter(adapter, tmp_path / "one")
@@ -93,9 +91,7 @@ def test_one_rank_and_one_alpha_compute_the_same(tmp_path: Path) -> None:
         ({"peft_type": "IA3"}, {}, "peft_type is 'IA3'"),
     ],
 )
-def test_what_is_not_served_is_named(
-    fields: dict[str, Any], tensors: dict[str, Any], message: str, plain: Path, tmp_path: Path
-) -> None:
+def test_what_is_not_served_is_named(fields, tensors, message, plain, tmp_path):
     change(plain, fields, tensors)
     with pytest.raises(AdapterError) as error:
         export_adapter(plain, tmp_path / "served", to="peft", serving=True)
@@ -105,9 +101,7 @@ def test_what_is_not_served_is_named(
 
 
 @pytest.mark.parametrize("serving", [False, True])
-def test_a_base_in_another_precision_than_in_training_is_told(
-    tmp_path: Path, serving: bool
-) -> None:
+def test_another_precision_than_in_training_is_reported(tmp_path, serving):
     _, adapter = model_with_adapter("llama", LoRA(rank=4, targets=("q", "v")))
     folder, notices = tmp_path / "nf4", []
     for kind in ("nf4", "none"):
@@ -123,12 +117,12 @@ def test_a_base_in_another_precision_than_in_training_is_told(
     assert f"peftkit merge {folder} --from-quantized" in notice
 
 
-def test_servers_read_no_other_format(plain: Path, tmp_path: Path) -> None:
+def test_servers_read_no_other_format(plain, tmp_path):
     with pytest.raises(AdapterError, match="read PEFT's format"):
         export_adapter(plain, tmp_path / "served", to="mlx", serving=True)
 
 
-def test_dora_is_refused_tensor_by_tensor(tmp_path: Path) -> None:
+def test_dora_is_refused_tensor_by_tensor(tmp_path):
     _, adapter = model_with_adapter("llama", DoRA(rank=2, targets=("q", "v")))
     save_adapter(adapter, tmp_path / "dora")
     with pytest.raises(AdapterError) as error:
@@ -136,7 +130,7 @@ def test_dora_is_refused_tensor_by_tensor(tmp_path: Path) -> None:
     assert error.value.found.count("the magnitude of DoRA") == 4
 
 
-def test_a_rank_over_the_limit_is_refused(tmp_path: Path) -> None:
+def test_a_rank_over_the_limit_is_refused(tmp_path):
     update = LowRank(torch.ones(513, 600), torch.ones(600, 513), 1.0)
     save_low_rank({"model.layers.0.self_attn.q_proj": update}, tmp_path, Provenance())
     with pytest.raises(AdapterError, match="rank 513; the limit is 512") as error:
@@ -144,6 +138,6 @@ def test_a_rank_over_the_limit_is_refused(tmp_path: Path) -> None:
     assert "--method svd --rank 512" in error.value.fix
 
 
-def test_the_bucket_is_the_next_that_vllm_has() -> None:
+def test_the_bucket_is_the_next_that_vllm_has():
     assert [max_lora_rank(r) for r in (1, 2, 8, 9, 129, 321)] == [1, 8, 8, 16, 256, 512]
     assert max(MAX_LORA_RANKS) == 512

@@ -6,10 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from peftkit.adapter import Adapter, attach
 from peftkit.formats.peft.folder import save_adapter

@@ -46,11 +46,7 @@ def settings(loss: str, **more: Any) -> PreferenceConfig:
 
 
 def task_on(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerFast,
-    asked: Any,
-    file: str,
-    **data: Any,
+    model: nn.Module, tokenizer: PreTrainedTokenizerFast, asked: Any, file: str, **data: Any
 ) -> tuple[Any, list[Any]]:
     """Return the task of a config over a model, and the rows of a file."""
     config = DataConfig(train=file, **{"max_length": 64, **data})

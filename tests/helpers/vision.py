@@ -20,10 +20,7 @@ from transformers import PreTrainedModel
 from transformers.processing_utils import ProcessorMixin
 
 from peftkit.base.processors import UnreadVideos, without_video_support
-from peftkit.tasks.media.media_text import (
-    ImageTextConfig,
-    MediaTextConfig,
-)
+from peftkit.tasks.media.media_text import ImageTextConfig, MediaTextConfig
 from tests.helpers.families import _GROUPED, tiny_tokenizer
 from tests.helpers.folders import write_rows
 
@@ -479,10 +476,7 @@ GEMMA4_CONFIG: dict[str, Any] = {
     "video_token_id": 500,
 }
 _GEMMA4_FAMILY = Family(
-    made(
-        "Gemma4",
-        **GEMMA4_CONFIG,
-    ),
+    made("Gemma4", **GEMMA4_CONFIG),
     lambda: without_video_support(transformers.Gemma4Processor)(
         feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
         image_processor=transformers.Gemma4ImageProcessorPil(

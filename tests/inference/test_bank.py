@@ -115,9 +115,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     [("llama", batch) for batch in ("mixed with bare rows", "all")]
     + [("gpt2", "all"), pytest.param("gemma2", "all", marks=pytest.mark.slow)],
 )
-def test_a_mixed_batch_is_each_adapter_alone(
-    family: str, batch: str, way: str, tmp_path: Path
-) -> None:
+def test_a_mixed_batch_equals_each_alone(family, batch, way, tmp_path):
     model = FAMILIES[family]().eval()
     fused = family in ("gpt2", "phi3", "gpt_neox")  # PiSSA cannot start from a part of these
     rows = [name for name in BATCHES[batch] if not (fused and name == "pissa")]
@@ -137,9 +135,7 @@ def test_a_mixed_batch_is_each_adapter_alone(
 
 
 @pytest.mark.parametrize("name", ["patterns", "pissa", "dora"])
-def test_one_adapter_for_the_batch_is_that_adapter_alone(
-    name: str, bank: AdapterBank, model: nn.Module, paths: dict[str, Path]
-) -> None:
+def test_one_adapter_for_the_batch_is_that_adapter_alone(name, bank, model, paths):
     ids = some_ids(3)
     with bank.use(name):
         outputs = logits(model, ids)
@@ -148,9 +144,7 @@ def test_one_adapter_for_the_batch_is_that_adapter_alone(
     torch.testing.assert_close(outputs, alone(model, paths[name], ids), atol=TOLERANCE, rtol=0)
 
 
-def test_without_a_name_the_base_is_bare_to_the_bit(
-    bank: AdapterBank, model: nn.Module, tmp_path: Path
-) -> None:
+def test_no_name_is_the_base_exactly(bank, model, tmp_path):
     ids = some_ids(3)
     outside = logits(model, ids)
     with bank.use("plain"), bank.use(None):
@@ -165,9 +159,7 @@ def test_without_a_name_the_base_is_bare_to_the_bit(
 
 
 @pytest.mark.parametrize(("kind", "placement"), [("int8", "device"), ("nf4", "stream")])
-def test_over_a_quantised_base_too(
-    kind: str, placement: str, model_folder: Path, way: str, tmp_path: Path
-) -> None:
+def test_adapters_share_a_quantised_base(kind, placement, model_folder, way, tmp_path):
     base = load_base(str(model_folder), quantize=kind, dtype="fp32", placement=placement)
     paths = write_all(base.model, tmp_path)
     ids = some_ids(len(BATCHES["all"]))
@@ -183,9 +175,7 @@ PROMPTS = [[9, 41, 77, 20, 33], [50], [80, 81, 82], [9, 41, 77, 20, 33], [60, 61
 NAMES: list[str | None] = ["plain", "rslora", None, "ffn", "plain", "twin"]
 
 
-def test_each_prompt_is_completed_by_its_own_adapter(
-    bank: AdapterBank, model: Any, tokenizer: Any, paths: dict[str, Path]
-) -> None:
+def test_each_prompt_is_completed_by_its_own_adapter(bank, model, tokenizer, paths):
     with bank.engine(Limits(rows=4)) as engine:
         groups = engine.answers(PROMPTS, Sampling(max_new_tokens=6), adapters=NAMES)
     completions = [answer.ids for (answer,) in groups]
@@ -199,9 +189,7 @@ def test_each_prompt_is_completed_by_its_own_adapter(
     assert len({tuple(ids) for ids in completions}) > 2, "adapters take part"
 
 
-def test_each_adapter_is_asked_as_it_learnt_to_be(
-    model: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_each_adapter_has_its_own_style(model, tokenizer, tmp_path):
     styles = {"chat": Style("chat"), "plain": Style("plain")}
     paths = {
         name: write_adapter(model, METHODS["plain"], tmp_path / name, 4, prompt_style=style)
@@ -220,9 +208,7 @@ def test_each_adapter_is_asked_as_it_learnt_to_be(
 # ------------------------------------------------------------------- a lookup, and memory
 
 
-def test_adapters_are_no_part_of_the_state_dict_and_move_with_the_model(
-    bank: AdapterBank, model: nn.Module
-) -> None:
+def test_adapters_move_but_are_not_in_the_state_dict(bank, model):
     assert not any(".updates" in name or "lora" in name for name in model.state_dict())
     ids = some_ids(2)
     with bank.use(["plain", "dora"]):
@@ -236,9 +222,7 @@ def test_adapters_are_no_part_of_the_state_dict_and_move_with_the_model(
 # ------------------------------------------------------------------- add and drop
 
 
-def test_adapters_come_and_go_while_others_are_in_use(
-    bank: AdapterBank, model: nn.Module, paths: dict[str, Path]
-) -> None:
+def test_adapters_come_and_go(bank, model, paths):
     ids = some_ids(2)
     rows: list[str | None] = ["rslora", "ffn"]
     bank.drop("plain")
@@ -264,7 +248,7 @@ def test_adapters_come_and_go_while_others_are_in_use(
 # ------------------------------------------------------------------- bad input
 
 
-def test_a_name_is_a_plain_word_and_taken_once(bank: AdapterBank, paths: dict[str, Path]) -> None:
+def test_a_name_is_a_plain_word_and_taken_once(bank, paths):
     for name in ("", "a/b", "..", "a..b", "a b", "a=b", ".a", "a\\b", "-a"):
         with pytest.raises(AdapterError, match="is not allowed as the name"):
             bank.add(name, paths["plain"])
@@ -282,27 +266,25 @@ ASKS: dict[str, Callable[[AdapterBank], object]] = {
 }
 
 
-def test_an_unknown_name_is_told_with_its_neighbour(bank: AdapterBank) -> None:
+def test_an_unknown_name_is_told_with_its_neighbour(bank):
     for ask in ASKS.values():
         with pytest.raises(AdapterError, match=r"'plian'(.|\n)*twin(.|\n)*Did you mean 'plain'"):
             ask(bank)
 
 
 @pytest.mark.parametrize("rows", [["plain", None], []])
-def test_another_number_of_rows_is_refused(
-    rows: list[str | None], bank: AdapterBank, model: nn.Module
-) -> None:
+def test_wrong_row_counts_fail(rows, bank, model):
     with bank.use(rows), pytest.raises(AdapterError, match=f"3 rows.*given for {len(rows)}"):
         logits(model, some_ids(3))
 
 
-def test_rows_that_the_model_has_flattened_are_refused(bank: AdapterBank, model: Any) -> None:
+def test_rows_that_the_model_has_flattened_are_refused(bank, model):
     layer = model.model.layers[0].mlp.down_proj
     with bank.use(["plain", "ffn"]), pytest.raises(AdapterError, match="cannot separate the rows"):
         layer(torch.zeros(2, 64))
 
 
-def test_an_adapter_of_other_weights_needs_force(model: nn.Module, tmp_path: Path) -> None:
+def test_an_adapter_of_other_weights_needs_force(model, tmp_path):
     base = tiny_base(model)
     path = write_adapter(
         model, METHODS["plain"], tmp_path, 0, base="other", fingerprint="sha256:" + "0" * 64
@@ -312,9 +294,7 @@ def test_an_adapter_of_other_weights_needs_force(model: nn.Module, tmp_path: Pat
     assert AdapterBank(base, {"a": path}, force=True).names == ("a",)
 
 
-def test_what_does_not_fit_is_listed_and_leaves_the_base_bare(
-    model: nn.Module, paths: dict[str, Path], tmp_path: Path
-) -> None:
+def test_misfits_are_listed(model, paths, tmp_path):
     other = FAMILIES["gpt2"]()
     foreign = write_adapter(other, METHODS["plain"], tmp_path / "foreign", 0)
     modules = list(model.modules())
@@ -326,9 +306,7 @@ def test_what_does_not_fit_is_listed_and_leaves_the_base_bare(
     assert list(model.modules()) == modules
 
 
-def test_an_adapter_of_a_name_that_was_dropped_answers_as_itself(
-    llama: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_reused_name_serves_its_new_adapter(llama, tokenizer, tmp_path):
     paths = [write_adapter(llama, LoRA(rank=4, alpha=64), tmp_path / f"a{n}", n) for n in (1, 2)]
     prompt = [5 + n % 30 for n in range(140)]  # long enough to be kept for later
     bank = AdapterBank(tiny_base(llama, tokenizer), {"one": paths[1]})
@@ -349,9 +327,7 @@ def test_an_adapter_of_a_name_that_was_dropped_answers_as_itself(
     assert before[0][0].ids != right.ids
 
 
-def test_an_adapter_that_learnt_over_other_bits_is_told(
-    llama: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_over_other_bits_is_reported(llama, tokenizer, tmp_path, monkeypatch):
     paths = {}
     for name, quantize in (("a", "none"), ("b", "nf4")):
         loading = {"quantize": quantize, "dtype": "fp32"}

@@ -32,9 +32,7 @@ def finished(engine: CachedEngine) -> bool:
 
 @pytest.mark.parametrize("tokens", [240, 400, 480, 700])
 @pytest.mark.parametrize("kept", [0, 8192])
-def test_a_common_beginning_that_fills_the_cache_ends_no_work(
-    llama: Any, tokenizer: Any, tokens: int, kept: int
-) -> None:
+def test_a_prefix_that_fills_the_cache_is_served(llama, tokenizer, tokens, kept):
     assert why_plain(llama, tokenizer) is None
     prompt, sampling = [5] * 201, Sampling(max_new_tokens=30)
     with CachedEngine(llama, tokenizer) as engine:
@@ -73,9 +71,7 @@ def most_allocated(engine: CachedEngine, common: int, number: int) -> tuple[int,
 
 @pytest.mark.parametrize("tokens", [600, 1000, 2500])
 @pytest.mark.parametrize("common", [0, 50])
-def test_what_is_allocated_stays_below_the_limit(
-    llama: Any, tokenizer: Any, tokens: int, common: int
-) -> None:
+def test_allocations_keep_the_limit(llama, tokenizer, tokens, common):
     limits = Limits(tokens=tokens, prefix_tokens=100, pass_tokens=64)
     assert why_plain(llama, tokenizer) is None
     with CachedEngine(llama, tokenizer, limits) as engine:
@@ -85,7 +81,7 @@ def test_what_is_allocated_stays_below_the_limit(
     assert 0.8 < most / (tokens * BYTES_PER_TOKEN) <= 1
 
 
-def test_recorded_steps_keep_no_more(llama: Any) -> None:
+def test_recorded_steps_keep_no_more(llama):
     with simulated():
         model = llama.to("cuda")
         assert why_plain(model, TOKENIZER) is None
@@ -97,7 +93,7 @@ def test_recorded_steps_keep_no_more(llama: Any) -> None:
     assert most <= 600 * BYTES_PER_TOKEN
 
 
-def test_the_peak_of_a_card_is_that_of_the_limit_and_of_a_layer_that_grows() -> None:
+def test_the_peak_of_a_card_is_that_of_the_limit_and_of_a_layer_that_grows():
     with simulated() as card:
         model: Any = FAMILIES["llama"]().eval().to("cuda")
         assert why_plain(model, TOKENIZER) is None
@@ -111,7 +107,7 @@ def test_the_peak_of_a_card_is_that_of_the_limit_and_of_a_layer_that_grows() -> 
         assert 0.7 * cache < card.peak - before < 1.5 * cache  # one of two layers exists twice
 
 
-def test_a_plain_batch_has_as_many_rows_as_the_limit_holds(tokenizer: Any) -> None:
+def test_a_plain_batch_has_as_many_rows_as_the_limit_holds(tokenizer):
     model: Any = MODELS["jamba"]().eval()
     sizes: list[int] = []
     with open_engine(model, tokenizer, Limits(tokens=60)) as engine:

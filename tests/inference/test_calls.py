@@ -15,7 +15,7 @@ from peftkit.data.style import Style
 from peftkit.data.tokens import tokens
 from peftkit.inference.call_formats import FORMATS, NO_CALLS, Call, CallFormat
 from peftkit.inference.call_style import CallStyle
-from peftkit.inference.calls import Reader, Said, format_of, read_answer
+from peftkit.inference.calls import AnswerPiece, Reader, format_of, read_answer
 from tests.helpers.call_templates import FORM_OF, ONE_CALL, TEMPLATES, with_calls, with_template
 
 TOOL: dict[str, Any] = {
@@ -43,18 +43,18 @@ GIVEN: list[dict[str, Any]] = [
 BY_NAME = {form.name: form for form in FORMATS} | {"none": NO_CALLS}
 
 
-def joined(pieces: Iterable[Said]) -> Said:
+def joined(pieces: Iterable[AnswerPiece]) -> AnswerPiece:
     texts, thoughts, calls = zip(*pieces, strict=True) if (pieces := [*pieces]) else ((), (), ())
-    return Said("".join(texts), "".join(thoughts), tuple(one for of in calls for one in of))
+    return AnswerPiece("".join(texts), "".join(thoughts), tuple(one for of in calls for one in of))
 
 
-def in_pieces(form: CallFormat, pieces: Sequence[str], thinks: bool = False) -> Said:
+def in_pieces(form: CallFormat, pieces: Sequence[str], thinks: bool = False) -> AnswerPiece:
     reader = Reader(form, [TOOL], thinks=thinks)
     found = [one for piece in pieces for one in reader.feed(piece)]
     return joined([*found, *reader.feed("", over=True)])
 
 
-def check_splits(form: CallFormat, text: str, thinks: bool = False) -> Said:
+def check_splits(form: CallFormat, text: str, thinks: bool = False) -> AnswerPiece:
     """Check that every split of an answer gives what the whole gives; return that."""
     whole = read_answer(form, text, [TOOL], thinks=thinks)
     assert in_pieces(form, list(text), thinks) == whole
@@ -81,7 +81,7 @@ def answer_of(render: Any, form: CallFormat, given: Sequence[dict[str, Any]], te
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_s_own_calls_are_read_back(name: str, tokenizer: Any) -> None:
+def test_a_template_s_own_calls_are_read_back(name, tokenizer):
     render = renderer(tokenizer, TEMPLATES[name])
     form = format_of(render)
     assert form is not None
@@ -99,7 +99,7 @@ def test_a_template_s_own_calls_are_read_back(name: str, tokenizer: Any) -> None
         assert len(said.calls) == 1
 
 
-def test_a_template_without_calls_has_no_format(tokenizer: Any) -> None:
+def test_a_template_without_calls_has_no_format(tokenizer):
     plain = "{% for m in messages %}{{ m.role + ': ' + (m.content or '') + '\n' }}{% endfor %}"
     assert format_of(renderer(tokenizer, plain)) is None
     strict = "{% for m in messages %}{{ m.content.strip() }}{{ raise_exception('no') }}{% endfor %}"
@@ -129,7 +129,7 @@ CODER_SHIPPED = shipped(
         "close_pattern": r"</function>\s*</tool_call>",
         "content": "xml-inline",
         "content_args": {
-            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n(?P<value>.*?)\n</parameter>",
+            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n(?P<value>.*?)\n</parameter>"
         },
         "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
     },
@@ -140,9 +140,7 @@ CODER_SHIPPED = shipped(
 @pytest.mark.parametrize(
     ("template", "response"), [(OWN, OWN_SHIPPED), (TEMPLATES["coder"], CODER_SHIPPED)]
 )
-def test_what_a_tokenizer_ships_to_read_its_calls_comes_first(
-    template: str, response: dict[str, Any], tokenizer: Any
-) -> None:
+def test_tokenizer_schemas_win(template, response, tokenizer):
     pytest.importorskip("transformers.utils.chat_parsing", reason="transformers before 5.13")
     render = renderer(tokenizer, template)
     form = format_of(render, response)
@@ -163,7 +161,7 @@ def test_what_a_tokenizer_ships_to_read_its_calls_comes_first(
 @pytest.mark.parametrize(
     "response", [OWN_SHIPPED, {"fields": {}}, {"version": 2}, "text", {"start_anchor": "x"}]
 )
-def test_what_is_shipped_and_does_not_hold_is_left_out(response: Any, tokenizer: Any) -> None:
+def test_what_is_shipped_and_does_not_hold_is_left_out(response, tokenizer):
     render = renderer(tokenizer, TEMPLATES["hermes"])  # perhaps put in by data.chat_template
     form = format_of(render, response)
     assert form is not None
@@ -214,9 +212,7 @@ GOOD = '<tool_call>\n{"name": "f", "arguments": {"t": "</tool_call> <tool"}}\n</
         ("none", "<think>hm</think>the <tool_call>{}", "the <tool_call>{}", "hm", 0),
     ],
 )  # fmt: skip
-def test_text_reasoning_and_calls_are_told_apart(
-    name: str, text: str, said: str | None, thought: str, num_calls: int
-) -> None:
+def test_text_reasoning_and_calls_are_separated(name, text, said, thought, num_calls):
     found = (
         check_splits(BY_NAME[name], text) if len(text) < 999 else read_answer(BY_NAME[name], text)
     )
@@ -230,7 +226,7 @@ def test_text_reasoning_and_calls_are_told_apart(
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_any_split_of_any_text_gives_the_same(name: str) -> None:
+def test_any_split_of_any_text_gives_the_same(name):
     form, random = BY_NAME[name], Random(name)
     marks = [*form.opens, form.close or "", *form.skips, *form.thought]
     good = {"hermes": GOOD, "llama": '{"name": "f"}'}
@@ -245,22 +241,22 @@ def test_any_split_of_any_text_gives_the_same(name: str) -> None:
         assert in_pieces(form, list(text), thinks) == whole, text
 
 
-def test_an_answer_may_begin_within_reasoning() -> None:
+def test_an_answer_may_begin_within_reasoning():
     text = " I see \n</think>\n\n " + GOOD
     found = check_splits(BY_NAME["hermes"], text, thinks=True)
     assert (found.text, found.thought, len(found.calls)) == ("", "I see", 1)
-    assert check_splits(BY_NAME["hermes"], "no end", thinks=True) == Said(thought="no end")
+    assert check_splits(BY_NAME["hermes"], "no end", thinks=True) == AnswerPiece(thought="no end")
 
 
-def test_a_stream_holds_back_no_more_than_it_must() -> None:
+def test_a_stream_holds_back_no_more_than_it_must():
     reader = Reader(BY_NAME["hermes"], [TOOL])
     assert joined(reader.feed("It is 4 < 5 <to")).text == "It is 4 < 5"
     assert joined(reader.feed("ast>. ")).text == " <toast>."
     assert joined(reader.feed(GOOD)).calls[0].name == "f"
-    assert joined(reader.feed("\n")) == Said()
+    assert joined(reader.feed("\n")) == AnswerPiece()
 
 
-def test_written_types_are_those_of_the_schema_where_a_format_has_none() -> None:
+def test_written_types_are_those_of_the_schema_where_a_format_has_none():
     text = "<tool_call><function=weather><parameter={}>{}</parameter></function></tool_call>"
     for key, value, right in (
         ("code", "7", "7"),
@@ -275,13 +271,13 @@ def test_written_types_are_those_of_the_schema_where_a_format_has_none() -> None
         assert call.arguments == {key: right}
 
 
-def test_an_answer_that_repeats_itself_is_text_at_once() -> None:
+def test_an_answer_that_repeats_itself_is_text_at_once():
     text = f"<tool_call><function=f>{'<parameter=a>' * 30_000}</function></tool_call>"
-    assert read_answer(BY_NAME["coder"], text) == Said(text)
+    assert read_answer(BY_NAME["coder"], text) == AnswerPiece(text)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_reasoning_that_a_prompt_opens_is_seen(name: str, tokenizer: Any) -> None:
+def test_reasoning_that_a_prompt_opens_is_seen(name, tokenizer):
     own = with_template(tokenizer, TEMPLATES[name])
     style = CallStyle(own, Style("chat"))
     opens, closes = style.form.thought
@@ -290,6 +286,6 @@ def test_reasoning_that_a_prompt_opens_is_seen(name: str, tokenizer: Any) -> Non
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {1}, "\ud83d"])
-def test_what_a_reader_of_others_makes_of_a_call_is_json_or_the_call_is_text(value: Any) -> None:
+def test_what_a_reader_of_others_makes_of_a_call_is_json_or_the_call_is_text(value):
     made = CallFormat("other", ("<c>",), "</c>", lambda _: [Call("f", {"a": value})])
-    assert read_answer(made, "<c>f</c>") == Said("<c>f</c>")
+    assert read_answer(made, "<c>f</c>") == AnswerPiece("<c>f</c>")

@@ -68,9 +68,7 @@ def turn_by_turn(model: Any, tokenizer: Tokenizer, place: tuple[int, int]) -> Sa
 
 
 @pytest.mark.parametrize("read", [1, 1 << 30])
-def test_turns_are_those_of_single_requests(
-    read: int, llama: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_turns_are_those_of_single_requests(read, llama, tokenizer, monkeypatch):
     # what prompts have in common is read where it is, or each row has a copy
     monkeypatch.setattr("peftkit.inference.cached_engine.MIN_READ", read)
     found = answers(llama, tokenizer)
@@ -79,15 +77,13 @@ def test_turns_are_those_of_single_requests(
     ]
     flat = [one for group in found for one in group]
     assert {one.is_cut for one in flat} == {True, False}
-    assert max(len(one.ids) - one.num_learnt for one in flat) >= 6  # three turns and more
+    assert max(len(one.ids) - one.num_targets for one in flat) >= 6  # three turns and more
     monkeypatch.setattr(module, "open_engine", PlainEngine)
     assert answers(llama, tokenizer) == found
-    assert answers(llama, tokenizer, seeds=None)[0][0].num_learnt > 0
+    assert answers(llama, tokenizer, seeds=None)[0][0].num_targets > 0
 
 
-def test_a_row_that_waits_goes_on_from_its_cache(
-    llama: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_waiting_row_resumes(llama, tokenizer, monkeypatch):
     computed: list[int] = []
     start = Prefill.__init__
 
@@ -101,14 +97,12 @@ def test_a_row_that_waits_goes_on_from_its_cache(
     for index in range(len(PROMPTS)):
         for number in range(3):
             turn_by_turn(llama, tokenizer, (index, number))
-    replies = sum(len(one.ids) - one.num_learnt for group in found for one in group)
+    replies = sum(len(one.ids) - one.num_targets for group in found for one in group)
     assert with_cache <= 3 * sum(map(len, PROMPTS)) + replies
     assert sum(computed) > 2 * with_cache
 
 
-def test_what_is_kept_is_dropped_where_memory_is_short(
-    llama: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_are_dropped_if_memory_is_short(llama, tokenizer, monkeypatch):
     engines: list[Any] = []
     expected = answers(llama, tokenizer)
 
@@ -122,9 +116,7 @@ def test_what_is_kept_is_dropped_where_memory_is_short(
     assert not any(span.num_users for span in engines[0]._prefixes._spans)
 
 
-def test_rows_grow_while_replies_are_made(
-    llama: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dialogue_rows_grow_during_generation(llama, tokenizer, monkeypatch):
     step, steps, grown = CachedEngine.step, [0], list[int]()
 
     def counted(self: CachedEngine) -> None:

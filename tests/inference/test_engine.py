@@ -58,12 +58,9 @@ FAST = ("llama", "mistral_swa", "gemma2", "gpt_oss", "jamba", "deepseek_v3")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in (*CACHED, *PLAIN)],
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in (*CACHED, *PLAIN)]
 )
-def test_greedy_answers_are_those_of_full_passes(
-    name: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_greedy_answers_are_those_of_full_passes(name, tokenizer, monkeypatch):
     model: Any = MODELS[name]().eval()
     why = why_plain(model, tokenizer)
     assert why is None if name in CACHED else PLAIN[name] in str(why)
@@ -78,15 +75,13 @@ def test_greedy_answers_are_those_of_full_passes(
     assert runs == [[greedy_tokens(model, prompt, ids, 9) for prompt, ids in pairs]] * len(runs)
 
 
-def test_virtual_tokens_go_the_plain_way(tokenizer: Tokenizer) -> None:
+def test_virtual_tokens_go_the_plain_way(tokenizer):
     model: Any = FAMILIES["llama"]().eval()
     attach(model, PrefixTuning(num_virtual_tokens=3))
     assert "virtual tokens" in str(why_plain(model, tokenizer))
 
 
-def test_each_row_has_its_adapter_whoever_joins(
-    llama: Any, tokenizer: Tokenizer, tmp_path: Any
-) -> None:
+def test_each_row_keeps_its_adapter(llama, tokenizer, tmp_path):
     paths = {
         name: write_adapter(llama, LoRA(rank=rank, alpha=64), tmp_path / name, rank)
         for name, rank in (("one", 4), ("two", 2))
@@ -106,9 +101,7 @@ def test_each_row_has_its_adapter_whoever_joins(
     assert runs == [expected] * 2
 
 
-def test_what_is_drawn_depends_on_the_seed_and_not_on_the_batch(
-    llama: Any, tokenizer: Tokenizer
-) -> None:
+def test_samples_depend_on_the_seed_not_on_the_batch(llama, tokenizer):
     sampling = Sampling(max_new_tokens=9, temperature=1.5, top_p=0.9, top_k=50)
     seeds = [[100 * n + k for k in range(3)] for n in range(len(PROMPTS))]
     first, again = (
@@ -119,9 +112,7 @@ def test_what_is_drawn_depends_on_the_seed_and_not_on_the_batch(
     assert all(len({tuple(one.ids) for one in of_prompt}) == 3 for of_prompt in first)
 
 
-def test_log_probs_are_those_of_a_full_pass_and_say_what_ended_it(
-    llama: Any, tokenizer: Tokenizer
-) -> None:
+def test_log_probs_match_a_full_pass_and_name_the_stop(llama, tokenizer):
     sampling = Sampling(max_new_tokens=40, temperature=2.0, seed=5, stops=tuple(range(300, 384)))
     completions = [
         one for of in answers(llama, tokenizer, Limits(), sampling=sampling, n=2) for one in of
@@ -139,7 +130,7 @@ def test_log_probs_are_those_of_a_full_pass_and_say_what_ended_it(
         torch.testing.assert_close(torch.tensor(answer.log_probs), right, atol=1e-4, rtol=0)
 
 
-def test_a_prompt_is_computed_once_for_all_its_answers(llama: Any, tokenizer: Tokenizer) -> None:
+def test_a_prompt_is_computed_once_for_all_its_answers(llama, tokenizer):
     rows: list[int] = []
     assert why_plain(llama, tokenizer) is None
     watch = llama.register_forward_pre_hook(
@@ -151,9 +142,7 @@ def test_a_prompt_is_computed_once_for_all_its_answers(llama: Any, tokenizer: To
     assert rows == [199, 8, 8, 8]
 
 
-def test_an_answer_that_is_not_wanted_leaves_at_the_next_token(
-    llama: Any, tokenizer: Tokenizer
-) -> None:
+def test_a_cancelled_row_leaves_at_the_next_token(llama, tokenizer):
     def stop(completion: Completion) -> None:
         if len(completion.ids) == 3:
             completion.finish()
@@ -170,9 +159,7 @@ def test_an_answer_that_is_not_wanted_leaves_at_the_next_token(
     assert engine.num_passes == 2 + 3 + 4  # two prompts, and their tokens
 
 
-def test_tokens_at_once_are_bounded_and_what_needs_more_is_made_alone(
-    llama: Any, tokenizer: Tokenizer
-) -> None:
+def test_tokens_of_a_batch_are_bounded_larger_rows_run_alone(llama, tokenizer):
     with CachedEngine(llama, tokenizer, Limits(tokens=70)) as engine:
         completions = [
             engine.submit(Request([7, 8], Sampling(max_new_tokens=10))) for _ in range(5)
@@ -187,7 +174,7 @@ def test_tokens_at_once_are_bounded_and_what_needs_more_is_made_alone(
     assert all(one.ended_by is not None for one in completions)
 
 
-def test_what_prompts_have_in_common() -> None:
+def test_what_prompts_have_in_common():
     assert num_common([3, 4, 5], [3, 4, 6, 7]) == 2
     assert num_common([3], [4]) == num_common([], [4]) == 0
     long = list(range(100))
@@ -196,7 +183,7 @@ def test_what_prompts_have_in_common() -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(12), Sampling(12, 1.0, 0.9, seed=1)])
-def test_all_rows_wait_for_the_device_once_a_token(sampling: Sampling) -> None:
+def test_all_rows_wait_for_the_device_once_a_token(sampling):
     with simulated() as card:
         model = FAMILIES["llama"]().eval().to("cuda")
         tokenizer: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedModel
 
 from peftkit.data.style import Style
 from peftkit.errors import DataError
@@ -18,9 +17,7 @@ from tests.helpers.generation import greedy_tokens
 PROMPTS = [[9, 41, 77, 130], [55], [201, 33, 8, 99, 120, 61, 340], [17, 18]]
 
 
-def test_greedy_is_the_likeliest_token_each_time_in_any_batch(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_greedy_is_argmax(llama, tokenizer):
     for batch_size in (1, 3, 8):
         completions = generate_ids(
             llama, tokenizer, PROMPTS, max_new_tokens=9, batch_size=batch_size
@@ -36,9 +33,7 @@ def always(model: PreTrainedModel, token: int) -> None:
     head.bias.data[token] = 1e4
 
 
-def test_an_answer_ends_at_any_end_token_and_leaves_it_out(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_any_eos_ends_a_reply(llama, tokenizer):
     for token, ends in (
         (EOS, {}),
         (200, {"model": [199, 200]}),
@@ -53,9 +48,7 @@ def test_an_answer_ends_at_any_end_token_and_leaves_it_out(
     assert generate_ids(llama, tokenizer, PROMPTS, max_new_tokens=5) == [[200] * 5] * 4
 
 
-def test_a_seed_repeats_and_leaves_the_generators_alone(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_seed_repeats_a_text(llama, tokenizer):
     def sample(seed: int) -> list[list[int]]:
         return generate_ids(
             llama, tokenizer, PROMPTS, max_new_tokens=12, temperature=1.0, seed=seed
@@ -68,18 +61,14 @@ def test_a_seed_repeats_and_leaves_the_generators_alone(
     assert sample(2) != first
 
 
-def test_pieces_of_a_stream_are_the_whole_answer(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_stream_parts_are_the_whole(llama, tokenizer):
     (ids,) = generate_ids(llama, tokenizer, [PROMPTS[2]], max_new_tokens=30)
     pieces = list(stream(llama, tokenizer, PROMPTS[2], max_new_tokens=30))
     assert len(pieces) > 1
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_a_stream_that_is_left_stops_the_model(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_closed_stream_stops(llama, tokenizer):
     (letter,) = tokenizer("x")["input_ids"]
     always(llama, letter)
     calls = 0
@@ -97,9 +86,7 @@ def test_a_stream_that_is_left_stops_the_model(
     assert calls < 250
 
 
-def test_an_answer_ends_where_the_context_does(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_context_ends_a_reply(llama, tokenizer):
     always(llama, 100)
     (answer,) = generate_ids(llama, tokenizer, [[9] * 250], max_new_tokens=50)
     assert len(answer) == 6, "256 positions are 250 of the prompt and 6 new ones"
@@ -121,19 +108,12 @@ def test_an_answer_ends_where_the_context_does(
         (lambda m, t: list(stream(m, t, [9], top_p=2.0)), "top_p is 2.0"),
     ],
 )
-def test_what_cannot_be_done_is_told(
-    call: Callable[[PreTrainedModel, PreTrainedTokenizerFast], object],
-    message: str,
-    llama: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_what_cannot_be_done_is_told(call, message, llama, tokenizer):
     with pytest.raises(DataError, match=message):
         call(llama, tokenizer)
 
 
-def test_a_text_is_asked_through_the_chat_template_unless_the_style_says_otherwise(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_text_uses_the_chat_template(llama, tokenizer):
     def answer_to(text: str) -> str:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         return str(

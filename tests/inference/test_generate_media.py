@@ -159,7 +159,7 @@ def run_folder(
     return out
 
 
-def test_two_are_told_apart(case: Case, run_folder: Path, data: Path) -> None:
+def test_two_are_told_apart(case, run_folder, data):
     opened = open_adapter(run_folder)
     metrics = evaluate(opened.base, data, task=opened.task, style=opened.style)
     assert metrics["exact_match"] == 1.0
@@ -172,9 +172,7 @@ def test_two_are_told_apart(case: Case, run_folder: Path, data: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
-def test_the_adapters_folder_is_peft_and_merges(
-    case: Case, run_folder: Path, data: Path, tmp_path: Path
-) -> None:
+def test_peft_reads_it_and_merges(case, run_folder, data, tmp_path):
     opened = open_adapter(run_folder)
     task = FAMILIES[case.family].config().on(opened.base.model, opened.base.processor, ANY_LENGTH)
     row = task.load(str(data))[0]
@@ -191,9 +189,7 @@ def test_the_adapters_folder_is_peft_and_merges(
 
 
 @SOUNDS
-def test_a_resumed_run_ends_as_one_never_stopped(
-    case: Case, base_folder: Path, data: Path, run_folder: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_ends_equal(case, base_folder, data, run_folder, tmp_path):
     half = tmp_path / "half"
     shutil.copytree(run_folder, half)
     shutil.rmtree(half / "checkpoints" / "step-24")
@@ -204,7 +200,7 @@ def test_a_resumed_run_ends_as_one_never_stopped(
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_generation_is_the_likeliest_token_again_and_again(name: str, tmp_path: Path) -> None:
+def test_generation_is_the_likeliest_token_again_and_again(name, tmp_path):
     """Several prompts at once, cached, give what whole forward passes of each alone do."""
     model = model_of(name)
     task = task_of(name, model)
@@ -245,7 +241,7 @@ def test_generation_is_the_likeliest_token_again_and_again(name: str, tmp_path: 
 
 
 @IMAGES
-def test_what_cannot_be_asked_is_refused(run_folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_asked_is_refused(run_folder, tmp_path):
     opened = open_adapter(run_folder)
     with pytest.raises(DataError, match=r"Cannot decode the image of gone(.|\n)*gone.png"):
         generate_with_media(opened, "what?", [Picture(tmp_path / "gone.png", "gone")])
@@ -273,13 +269,7 @@ def run(*argv: str) -> None:
     assert done.value.code == 0
 
 
-def test_the_command_line_shows_media(
-    case: Case,
-    run_folder: Path,
-    data: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_command_line_shows_media(case, run_folder, data, capsys, monkeypatch):
     kind, one, two = case.kind.name, *(str(data.parent / case.path(word)) for word in case.files)
     for word, path in zip(case.files, (one, two), strict=True):
         run("generate", str(run_folder), f"--{kind}", path, "--prompt", "what is it?")
@@ -303,9 +293,7 @@ def test_the_command_line_shows_media(
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3", "mllama", "gemma3"])
-def test_a_folder_brings_its_processor_and_keeps_its_towers_in_16_bits(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_folder_has_its_processor_and_16_bit_towers(name, tmp_path):
     folder = _folder_of(name, str(tmp_path))
     purpose = ImageTextConfig().purpose
     base = load_base(str(folder), dtype="fp32", quantize="nf4", purpose=purpose)
@@ -326,14 +314,11 @@ def test_a_folder_brings_its_processor_and_keeps_its_towers_in_16_bits(
     assert "processor_config.json" in files
 
 
-def test_mllama_learns_by_its_cross_attention_alone(tmp_path: Path) -> None:
+def test_mllama_learns_by_its_cross_attention_alone(tmp_path):
     model = model_of("mllama")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     task = task_of("mllama", model)
-    row = {
-        "messages": dialog(("user", "<image>what?"), ("assistant", "fox dog")),
-        "image": "a.png",
-    }
+    row = {"messages": dialog(("user", "<image>what?"), ("assistant", "fox dog")), "image": "a.png"}
     rows = task.load(str(write_sound_rows(tmp_path, [row, {**row, "image": "b.png"}])))
     adapter = attach(model, LoRA(rank=4, targets=("cross_attention",)))
     assert all(".cross_attn." in path for path in adapter.modules)
@@ -347,8 +332,6 @@ def test_mllama_learns_by_its_cross_attention_alone(tmp_path: Path) -> None:
 
 
 @SOUNDS
-def test_a_model_that_hears_is_inspected(
-    base_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_audio_models(base_folder, capsys):
     run("inspect", str(base_folder))
     assert "audio_q" in capsys.readouterr().out

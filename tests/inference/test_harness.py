@@ -84,9 +84,7 @@ def adapter(model_folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore")  # the harness's own
-def test_figures_are_those_of_the_harness_with_peft(
-    adapter: Path, tasks: Path, model_folder: Path
-) -> None:
+def test_figures_match_harness_and_peft(adapter, tasks, model_folder):
     lm_eval = pytest.importorskip("lm_eval", reason="the extra lm-eval")
     names = ["animals", "likely", "echoes"]
     scores = run_tasks(open_adapter(adapter), names, include=tasks)
@@ -114,7 +112,7 @@ def test_figures_are_those_of_the_harness_with_peft(
         run_tasks(open_adapter(adapter), ["animal"], include=tasks)
 
 
-def test_scores_are_read_from_the_harness_in_its_order() -> None:
+def test_scores_are_read_from_the_harness_in_its_order():
     def result(acc: float) -> dict[str, object]:
         figures = {"alias": "t", "acc,none": acc, "acc_stderr,none": 0.1, "em,strict": 1 - acc}
         return {"results": {"t": figures}, "n-samples": {"t": {"original": 9, "effective": 4}}}
@@ -125,9 +123,7 @@ def test_scores_are_read_from_the_harness_in_its_order() -> None:
     ]
 
 
-def test_without_the_harness_it_says_how_to_get_it(
-    adapter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_harness_names_its_pip(adapter, monkeypatch):
     opened = open_adapter(adapter)
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     with pytest.raises(ConfigError, match=r"pip install 'peftkit\[lm-eval\]'"):
@@ -140,7 +136,7 @@ def restyled(adapter: Path, style: Style) -> Opened:
     return replace(opened, file=replace(opened.file, provenance=provenance))
 
 
-def test_questions_go_through_the_template_of_training(adapter: Path) -> None:
+def test_questions_go_through_the_template_of_training(adapter):
     opened = restyled(adapter, Style("chat", CHATML))
     before = opened.base.tokenizer.chat_template = "of the base"
     text = with_template(opened).apply_chat_template(
@@ -150,7 +146,7 @@ def test_questions_go_through_the_template_of_training(adapter: Path) -> None:
     assert opened.base.tokenizer.chat_template == before
 
 
-def test_an_adapter_that_learnt_without_a_template_says_so(adapter: Path) -> None:
+def test_an_adapter_that_learnt_without_a_template_says_so(adapter):
     events: list[Event] = []
     opened = restyled(adapter, Style("plain"))
     opened.base.tokenizer.chat_template = CHATML

@@ -88,9 +88,7 @@ def by_definition(
 
 
 @pytest.mark.parametrize(("chunk", "margin"), [(3, 0.0), (4_096, 0.02)])
-def test_they_are_the_closest_that_are_no_answers(
-    chunk: int, margin: float, opened: Opened, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_are_the_closest_that_are_no_answers(chunk, margin, opened, folder, monkeypatch):
     monkeypatch.setattr(make_rows, "CHUNK", chunk)
     rows = [*PAIRS, {"anchor": PAIRS[0]["anchor"], "positive": "the fox jumps"}]
     expected = by_definition(opened, rows, 2, margin)
@@ -103,7 +101,7 @@ def test_they_are_the_closest_that_are_no_answers(
     assert {*reranked.rows[0]} == {"query", "positive", "negatives"}
 
 
-def test_what_is_too_close_is_counted_and_left_out() -> None:
+def test_what_is_too_close_is_counted_and_left_out():
     degrees = {"the positive": 20, "nearly it": 30, "closer": 5, "hard": 60, "easy": 120}
     angles = torch.deg2rad(torch.tensor([*degrees.values()], dtype=torch.float32))
     vectors = torch.stack([angles.cos(), angles.sin()], dim=1)
@@ -116,7 +114,7 @@ def test_what_is_too_close_is_counted_and_left_out() -> None:
     assert counts == {"closer than the margin": 1, "nearly the positive": 1}
 
 
-def test_the_command_writes_rows_that_a_task_trains_on(folder: Path, tmp_path: Path) -> None:
+def test_the_command_writes_rows_that_a_task_trains_on(folder, tmp_path):
     more = write_rows(tmp_path / "more.jsonl", [{"text": "the answer"}, {"text": "the question"}])
     out = tmp_path / "rows.jsonl"
     command = ["data", str(folder / "rows.jsonl"), "--hard-negatives", str(folder / "run")]
@@ -128,7 +126,7 @@ def test_the_command_writes_rows_that_a_task_trains_on(folder: Path, tmp_path: P
     assert CliRunner().invoke(app, command[:4]).exit_code == 2  # where to?
 
 
-def test_what_cannot_be_is_an_error(opened: Opened, folder: Path, model_folder: Path) -> None:
+def test_what_cannot_be_is_an_error(opened, folder, model_folder):
     with pytest.raises(DataError, match=r"No row of .* has 9 negatives"):
         negatives_of(opened, folder, PAIRS, number=9)
     with pytest.raises(DataError, match=r"pairs\.jsonl:1: positive: missing"):

@@ -41,9 +41,7 @@ def groups_of(model: nn.Module) -> set[bool | None]:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama", "nf4"), ("qwen3_moe", "none")])
-def test_layers_that_are_ready_say_what_they_say_alone(
-    name: str, kind: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepared_layers_compute_the_same(name, kind, tokenizer, monkeypatch):
     model: Any = MODELS[name]().eval()
     if kind != "none":
         quantize_model(model, kind)
@@ -64,7 +62,7 @@ def test_layers_that_are_ready_say_what_they_say_alone(
         assert bare == generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
 
 
-def test_generating_within_training_leaves_its_groups(tokenizer: Tokenizer) -> None:
+def test_generating_within_training_leaves_its_groups(tokenizer):
     model: Any = FAMILIES["llama"]().train()
     adapter = adapted(model)
     before = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)

@@ -70,7 +70,7 @@ def on_card(model: Any, record: bool = True) -> CachedEngine:
         ),
     ],
 )
-def test_recorded_answers_are_those_of_a_cpu(name: str) -> None:
+def test_recorded_answers_are_those_of_a_cpu(name):
     model: Any = MODELS[name]().eval()
     if name == "gpt_oss":  # experts are recorded in bf16 alone
         model.to(torch.bfloat16)
@@ -83,9 +83,7 @@ def test_recorded_answers_are_those_of_a_cpu(name: str) -> None:
         assert engine.recorder.num_recorded > 0
 
 
-def test_a_token_is_a_few_launches_and_the_same_graphs_serve_who_comes_next(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_token_is_a_few_launches_and_graphs_are_reused(caplog):
     launches: dict[bool, int] = {}
     for record in (True, False):
         model: Any = FAMILIES["llama"]().eval()
@@ -107,9 +105,7 @@ def test_a_token_is_a_few_launches_and_the_same_graphs_serve_who_comes_next(
     assert not caplog.records
 
 
-def test_a_model_that_waits_for_the_host_is_not_recorded(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_model_that_waits_for_the_host_is_not_recorded(caplog):
     model: Any = FAMILIES["llama"]().eval()
     with CachedEngine(model, TOKENIZER) as engine:
         expected = answers(engine)
@@ -134,9 +130,7 @@ def test_a_model_that_waits_for_the_host_is_not_recorded(
         ((12, 0), torch.bfloat16, False),
     ],
 )
-def test_experts_are_recorded_only_where_their_products_ask_nobody(
-    capability: tuple[int, int], dtype: torch.dtype, is_recorded: bool
-) -> None:
+def test_experts_are_recorded_only_without_waits(capability, dtype, is_recorded):
     model: Any = FAMILIES["mixtral"]().eval().to(dtype)
     with simulated(Card(capability=capability)):
         engine = CachedEngine(model.to("cuda"), TOKENIZER)
@@ -156,9 +150,7 @@ class Capture:
         raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
 
-def test_a_recording_that_fails_leaves_the_thread_on_its_stream(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_recording_restores_the_stream(caplog, monkeypatch):
     model: Any = FAMILIES["llama"]().eval()
     with CachedEngine(model, TOKENIZER) as engine:
         expected = answers(engine)
@@ -175,9 +167,7 @@ def test_a_recording_that_fails_leaves_the_thread_on_its_stream(
 
 
 @pytest.mark.parametrize("name", ["llama", "jamba"])
-def test_a_thread_computes_on_the_card_of_the_model(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_uses_the_card_of_the_model(name, monkeypatch):
     class Place(threading.local):
         current = 0
 
@@ -202,7 +192,7 @@ def test_a_thread_computes_on_the_card_of_the_model(
 
 
 @pytest.mark.slow
-def test_each_row_has_its_adapter(llama: Any, tokenizer: Any, tmp_path: Any) -> None:
+def test_each_row_has_its_adapter(llama, tokenizer, tmp_path):
     paths = {
         name: write_adapter(llama, LoRA(rank=rank, alpha=64), tmp_path / name, rank)
         for name, rank in (("one", 4), ("two", 2))

@@ -50,7 +50,7 @@ def by_sorting(one: Sampling, values: Tensor, seed: int) -> int:
 
 
 @pytest.mark.parametrize("spread", [PEAKED, FLAT])
-def test_a_token_is_the_one_that_sorting_all_would_give(spread: float) -> None:
+def test_a_token_is_the_one_that_sorting_all_would_give(spread):
     values = logits(spread)
     for seed in range(0, 60, 7):
         expected = [by_sorting(one, values[n], seed + n) for n, one in enumerate(CUTS)]
@@ -58,7 +58,7 @@ def test_a_token_is_the_one_that_sorting_all_would_give(spread: float) -> None:
 
 
 @pytest.mark.parametrize("spread", [PEAKED, FLAT])
-def test_a_row_is_drawn_alike_whatever_the_others_ask_for(spread: float) -> None:
+def test_a_row_is_drawn_alike_whatever_the_others_ask_for(spread):
     values = logits(spread)
     together = chosen(CUTS, values)
     for number, one in enumerate(CUTS):
@@ -75,9 +75,7 @@ def test_a_row_is_drawn_alike_whatever_the_others_ask_for(spread: float) -> None
         (Sampling(temperature=1.0, top_p=0.9), FLAT, 1, True),
     ],
 )
-def test_a_card_sorts_all_tokens_only_where_the_likeliest_are_too_few(
-    asked: Sampling, spread: float, num_waits: int, sorts: bool
-) -> None:
+def test_full_sorts_if_needed(asked, spread, num_waits, sorts):
     with simulated() as card:
         values = logits(spread, 2).to("cuda")
         table = SamplingTable([asked, asked], [1, 2], [4, 4], "cuda")

@@ -42,7 +42,7 @@ def streamed_answers(model: Any, tokenizer: Any, told: list[int]) -> list[list[i
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("jamba", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("after", [0, 6])
-def test_answers_are_those_of_enough_memory(tokenizer: Any, name: str, after: int) -> None:
+def test_answers_are_those_of_enough_memory(tokenizer, name, after):
     model, told = MODELS[name]().eval(), list[int]()
     expected = streamed_answers(model, tokenizer, told)
     assert not told
@@ -54,16 +54,14 @@ def test_answers_are_those_of_enough_memory(tokenizer: Any, name: str, after: in
     assert again == []  # the next engine begins with as many
 
 
-def test_prompts_are_computed_in_shorter_passes(llama: Any, tokenizer: Any) -> None:
+def test_prompts_are_computed_in_shorter_passes(llama, tokenizer):
     prompt = [5 + n for n in range(200)]
     expected = generate_ids(llama, tokenizer, [prompt], max_new_tokens=4)
     limit_memory(llama, 64, tokens=150)
     assert generate_ids(llama, tokenizer, [prompt], max_new_tokens=4) == expected
 
 
-def test_an_answer_that_does_not_fit_by_itself_is_named_and_the_others_go_on(
-    llama: Any, tokenizer: Any
-) -> None:
+def test_a_reply_that_cannot_fit_fails_without_the_others(llama, tokenizer):
     assert why_plain(llama, tokenizer) is None
     limit_memory(llama, 64, tokens=100)
     long, short = Request([5] * 201, Sampling(5)), Request([7, 8], Sampling(5))
@@ -76,7 +74,7 @@ def test_an_answer_that_does_not_fit_by_itself_is_named_and_the_others_go_on(
     assert len(other.ids) == 5
 
 
-def test_a_server_answers_the_others(llama: Any, tokenizer: Any) -> None:
+def test_a_server_answers_the_others(llama, tokenizer):
     from peftkit.inference.bank import AdapterBank
     from tests.helpers.bank import tiny_base
 
@@ -94,7 +92,7 @@ def test_a_server_answers_the_others(llama: Any, tokenizer: Any) -> None:
         worker.stop()
 
 
-def test_rollouts_go_on(llama: Any, tokenizer: Any) -> None:
+def test_rollouts_go_on(llama, tokenizer):
     sampler = ModelSampler(llama, tokenizer, 64)
 
     def answers() -> list[list[Any]]:
@@ -106,7 +104,7 @@ def test_rollouts_go_on(llama: Any, tokenizer: Any) -> None:
     assert answers() == expected
 
 
-def test_a_card_that_runs_out_answers_all() -> None:
+def test_a_card_that_runs_out_answers_all():
     tokenizer: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
     prompts = [[7 + n] * 30 for n in range(6)]
     with simulated() as card:

@@ -7,10 +7,7 @@ import torch
 from torch import nn
 
 from peftkit.kernels import cross_entropy
-from peftkit.kernels.cross_entropy import (
-    chunked_cross_entropy,
-    reference_cross_entropy,
-)
+from peftkit.kernels.cross_entropy import chunked_cross_entropy, reference_cross_entropy
 
 
 class SoftCapped(nn.Module):
@@ -30,13 +27,8 @@ class SoftCapped(nn.Module):
     ("num_rows", "chunk", "alignment"), [(0, 7, 16), (1, 1, 1), (41, 7, 16), (41, 1000, 1)]
 )
 def test_losses_and_gradients_are_those_of_the_whole(
-    num_rows: int,
-    chunk: int,
-    alignment: int,
-    trained: str,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    num_rows, chunk, alignment, trained, dtype, monkeypatch
+):
     monkeypatch.setattr(cross_entropy, "ALIGNMENT", alignment)
     torch.manual_seed(0)
     head = SoftCapped(9, 341).to(dtype).requires_grad_(trained != "no")
@@ -60,7 +52,7 @@ def test_losses_and_gradients_are_those_of_the_whole(
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol * 10)
 
 
-def test_without_gradients_nothing_is_kept() -> None:
+def test_without_gradients_nothing_is_kept():
     hidden, head = torch.randn(40, 9), nn.Linear(9, 43).requires_grad_(False)
     with torch.no_grad():
         loss = chunked_cross_entropy(hidden, torch.arange(40), head, chunk_rows=16)
@@ -68,7 +60,7 @@ def test_without_gradients_nothing_is_kept() -> None:
     torch.testing.assert_close(loss, reference_cross_entropy(hidden, torch.arange(40), head))
 
 
-def test_chunks_are_about_equal_and_of_few_sizes() -> None:
+def test_chunks_are_about_equal_and_of_few_sizes():
     head, seen = nn.Linear(9, 11).requires_grad_(False), []
     head.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
     for num_rows in (33, 100, 101):
@@ -80,7 +72,7 @@ def test_chunks_are_about_equal_and_of_few_sizes() -> None:
 
 
 @pytest.mark.parametrize("far", [0.0, 300.0, -300.0])
-def test_few_passes_lose_no_improbable_target(far: float) -> None:
+def test_few_passes_lose_no_improbable_target(far):
     logits = torch.randn(5, 341)
     targets = torch.tensor([0, 3, 340, 7, 7])
     logits[torch.arange(5), targets] += far  # by -300 its probability is zero in float32

@@ -5,8 +5,6 @@ No Apple hardware was at hand: these tests show what is asked of torch there, no
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -59,16 +57,14 @@ def apple(monkeypatch: pytest.MonkeyPatch) -> Played:
     return played
 
 
-def test_without_a_gpu_all_is_the_cpu_s() -> None:
+def test_without_a_gpu_all_is_the_cpu_s():
     assert local_gpu() is None
     assert gpu_of(torch.device("cpu")) is None
     assert default_device() == torch.device("cpu")
     assert device_name(torch.device("cpu"), 2) == "2 x cpu"
 
 
-def test_auto_is_bf16_where_the_cpu_multiplies_in_it(
-    bf16_units: bool, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_is_bf16_on_a_cpu_with_bf16_units(bf16_units, model_folder, monkeypatch):
     fast = torch.bfloat16 if bf16_units else torch.float32
     assert fast_dtype(torch.device("cpu")) == fast
     assert load_base(str(model_folder), store="off").model.dtype == fast
@@ -82,7 +78,7 @@ def test_auto_is_bf16_where_the_cpu_multiplies_in_it(
 
 
 @pytest.mark.usefixtures("apple")
-def test_a_mac_trains_on_its_gpu_in_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mac_trains_on_its_gpu_in_what_it_can(monkeypatch):
     assert default_device() == MPS
     assert fast_dtype(MPS) == torch.bfloat16
     assert device_name(MPS, 1) == "Apple GPU"
@@ -90,7 +86,7 @@ def test_a_mac_trains_on_its_gpu_in_what_it_can(monkeypatch: pytest.MonkeyPatch)
     assert fast_dtype(MPS) == torch.float32
 
 
-def test_its_memory_is_what_torch_says(apple: Played) -> None:
+def test_its_memory_is_what_torch_says(apple):
     assert used_bytes(MPS) == 2 << 30
     assert peak_bytes(MPS) == 3 << 30
     assert GPUS["mps"].total(MPS) == 12 << 30
@@ -98,7 +94,7 @@ def test_its_memory_is_what_torch_says(apple: Played) -> None:
     assert apple.released == 1
 
 
-def test_its_generator_is_saved_and_set_again(apple: Played) -> None:
+def test_its_generator_is_saved_and_set_again(apple):
     before = rng.capture(MPS)
     assert torch.equal(before["mps"], apple.state)
     apple.state = torch.zeros(8, dtype=torch.uint8)
@@ -110,12 +106,12 @@ def test_its_generator_is_saved_and_set_again(apple: Played) -> None:
     rng.restore({n: t for n, t in before.items() if n != "mps"}, MPS)  # saved on a CPU
 
 
-def test_numbers_come_to_any_device() -> None:
+def test_numbers_come_to_any_device():
     assert on_device([1.0], torch.device("meta")).device.type == "meta"
     assert on_device([1.0], torch.device("cpu")).tolist() == [1.0]
 
 
-def test_generators_of_the_cpu_are_as_before() -> None:
+def test_generators_of_the_cpu_are_as_before():
     before = torch.get_rng_state()
     with forked_generators(torch.device("cpu")):
         torch.rand(3)
@@ -123,9 +119,7 @@ def test_generators_of_the_cpu_are_as_before() -> None:
 
 
 @pytest.mark.parametrize("way", ["recompute", "offload"])
-def test_a_block_computed_again_on_a_mac_drops_what_it_dropped_before(
-    way: Activations, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropout_repeats_on_a_mac(way, monkeypatch):
     """torch sets back the generators of the CPU and of CUDA, not that of MPS."""
     generator = torch.Generator().manual_seed(1)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
@@ -154,7 +148,7 @@ def test_a_block_computed_again_on_a_mac_drops_what_it_dropped_before(
         torch.testing.assert_close(again, expected)
 
 
-def test_what_a_mac_has_no_numbers_for_is_computed_on_the_cpu() -> None:
+def test_what_a_mac_has_no_numbers_for_is_computed_on_the_cpu():
     with FakeTensorMode():
         assert in_float64(torch.empty(3, device="mps")).device.type == "cpu"
         assert in_float64(torch.empty(3, device="cuda")).device.type == "cuda"

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from peftkit.kernels.divergence import (
     Divergence,
-    DivergenceName,
     chunked_divergence,
     reference_divergence,
     values_and_gradient,
@@ -39,7 +38,7 @@ def dense(student: Tensor, teacher: Tensor, divergence: Divergence) -> tuple[Ten
 
 @of_each
 @pytest.mark.parametrize("scale", [0.1, 1.0, 12.0], ids=["near", "apart", "far apart"])
-def test_values_and_gradient_are_those_of_float64(divergence: Divergence, scale: float) -> None:
+def test_values_and_gradient_are_those_of_float64(divergence, scale):
     student, teacher = scale * torch.randn(2, 40, 300)
     expected, gradient = dense(student, teacher, divergence)
     actual = student.clone()
@@ -51,7 +50,7 @@ def test_values_and_gradient_are_those_of_float64(divergence: Divergence, scale:
 
 
 @of_each
-def test_a_teacher_that_equals_the_student_is_at_zero(divergence: Divergence) -> None:
+def test_a_teacher_that_equals_the_student_is_at_zero(divergence):
     student = 5 * torch.randn(20, 100)
     gradient = student.clone()
     values, same = values_and_gradient(gradient, student, divergence)
@@ -61,9 +60,7 @@ def test_a_teacher_that_equals_the_student_is_at_zero(divergence: Divergence) ->
 
 
 @of_each
-def test_chunks_give_hidden_rows_the_gradient_of_the_whole(
-    divergence: Divergence, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_give_the_gradient_of_the_whole(divergence, monkeypatch):
     use_small_chunks(monkeypatch)
     head = nn.Linear(16, 50, bias=False).requires_grad_(False)
     student, teacher = torch.randn(2, 11, 16)
@@ -79,7 +76,7 @@ def test_chunks_give_hidden_rows_the_gradient_of_the_whole(
     torch.testing.assert_close(actual.double(), gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_the_teacher_may_have_a_head_and_a_width_of_its_own() -> None:
+def test_the_teacher_may_have_a_head_and_a_width_of_its_own():
     head, other = nn.Linear(16, 50).requires_grad_(False), nn.Linear(8, 50).requires_grad_(False)
     student, teacher = torch.randn(7, 16), torch.randn(7, 8)
     divergence = Divergence("forward")
@@ -90,7 +87,7 @@ def test_the_teacher_may_have_a_head_and_a_width_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
-def test_rows_in_16_bits_are_compared_in_32(kind: DivergenceName) -> None:
+def test_rows_in_16_bits_are_compared_in_32(kind):
     head = nn.Linear(16, 2000, bias=False).requires_grad_(False).to(torch.bfloat16)
     student, teacher = torch.randn(2, 9, 16, dtype=torch.bfloat16)
     values, _ = chunked_divergence(student, teacher, head, Divergence(kind))
@@ -100,7 +97,7 @@ def test_rows_in_16_bits_are_compared_in_32(kind: DivergenceName) -> None:
     assert not chunked_divergence(student, teacher, head, Divergence(kind))[0].requires_grad
 
 
-def test_no_rows_are_no_values() -> None:
+def test_no_rows_are_no_values():
     head = nn.Linear(4, 5)
     empty = torch.zeros(0, 4, requires_grad=True)
     values, same = chunked_divergence(empty, empty.detach(), head, Divergence())

@@ -23,7 +23,7 @@ from peftkit.kernels.fused import (
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_gradients_are_those_of_torch(name: str) -> None:
+def test_gradients_are_those_of_torch(name):
     for dtype, shape in ((torch.float64, (3, 7)), (torch.float32, (9, 41)), (torch.bfloat16, (5,))):
         pair = [torch.randn(shape).to(dtype).requires_grad_() for _ in range(2)]
         expected = ACTIVATIONS[name](pair[0]) * pair[1]
@@ -34,7 +34,7 @@ def test_gradients_are_those_of_torch(name: str) -> None:
         torch.testing.assert_close(torch.autograd.grad(actual, pair, direction), expected_gradients)
 
 
-def test_only_the_two_inputs_are_saved() -> None:
+def test_only_the_two_inputs_are_saved():
     saved: list[Tensor] = []
     pair = [torch.randn(4, 6, requires_grad=True) for _ in range(2)]
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: None):
@@ -42,7 +42,7 @@ def test_only_the_two_inputs_are_saved() -> None:
     assert [tensor.data_ptr() for tensor in saved] == [tensor.data_ptr() for tensor in pair]
 
 
-def test_operators_keep_what_torch_asks_of_them() -> None:
+def test_operators_keep_what_torch_asks_of_them():
     parts = [torch.randn(4, 6) for _ in range(3)]
     torch.library.opcheck(gated, (*parts[:2], "silu"))
     torch.library.opcheck(gated_backward, (*parts, "gelu"))
@@ -50,9 +50,7 @@ def test_operators_keep_what_torch_asks_of_them() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3], ids=["places of all rows", "of each"])
-def test_a_rotation_is_that_of_transformers_and_keeps_no_input(
-    rows: int, dtype: torch.dtype
-) -> None:
+def test_a_rotation_matches_transformers_and_saves_nothing(rows, dtype):
     saved: list[Tensor] = []
     x = torch.randn(3, 5, 4, 8).to(dtype).transpose(1, 2).requires_grad_()  # as layers make it
     cos, sin = torch.randn(2, rows, 5, 8).to(dtype)
@@ -73,9 +71,7 @@ def test_a_rotation_is_that_of_transformers_and_keeps_no_input(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2, 9, 16), (1, 1, 16), (3, 0, 16)], ids=str)
-def test_a_norm_in_parts_is_the_norm_to_the_bit(
-    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_norm_in_parts_is_the_norm_to_the_bit(shape, dtype, monkeypatch):
     x, direction = torch.randn(2, *shape).to(dtype)
     x, weight = x.requires_grad_(), torch.randn(16).to(dtype)
 
@@ -97,7 +93,7 @@ def test_a_norm_in_parts_is_the_norm_to_the_bit(
         torch.testing.assert_close(actual, torchs.detach(), **rounding)
 
 
-def test_operators_of_norms_keep_what_torch_asks_of_them() -> None:
+def test_operators_of_norms_keep_what_torch_asks_of_them():
     x, direction = torch.randn(2, 4, 6)
     _, scale = norm(x, torch.ones(6), 1e-5)
     torch.library.opcheck(norm, (x, torch.ones(6), 1e-5))

@@ -15,7 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peftkit.adapter import attach
-from peftkit.execution.plan import Activations
 from peftkit.forward import blocks as blocks_module
 from peftkit.forward.blocks import Blocks
 from peftkit.kernels import packed
@@ -79,8 +78,8 @@ class Unpacked:
     ("way", "times", "most"), [("keep", 2, 1), ("recompute", 2, 7), ("offload", 3, 1)]
 )
 def test_what_is_recomputed_unpacks_twice_and_holds_one_block(
-    way: Activations, times: int, most: int, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    way, times, most, precision, monkeypatch
+):
     under: AbstractContextManager[Any] = nullcontext()
     if precision == "autocast":
         under = torch.autocast("cpu", dtype=torch.bfloat16)
@@ -103,7 +102,7 @@ def test_what_is_recomputed_unpacks_twice_and_holds_one_block(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch.compile's own
-def test_compiled_code_is_not_the_same_for_what_is_recomputed() -> None:
+def test_compiled_code_is_not_the_same_for_what_is_recomputed():
     torch.compiler.reset()
     layer = nn.Sequential(nn.Linear(64, 32))
     quantize_model(layer, "nf4")
@@ -128,9 +127,7 @@ def test_compiled_code_is_not_the_same_for_what_is_recomputed() -> None:
         ("nf4", False, "recompute"),
     ],
 )
-def test_compiled_blocks_are_one_graph_and_save_no_unpacked_weight(
-    kind: str, copies: bool, way: Activations, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_blocks_are_one_graph_and_save_no_unpacked_weight(kind, copies, way, monkeypatch):
     monkeypatch.setattr(blocks_module, "BACKEND", "aot_eager")
     torch.compiler.reset()
     counters.clear()
@@ -184,7 +181,7 @@ def stack_of(kind: str) -> tuple[Tensor, tuple[Tensor, ...], PackedFormat]:
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])
-def test_bitsandbytes_is_never_asked_for_more_values_than_it_counts(kind: str) -> None:
+def test_bitsandbytes_is_never_asked_for_more_values_than_it_counts(kind):
     import_bitsandbytes()
     with Counting() as counting:
         values = unpack(*stack_of(kind), torch.bfloat16)
@@ -196,9 +193,7 @@ def test_bitsandbytes_is_never_asked_for_more_values_than_it_counts(kind: str) -
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "fp8"])
 @pytest.mark.parametrize("shape", [(3, 16, 128), (5, 7, 192)])
-def test_values_unpacked_in_parts_are_the_same(
-    kind: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unpacking_in_chunks_is_exact(kind, shape, monkeypatch):
     import_bitsandbytes()
     weight = torch.randn(shape)
     if kind == "fp8":

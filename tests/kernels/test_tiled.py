@@ -50,9 +50,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("family", "count"), SIZES.items())
-def test_dense_layers_are_found_where_nothing_else_reads_their_output(
-    family: str, count: int
-) -> None:
+def test_tiled_layers_are_those_whose_output_has_one_reader(family, count):
     assert len(feed_forward_modules(ARCHITECTURES[family]())) == count
 
 
@@ -68,9 +66,7 @@ def test_dense_layers_are_found_where_nothing_else_reads_their_output(
         ("parallel", "t5", "nf4"),
     ],
 )
-def test_gradients_are_those_without_tiles(
-    method: str, family: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_equal_those_without_tiles(method, family, kind, monkeypatch):
     torch.manual_seed(0)
     model = ARCHITECTURES[family]()
     for part in model.modules():  # those of a family's own draw other numbers tile by tile
@@ -93,9 +89,7 @@ def test_gradients_are_those_without_tiles(
         torch.testing.assert_close(values[name], grad, rtol=1e-4, atol=1e-5)
 
 
-def test_what_a_tile_drops_it_drops_in_the_backward_pass_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_dropout_of_a_tile_repeats_in_backward(monkeypatch):
     monkeypatch.setattr(plan, "TILE", 5)
     model: Any = moved(ARCHITECTURES["llama"](), LoRA(rank=3, dropout=0.5))
     layer = model.model.layers[0].mlp
@@ -116,9 +110,7 @@ def test_what_a_tile_drops_it_drops_in_the_backward_pass_too(
     assert float(grad[3, 1]) == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-2)
 
 
-def test_a_recomputed_block_ends_before_its_feed_forward_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_recomputation_ends_before_the_feed_forward(monkeypatch):
     monkeypatch.setattr(plan, "TILE", 5)
     model: Any = moved(ARCHITECTURES["llama"](), LoRA(rank=3))
     seen: list[int] = []
@@ -135,9 +127,7 @@ def test_a_recomputed_block_ends_before_its_feed_forward_layers(
     assert seen == [12]
 
 
-def test_what_computes_between_two_steps_of_a_run_leaves_its_tiles(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_computing_between_two_steps_keeps_the_tiles(monkeypatch):
     monkeypatch.setattr(plan, "TILE", 5)
     model: Any = moved(ARCHITECTURES["llama"](), LoRA(rank=3))
     seen: list[int] = []

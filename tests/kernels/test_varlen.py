@@ -44,9 +44,7 @@ def alone(inputs: list[Tensor], document: list[int], *, causal: bool, window: in
 
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 3), (True, 1), (False, None)])
 @pytest.mark.parametrize("documents", [APART, SHARED], ids=["apart", "shared"])
-def test_each_document_is_attended_to_as_it_is_alone(
-    documents: list[list[int]], causal: bool, window: int | None
-) -> None:
+def test_each_document_attends_only_to_itself(documents, causal, window):
     if not causal and documents is SHARED:
         return  # what begins alike ends otherwise, and is seen
     total = 16
@@ -69,14 +67,14 @@ def test_each_document_is_attended_to_as_it_is_alone(
         torch.testing.assert_close(a, b)
 
 
-def test_a_row_is_cut_where_documents_begin_and_padded_by_one_of_its_own() -> None:
+def test_a_row_is_cut_where_documents_begin_and_padded_by_one_of_its_own():
     spans = spans_of(APART, 16)
     assert spans.queries.tolist() == spans.keys.tolist() == [0, 5, 8, 9, 16]
     assert len(spans.tokens) == 0  # nothing is gathered where nothing is shared
     assert spans.longest.shape == (7, 7, 0)
 
 
-def test_of_documents_that_begin_alike_only_what_is_new_asks() -> None:
+def test_of_documents_that_begin_alike_only_what_is_new_asks():
     spans = spans_of(SHARED, 12)
     assert spans.queries.tolist() == [0, 5, 7, 8, 10, 12]  # [0, 1] has nothing of its own
     assert spans.keys.tolist() == [0, 5, 9, 13, 15, 17]
@@ -85,12 +83,12 @@ def test_of_documents_that_begin_alike_only_what_is_new_asks() -> None:
     assert spans.owners.tolist() == [0, 1, 0, 1, 5]
 
 
-def test_sizes_travel_with_the_batch() -> None:
+def test_sizes_travel_with_the_batch():
     moved = Spans(*(x.to("meta") for x in spans_of(SHARED, 12)))
     assert moved.longest.shape[:2] == (5, 5)
 
 
-def test_what_is_shared_by_many_is_summed_in_float32() -> None:
+def test_what_is_shared_by_many_is_summed_in_float32():
     documents = [[0, n] for n in range(1, 301)]
     spans = spans_of(documents, 304)
     x = torch.ones(304, 1, 8, dtype=torch.bfloat16, requires_grad=True)
@@ -110,16 +108,14 @@ def test_what_is_shared_by_many_is_summed_in_float32() -> None:
         ((192, 128), torch.bfloat16, False),
     ],
 )
-def test_the_kernel_takes_what_flash_attention_takes(
-    sizes: tuple[int, int], dtype: torch.dtype, takes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_takes_what_flash_attention_takes(sizes, dtype, takes, monkeypatch):
     query, value = (torch.zeros(1, 2, 4, size, dtype=dtype) for size in sizes)
     assert not varlen.serves(query, query, value)  # not on a CPU
     monkeypatch.setattr(varlen, "is_available", lambda device: True)
     assert varlen.serves(query, query, value) == takes
 
 
-def test_torch_has_the_arguments_that_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_has_the_arguments_that_are_given(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     varlen.is_available.cache_clear()

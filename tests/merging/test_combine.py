@@ -74,9 +74,7 @@ layers_of = st.lists(st.tuples(updates, weights), min_size=1, max_size=4)
 
 @EASY
 @given(layers=layers_of, rule=st.sampled_from(EXACT))
-def test_linear_and_cat_are_the_weighted_sum_of_the_updates(
-    layers: list[tuple[LowRank, float]], rule: Any
-) -> None:
+def test_linear_and_cat_are_weighted_sums(layers, rule):
     update = blend("x", layers, Settings(rule)).update
     expected = delta(layers)
     largest = max(u.delta().abs().max().item() for u, _ in layers)
@@ -88,13 +86,13 @@ def test_linear_and_cat_are_the_weighted_sum_of_the_updates(
 
 @EASY
 @given(update=updates, rule=st.sampled_from(RULES))
-def test_one_adapter_at_weight_one_is_itself_to_the_bit(update: LowRank, rule: Any) -> None:
+def test_one_adapter_at_weight_one_is_itself_to_the_bit(update, rule):
     assert blend("x", [(update, 1.0)], Settings(rule)).update is update
 
 
 @EASY
 @given(update=updates, rule=st.sampled_from(RULES), density=st.sampled_from([0.3, 1.0]))
-def test_an_adapter_and_its_opposite_give_zero(update: LowRank, rule: Any, density: float) -> None:
+def test_an_adapter_and_its_opposite_give_zero(update, rule, density):
     layers = [(update, 1.0), (update, -1.0)]
     blended = blend("x", layers, Settings(rule, density=density if rule in PRUNING else 1.0))
     assert blended.update.delta().abs().max() <= ROUNDING * update.delta().abs().max()
@@ -104,7 +102,7 @@ def test_an_adapter_and_its_opposite_give_zero(update: LowRank, rule: Any, densi
 
 @EASY
 @given(layers=layers_of, rank=st.integers(1, 9))
-def test_svd_is_the_best_matrix_of_its_rank(layers: list[tuple[LowRank, float]], rank: int) -> None:
+def test_svd_is_the_best_matrix_of_its_rank(layers, rank):
     blended = blend("x", layers, Settings("svd", rank=rank))
     dense = delta(layers)
     if dense.ndim == 0 or not dense.any():
@@ -136,21 +134,21 @@ def naive_ties(deltas: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("density", [0.2, 0.5, 1.0])
-def test_ties_is_trim_elect_and_disjoint_mean(density: float) -> None:
+def test_ties_is_trim_elect_and_disjoint_mean(density):
     layers = [(random_update(s, 3), w) for s, w in ((1, 1.0), (2, 0.5), (3, -2.0))]
     blended = blend("x", layers, Settings("ties", rank=9, density=density)).update.delta()
     expected = naive_ties([w * naive_trim(u.delta(), density) for u, w in layers])
     torch.testing.assert_close(blended, expected, rtol=0, atol=1e-4)
 
 
-def test_magnitude_prune_adds_what_trimming_leaves() -> None:
+def test_magnitude_prune_adds_what_trimming_leaves():
     layers = [(random_update(1, 2), 0.5), (random_update(2, 3), 2.0)]
     blended = blend("x", layers, Settings("magnitude_prune", rank=9, density=0.3)).update.delta()
     expected = sum((w * naive_trim(u.delta(), 0.3) for u, w in layers), torch.zeros(()))
     torch.testing.assert_close(blended, expected, rtol=0, atol=1e-4)
 
 
-def test_dropping_keeps_a_share_rescaled_and_is_seeded() -> None:
+def test_dropping_keeps_a_share_rescaled_and_is_seeded():
     matrix = torch.randn(200, 300)
     dropped = drop(matrix, 0.25, seed=5)
     kept = dropped != 0
@@ -162,7 +160,7 @@ def test_dropping_keeps_a_share_rescaled_and_is_seeded() -> None:
 
 
 @pytest.mark.parametrize("rule", ["dare_linear", "dare_ties"])
-def test_dare_depends_on_seed_layer_and_adapter_alone(rule: Any) -> None:
+def test_dare_depends_on_seed_layer_and_adapter_alone(rule):
     one, two = random_update(1, 3), random_update(2, 3)
     chosen = Settings(rule, rank=9, density=0.5, seed=1)
     blended = blend("x", [(one, 1.0), (two, 0.5)], chosen).update.delta()
@@ -200,7 +198,7 @@ def folders(tmp_path: Path) -> Folders:
     return blendedrs
 
 
-def test_what_is_written_is_what_was_computed_and_carries_its_origin(folders: Folders) -> None:
+def test_what_is_written_is_what_was_computed_and_carries_its_origin(folders):
     done = folders.combine({"a": 0.7, "b": -0.3}, "cat")
     file, written = read_low_rank(folders.root / "out")
     one, two = adapter(1), adapter(20, ranks=(1, 5, 2), scaling=3.0)
@@ -218,7 +216,7 @@ def test_what_is_written_is_what_was_computed_and_carries_its_origin(folders: Fo
 
 
 @pytest.mark.parametrize("rule", sorted(set(RULES) - set(EXACT)))
-def test_a_lossy_method_keeps_to_its_rank_and_tells_its_error(rule: str, folders: Folders) -> None:
+def test_a_lossy_method_keeps_to_its_rank_and_tells_its_error(rule, folders):
     done = folders.combine({"a": 1.0, "b": 1.0}, rule, rank=2)
     assert {update.rank for update in done.updates.values()} == {2}
     assert 0.05 < done.error < 1
@@ -240,9 +238,7 @@ def test_a_lossy_method_keeps_to_its_rank_and_tells_its_error(rule: str, folders
         (BASE, replace(BASE, task_type="SEQ_CLS"), "for different tasks\n.*CAUSAL_LM\n.*SEQ_CLS"),
     ],
 )
-def test_adapters_that_do_not_belong_together_are_refused(
-    one: Provenance, other: Provenance, message: str, folders: Folders
-) -> None:
+def test_foreign_adapters_are_errors(one, other, message, folders):
     folders.save("a", adapter(1), one)
     folders.save("other", adapter(2), other)
     with pytest.raises(AdapterError, match=message):
@@ -250,7 +246,7 @@ def test_adapters_that_do_not_belong_together_are_refused(
     assert not (folders.root / "out").exists()
 
 
-def test_what_is_known_of_a_base_is_kept_and_what_differs_is_left_open(folders: Folders) -> None:
+def test_what_is_known_of_a_base_is_kept_and_what_differs_is_left_open(folders):
     folders.save("silent", adapter(2), Provenance())
     folders.save("hub", adapter(2), Provenance("org/tiny", hub_id="org/tiny"))
     folders.save(
@@ -266,7 +262,7 @@ def test_what_is_known_of_a_base_is_kept_and_what_differs_is_left_open(folders: 
     assert "prompt styles; the new one records none" in folders.notices()
 
 
-def test_zero_is_an_adapter_that_changes_nothing_and_is_told(folders: Folders) -> None:
+def test_zero_is_an_adapter_that_changes_nothing_and_is_told(folders):
     done = combine(
         [(folders.root / "a", 1.0), (folders.root / "a", -1.0)],
         "linear",
@@ -280,13 +276,13 @@ def test_zero_is_an_adapter_that_changes_nothing_and_is_told(folders: Folders) -
         combine([], "cat", folders.root / "nothing")
 
 
-def test_layers_of_other_shapes_are_listed(folders: Folders) -> None:
+def test_layers_of_other_shapes_are_listed(folders):
     folders.save("other", {path: random_update(1, 2, (7, 9)) for path in SHAPES})
     with pytest.raises(AdapterError, match=r"layers\.0\.q: \(12, 9\) in .*a, \(7, 9\) in .*other"):
         folders.combine({"a": 1.0, "other": 1.0}, "svd")
 
 
-def test_a_missing_layer_is_zero_but_has_no_vote(folders: Folders) -> None:
+def test_a_missing_layer_is_zero_but_has_no_vote(folders):
     folders.save("q", {path: u for path, u in adapter(7).items() if path.endswith("q")})
     done = folders.combine({"a": 1.0, "q": 1.0}, "linear")
     torch.testing.assert_close(done.updates["layers.0.v"].delta(), adapter(1)["layers.0.v"].delta())
@@ -294,7 +290,7 @@ def test_a_missing_layer_is_zero_but_has_no_vote(folders: Folders) -> None:
     torch.testing.assert_close(done.updates["layers.0.v"].delta(), adapter(1)["layers.0.v"].delta())
 
 
-def test_endings_never_reach_layers_that_no_adapter_had(folders: Folders) -> None:
+def test_endings_never_reach_layers_that_no_adapter_had(folders):
     config = folders.root / "a" / "adapter_config.json"
     fields = json.loads(config.read_text())
     fields["target_modules"] = ["layers.0.q", "v", "layers.1.q"]
@@ -304,7 +300,7 @@ def test_endings_never_reach_layers_that_no_adapter_had(folders: Folders) -> Non
     assert written["target_modules"] == ["layers.0.q", "layers.1.q", "v"]
 
 
-def test_dora_is_refused(folders: Folders) -> None:
+def test_dora_is_refused(folders):
     content = {p: replace(u, magnitude=torch.rand(u.b.shape[0])) for p, u in adapter(1).items()}
     folders.save("dora", content)
     with pytest.raises(AdapterError, match=r"cannot combine .*dora\n.*magnitudes"):
@@ -321,15 +317,13 @@ def test_dora_is_refused(folders: Folders) -> None:
         ({"method": "cat", "weight": float("inf")}, "the weight of .*a is inf"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(
-    how: dict[str, Any], message: str, folders: Folders
-) -> None:
+def test_unused_settings_are_refused(how, message, folders):
     weight = how.pop("weight", 1.0)
     with pytest.raises(AdapterError, match=message):
         folders.combine({"a": weight, "b": 1.0}, **how)
 
 
-def test_a_taken_place_is_left_alone_unless_forced(folders: Folders) -> None:
+def test_a_taken_place_is_left_alone_unless_forced(folders):
     out = folders.root / "out"
     folders.combine({"a": 1.0}, "cat")
     before = {path: path.read_bytes() for path in out.iterdir()}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 from peftkit import Adapter, LoRA, attach, load_base, merge, save_adapter
 from peftkit.base.build import build
@@ -72,7 +72,7 @@ def logits(path: Path) -> Tensor:
         return load_base(str(path), dtype="fp32").model(input_ids=IDS).logits
 
 
-def test_only_the_changed_blocks_are_others(file: Path, tmp_path: Path) -> None:
+def test_only_the_changed_blocks_are_others(file, tmp_path):
     method = LoRA(rank=4, targets=("q", "up", "down"))
     expected = save(file, tmp_path / "adapter", method)
     out = tmp_path / "merged.gguf"
@@ -93,9 +93,7 @@ def test_only_the_changed_blocks_are_others(file: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["adapter", "merged.gguf"]
 
 
-def test_what_is_written_is_what_gguf_makes_of_the_merged_weight(
-    file: Path, tmp_path: Path
-) -> None:
+def test_output_equals_gguf_of_the_merged_weight(file, tmp_path):
     save(file, tmp_path / "adapter", LoRA(rank=4, targets=("q", "v")))
     merge(tmp_path / "adapter", tmp_path / "merged.gguf", base=str(file), verify=False)
     merge(tmp_path / "adapter", tmp_path / "dense", base=str(file), dtype="fp32")
@@ -110,7 +108,7 @@ def test_what_is_written_is_what_gguf_makes_of_the_merged_weight(
 
 
 @pytest.mark.parametrize("architecture", ["qwen2moe", "gpt2"])
-def test_stacks_and_transposed_layers_are_merged(architecture: str, tmp_path: Path) -> None:
+def test_stacks_and_transposed_layers_are_merged(architecture, tmp_path):
     where = write_random(tmp_path, architecture, "AutoModelForCausalLM")
     request = request_of(BaseConfig(model="x", dtype="fp32"), CAUSAL_LM, where, torch.device("cpu"))
     adapter = moved(build(request).model, LoRA(rank=2, targets=("all-linear",)))
@@ -129,7 +127,7 @@ def test_stacks_and_transposed_layers_are_merged(architecture: str, tmp_path: Pa
     assert (found - expected).norm() < 0.2 * far  # 1 where gate and up are swapped
 
 
-def test_types_that_nothing_here_writes_are_refused(tmp_path: Path) -> None:
+def test_types_that_nothing_here_writes_are_refused(tmp_path):
     path = tmp_path / "k.gguf"
     write_gguf(path, LlamaForCausalLM(config_of_a_small_llama()), in_blocks)
     save(path, tmp_path / "adapter", LoRA(rank=2, targets=("q", "o")))
@@ -139,7 +137,7 @@ def test_types_that_nothing_here_writes_are_refused(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["k.gguf", "adapter"]
 
 
-def test_what_cannot_be_is_refused(file: Path, model_folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused(file, model_folder, tmp_path):
     save(file, tmp_path / "adapter", LoRA(rank=2, targets=("q",)))
     taken = tmp_path / "taken.gguf"
     taken.write_bytes(b"x")
@@ -158,9 +156,7 @@ def test_what_cannot_be_is_refused(file: Path, model_folder: Path, tmp_path: Pat
     assert not (tmp_path / "merged.gguf").exists()
 
 
-def test_tokens_that_the_file_lacks_are_refused(
-    file: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_tokens_absent_from_the_file_are_refused(file, tokenizer, tmp_path):
     save(file, tmp_path / "adapter", LoRA(rank=2, targets=("q",)))
     more = copy.deepcopy(tokenizer)
     more.add_tokens(["<tool>"])
@@ -170,7 +166,7 @@ def test_tokens_that_the_file_lacks_are_refused(
     assert not (tmp_path / "merged.gguf").exists()
 
 
-def test_a_base_that_was_quantised_anew_in_training_is_told(file: Path, tmp_path: Path) -> None:
+def test_a_base_that_was_quantised_anew_in_training_is_told(file, tmp_path):
     save(file, tmp_path / "adapter", LoRA(rank=4, targets=("q",)), loading={"quantize": "nf4"})
     events: list[Event] = []
     out = tmp_path / "merged.gguf"
@@ -179,7 +175,7 @@ def test_a_base_that_was_quantised_anew_in_training_is_told(file: Path, tmp_path
     assert [e.text for e in events if isinstance(e, Notice) and "over the base in nf4" in e.text]
 
 
-def test_what_the_types_cannot_hold_names_no_dtype(file: Path, tmp_path: Path) -> None:
+def test_what_the_types_cannot_hold_names_no_dtype(file, tmp_path):
     save(file, tmp_path / "adapter", LoRA(rank=2, targets=("q",)), std=1e-4)
     with pytest.raises(MergeError, match="lost when it is rounded") as refused:
         merge(tmp_path / "adapter", tmp_path / "merged.gguf", base=str(file))
@@ -191,7 +187,7 @@ def test_what_the_types_cannot_hold_names_no_dtype(file: Path, tmp_path: Path) -
     assert "Export it." in str(refused.value)
 
 
-def test_rope_scaling_of_training_is_told_and_compared_with(file: Path, tmp_path: Path) -> None:
+def test_rope_scaling_of_training_is_told_and_compared_with(file, tmp_path):
     scaling = {"rope_type": "linear", "factor": 8.0, "rope_theta": 10_000.0}
     save(
         file, tmp_path / "adapter", LoRA(rank=4, targets=("q",)), loading={"rope_scaling": scaling}
@@ -206,7 +202,7 @@ def test_rope_scaling_of_training_is_told_and_compared_with(file: Path, tmp_path
     assert merged.agreement.max_difference < merged.effect.max_difference
 
 
-def test_an_update_that_is_lost_in_rounding_is_told(file: Path, tmp_path: Path) -> None:
+def test_an_update_that_is_lost_in_rounding_is_told(file, tmp_path):
     save(file, tmp_path / "adapter", LoRA(rank=2, targets=("down",)), std=0.01)
     events: list[Event] = []
     out = tmp_path / "merged.gguf"

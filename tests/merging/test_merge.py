@@ -11,28 +11,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    LlamaForCausalLM,
-)
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaForCausalLM
 
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import AdapterError, MergeError, OutputError, RunError
 from peftkit.events import Event, Saved, Table
 from peftkit.formats.peft.load import read_adapter
 from peftkit.merging.fold import Tally, merge_into
-from peftkit.merging.merge import Dtype, merge
+from peftkit.merging.merge import merge
 from peftkit.merging.over_files import changes_of, find_shards
 from peftkit.merging.verify import agreement
-from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.own_parameters import BitFit
 from tests.helpers.families import FAMILIES
-from tests.helpers.merging import METHODS, Saver, attach_perturbed, logits
+from tests.helpers.merging import METHODS, attach_perturbed, logits
 
 CLOSE = 1e-4
 """Of logits of order ten in float32, whose sums come in another order."""
@@ -49,9 +43,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("family", "method"), PAIRS)
-def test_merged_computes_what_base_and_adapter_compute(
-    saved: Saver, family: str, method: str
-) -> None:
+def test_merged_equals_base_with_adapter(saved, family, method):
     saved(family, METHODS[method])
     events: list[Event] = []
     merged = merge(saved.adapter, saved.out, on_event=events.append)
@@ -66,7 +58,7 @@ def test_merged_computes_what_base_and_adapter_compute(
     assert any(isinstance(event, Table) for event in events)
 
 
-def test_untouched_weights_and_files_are_those_of_the_base_bit_for_bit(saved: Saver) -> None:
+def test_untouched_weights_and_files_are_those_of_the_base_bit_for_bit(saved):
     saved(method=LoRA(rank=4, targets=("q", "down")), dtype=torch.bfloat16, shard="20KB")
     merged = merge(saved.adapter, saved.out, verify=False)
     before, after = weights(saved.base), weights(saved.out)
@@ -82,9 +74,7 @@ def test_untouched_weights_and_files_are_those_of_the_base_bit_for_bit(saved: Sa
 
 
 @pytest.mark.parametrize("spare_rows", [0, 8])
-def test_tokens_that_an_adapter_adds_and_does_not_train_stay_tokens(
-    saved: Saver, spare_rows: int
-) -> None:
+def test_added_tokens_without_training_stay_tokens(saved, spare_rows):
     """As TRL saves them: in the tokenizer of the adapter's folder, with no rows of their own."""
     saved(spare_rows=spare_rows)
     tokenizer = copy.deepcopy(saved.tokenizer)
@@ -97,7 +87,7 @@ def test_tokens_that_an_adapter_adds_and_does_not_train_stay_tokens(
     assert rows == len(saved.tokenizer) + (spare_rows or 1)
 
 
-def test_a_dtype_asked_for_is_that_of_the_whole_model(saved: Saver) -> None:
+def test_a_dtype_asked_for_is_that_of_the_whole_model(saved):
     saved(dtype=torch.bfloat16)
     merged = merge(saved.adapter, saved.out, dtype="fp16")
     assert {tensor.dtype for tensor in weights(saved.out).values()} == {torch.float16}
@@ -106,7 +96,7 @@ def test_a_dtype_asked_for_is_that_of_the_whole_model(saved: Saver) -> None:
     assert merged.agreement.top1 > 0.9
 
 
-def test_tied_embeddings_stay_tied(saved: Saver) -> None:
+def test_tied_embeddings_stay_tied(saved):
     saved(tie=True)
     merge(saved.adapter, saved.out, verify=False)
     model: Any = saved.merged()
@@ -114,7 +104,7 @@ def test_tied_embeddings_stay_tied(saved: Saver) -> None:
     assert "lm_head.weight" not in weights(saved.out)
 
 
-def test_a_base_saved_without_its_head_is_merged_over_its_files(saved: Saver) -> None:
+def test_a_base_saved_without_its_head_is_merged_over_its_files(saved):
     saved("gpt2")
     model = AutoModelForCausalLM.from_pretrained(saved.base)
     model.transformer.save_pretrained(saved.base)  # as gpt2 lies on the hub: "h.0.attn..."
@@ -132,9 +122,7 @@ def test_a_base_saved_without_its_head_is_merged_over_its_files(saved: Saver) ->
         ("mixtral", "fp32", LoRA(rank=4, targets="attention")),
     ],
 )
-def test_both_ways_write_the_same_weights_bit_for_bit(
-    saved: Saver, family: str, dtype: Dtype | None, method: Method, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_ways_write_the_same_weights_bit_for_bit(saved, family, dtype, method, monkeypatch):
     saved(family, method, dtype=torch.bfloat16)
     merge(saved.adapter, saved.out, dtype=dtype, verify=False)
     monkeypatch.setattr("peftkit.merging.merge.changes_of", lambda *args: None)
@@ -149,9 +137,7 @@ def test_both_ways_write_the_same_weights_bit_for_bit(
 
 
 @pytest.mark.parametrize("trouble", ["a name of no module", "quantised weights"])
-def test_files_that_are_not_one_to_one_are_left_to_the_other_way(
-    saved: Saver, trouble: str
-) -> None:
+def test_fused_files_are_merged_in_memory(saved, trouble):
     saved()
     stored = weights(saved.base)
     name = "model.layers.1.mlp.up_proj.weight"
@@ -166,7 +152,7 @@ def test_files_that_are_not_one_to_one_are_left_to_the_other_way(
     assert changes_of(file, shards, model, None, Tally()) is None
 
 
-def test_an_adapter_trained_over_4_bits_merges_into_the_original_weights(saved: Saver) -> None:
+def test_an_adapter_trained_over_4_bits_merges_into_the_original_weights(saved):
     saved(quantize="nf4")
     merge(saved.adapter, saved.out, verify=False)
     before, after = weights(saved.base), weights(saved.out)
@@ -178,23 +164,21 @@ def test_an_adapter_trained_over_4_bits_merges_into_the_original_weights(saved: 
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", "nf4"), ("gpt2", "int8")])
-def test_on_request_the_merge_is_into_the_weights_it_was_trained_over(
-    saved: Saver, family: str, kind: str
-) -> None:
+def test_merging_into_the_training_weights_on_request(saved, family, kind):
     saved(family, quantize=kind)
     merge(saved.adapter, saved.out, from_quantized=True)
     torch.testing.assert_close(logits(saved.merged()), saved.logits, atol=CLOSE, rtol=0)
     assert f"dequantised {kind} weights of the base" in (saved.out / "README.md").read_text()
 
 
-def test_quantised_weights_are_refused_where_there_are_none(saved: Saver) -> None:
+def test_quantised_weights_are_refused_where_there_are_none(saved):
     saved()
     with pytest.raises(MergeError, match="no quantised weights to merge into"):
         merge(saved.adapter, saved.out, from_quantized=True)
     assert not saved.out.exists()
 
 
-def test_a_base_that_is_quantised_on_disk_is_merged_only_on_request(saved: Saver) -> None:
+def test_a_base_that_is_quantised_on_disk_is_merged_only_on_request(saved):
     saved()
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     model = AutoModelForCausalLM.from_pretrained(saved.base, quantization_config=config)
@@ -209,9 +193,7 @@ def test_a_base_that_is_quantised_on_disk_is_merged_only_on_request(saved: Saver
     assert not torch.allclose(logits(saved.merged()), saved.logits, atol=0.5)
 
 
-def test_weights_that_the_adapter_was_not_trained_on_are_refused_unless_forced(
-    saved: Saver,
-) -> None:
+def test_weights_not_trained_on_are_refused_unless_forced(saved):
     saved(fingerprint="sha256:" + "1" * 64)
     with pytest.raises(AdapterError, match="trained on another base"):
         merge(saved.adapter, saved.out)
@@ -219,7 +201,7 @@ def test_weights_that_the_adapter_was_not_trained_on_are_refused_unless_forced(
     merge(saved.adapter, saved.out, force=True)
 
 
-def test_an_adapter_that_names_no_base_wants_one(saved: Saver) -> None:
+def test_an_adapter_that_names_no_base_wants_one(saved):
     saved()
     (saved.adapter / "peftkit.json").unlink()
     config = saved.adapter / "adapter_config.json"
@@ -231,7 +213,7 @@ def test_an_adapter_that_names_no_base_wants_one(saved: Saver) -> None:
     torch.testing.assert_close(logits(saved.merged()), saved.logits, atol=CLOSE, rtol=0)
 
 
-def test_the_card_says_what_was_merged_and_how_well(saved: Saver) -> None:
+def test_the_card_says_what_was_merged_and_how_well(saved):
     saved()
     merged = merge(saved.adapter, saved.out)
     card = (saved.out / "README.md").read_text()
@@ -244,8 +226,8 @@ def test_the_card_says_what_was_merged_and_how_well(saved: Saver) -> None:
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, -1.0), (torch.bfloat16, 0.0)])
 def test_a_merge_that_leaves_the_adapter_out_or_subtracts_it_is_found(
-    saved: Saver, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, factor: float
-) -> None:
+    saved, monkeypatch, dtype, factor
+):
     saved(dtype=dtype, size=0.2)
     right = LoRALinear.merged_weight
 
@@ -259,7 +241,7 @@ def test_a_merge_that_leaves_the_adapter_out_or_subtracts_it_is_found(
     assert not saved.out.exists()
 
 
-def test_without_verification_nothing_is_loaded_and_the_card_says_so(saved: Saver) -> None:
+def test_without_verification_nothing_is_loaded_and_the_card_says_so(saved):
     saved()
     (saved.base / "tokenizer.json").unlink()  # loading would miss it
     merged = merge(saved.adapter, saved.out, verify=False)
@@ -268,14 +250,14 @@ def test_without_verification_nothing_is_loaded_and_the_card_says_so(saved: Save
     torch.testing.assert_close(logits(saved.merged()), saved.logits, atol=CLOSE, rtol=0)
 
 
-def test_an_adapter_that_was_never_trained_is_refused(saved: Saver) -> None:
+def test_an_adapter_that_was_never_trained_is_refused(saved):
     saved(size=0.0)
     with pytest.raises(MergeError, match="update is zero"):
         merge(saved.adapter, saved.out)
     assert not saved.out.exists()
 
 
-def test_an_update_lost_in_rounding_is_refused(saved: Saver) -> None:
+def test_an_update_lost_in_rounding_is_refused(saved):
     saved(dtype=torch.bfloat16, size=1e-9)
     with pytest.raises(MergeError, match="lost when it is rounded"):
         merge(saved.adapter, saved.out)
@@ -283,7 +265,7 @@ def test_an_update_lost_in_rounding_is_refused(saved: Saver) -> None:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_values_that_overflow_are_the_adapters_fault(saved: Saver, verify: bool) -> None:
+def test_values_that_overflow_are_the_adapters_fault(saved, verify):
     saved(size=1e25)
     with pytest.raises(MergeError, match="so large") as error:
         merge(saved.adapter, saved.out, verify=verify)
@@ -291,13 +273,13 @@ def test_values_that_overflow_are_the_adapters_fault(saved: Saver, verify: bool)
     assert not saved.out.exists()
 
 
-def test_weights_that_overflow_their_dtype_are_said_to(saved: Saver) -> None:
+def test_weights_that_overflow_their_dtype_are_said_to(saved):
     saved(size=1000.0)
     with pytest.raises(MergeError, match="too large for float16"):
         merge(saved.adapter, saved.out, dtype="fp16", verify=False)
 
 
-def test_a_folder_that_is_taken_is_left_alone(saved: Saver) -> None:
+def test_a_folder_that_is_taken_is_left_alone(saved):
     saved()
     saved.out.mkdir()
     (saved.out / "thesis.txt").write_text("mine")
@@ -309,7 +291,7 @@ def test_a_folder_that_is_taken_is_left_alone(saved: Saver) -> None:
 
 
 @pytest.mark.parametrize("which", ["base", "adapter"])
-def test_what_is_read_from_is_never_written_to(saved: Saver, which: str) -> None:
+def test_what_is_read_from_is_never_written_to(saved, which):
     saved()
     before = {p.name: p.read_bytes() for p in saved.root.glob(f"{which}/*")}
     with pytest.raises(OutputError, match="one of the source folders"):
@@ -318,9 +300,7 @@ def test_what_is_read_from_is_never_written_to(saved: Saver, which: str) -> None
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_space_is_looked_for_before_anything_is_written(
-    saved: Saver, whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_space_is_checked_first(saved, whole, monkeypatch):
     saved()
     if whole:
         monkeypatch.setattr("peftkit.merging.merge.changes_of", lambda *args: None)
@@ -330,7 +310,7 @@ def test_space_is_looked_for_before_anything_is_written(
     assert not saved.out.exists()
 
 
-def test_tensors_that_do_not_fit_the_base_are_refused(saved: Saver) -> None:
+def test_tensors_that_do_not_fit_the_base_are_refused(saved):
     saved()
     config = FAMILIES["llama"]().config
     config.hidden_size = 64
@@ -346,7 +326,7 @@ def test_tensors_that_do_not_fit_the_base_are_refused(saved: Saver) -> None:
 @pytest.mark.parametrize(
     ("family", "method"), [("llama", "patterns"), ("gpt2", "vera"), ("mixtral", "lora")]
 )
-def test_merged_into_a_live_model_computes_the_same(family: str, method: str) -> None:
+def test_merged_into_a_live_model_computes_the_same(family, method):
     model = FAMILIES[family]().eval()
     classes = [type(module) for module in model.modules()]
     adapter = attach_perturbed(model, METHODS[method])
@@ -356,14 +336,14 @@ def test_merged_into_a_live_model_computes_the_same(family: str, method: str) ->
     torch.testing.assert_close(logits(model), expected, atol=CLOSE, rtol=0)
 
 
-def test_a_shared_weight_is_not_merged_into() -> None:
+def test_a_shared_weight_is_not_merged_into():
     model = FAMILIES["gpt2"]()  # its head is its embedding
     adapter = attach_perturbed(model, LoRA(rank=4, targets=("q", "lm_head")))
     with pytest.raises(MergeError, match="lm_head alone"):
         merge_into(adapter)
 
 
-def test_a_method_without_a_merged_form_says_so_by_name(llama: nn.Module) -> None:
+def test_a_method_without_a_merged_form_says_so_by_name(llama):
     class Unmergeable(LoRA):
         unmergeable = "it changes the weather"
 
@@ -373,7 +353,7 @@ def test_a_method_without_a_merged_form_says_so_by_name(llama: nn.Module) -> Non
     assert "it changes the weather" in str(error.value)
 
 
-def test_agreement_counts_tokens_and_differences() -> None:
+def test_agreement_counts_tokens_and_differences():
     a = torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.0, 0.5]])
     b = torch.tensor([[1.0, 2.5], [1.0, 3.0], [0.0, 0.5]])
     compared = agreement([a[:2], a[2:]], [b[:2], b[2:]])

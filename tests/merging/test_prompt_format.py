@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from peftkit.data.chat_template import CHATML
 from peftkit.data.generation import prompt_ids
-from peftkit.data.style import ALPACA, Style, StyleName
+from peftkit.data.style import ALPACA, Style
 from peftkit.events import Event, Notice
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.load import load_adapter, read_adapter
@@ -31,10 +30,7 @@ def set_style(saver: Saver, style: Style) -> None:
 
 
 @pytest.mark.parametrize("from_quantized", [False, True])
-def test_the_template_of_training_is_that_of_the_merged_model(
-    saved: Saver,
-    from_quantized: bool,
-) -> None:
+def test_the_merged_model_has_the_training_template(saved, from_quantized):
     saved(quantize="nf4" if from_quantized else "none")
     config = saved.base / "tokenizer_config.json"
     no_limit = int(1e30)  # as transformers writes it
@@ -54,10 +50,7 @@ def test_the_template_of_training_is_that_of_the_merged_model(
 
 
 @pytest.mark.parametrize("in_config", [False, True])
-def test_a_merged_model_begins_with_the_system_prompt_of_training(
-    saved: Saver,
-    in_config: bool,
-) -> None:
+def test_a_merged_model_has_the_training_system_prompt(saved, in_config):
     saved()
     if in_config:
         (saved.base / "chat_template.jinja").unlink(missing_ok=True)
@@ -79,7 +72,7 @@ def test_a_merged_model_begins_with_the_system_prompt_of_training(
     assert 'Sell "foxes" {{ 1 }}. Be short.' in (saved.out / "README.md").read_text()
 
 
-def test_files_that_transformers_prefers_do_not_hide_the_template(tmp_path: Path) -> None:
+def test_files_that_transformers_prefers_do_not_hide_the_template(tmp_path):
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": OTHER}))
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(OTHER)
@@ -93,12 +86,7 @@ def test_files_that_transformers_prefers_do_not_hide_the_template(tmp_path: Path
     ("kind", "words", "frame"),
     [("alpaca", "style alpaca", ALPACA.format("QUESTION")), ("plain", "style plain", "")],
 )
-def test_formats_without_a_template_are_named_with_their_frame(
-    saved: Saver,
-    kind: StyleName,
-    words: str,
-    frame: str,
-) -> None:
+def test_formats_have_their_frame(saved, kind, words, frame):
     saved()
     set_style(saved, Style(kind))
     events: list[Event] = []
@@ -109,13 +97,11 @@ def test_formats_without_a_template_are_named_with_their_frame(
     assert [words in event.text for event in events if isinstance(event, Notice)] == [True]
 
 
-def test_the_comparison_says_that_training_was_in_another_precision(
-    saved: Saver,
-) -> None:
+def test_the_comparison_says_that_training_was_in_another_precision(saved):
     saved(quantize="nf4")
     events: list[Event] = []
     merge(saved.adapter, saved.out, on_event=events.append)
     card = (saved.out / "README.md").read_text()
     assert "against the original base (not in nf4) and the adapter" in card
     (notice,) = (event.text for event in events if isinstance(event, Notice))
-    assert "peftkit chat, which loads nf4. With --from-quantized" in notice
+    assert "which loads the base in nf4" in notice

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import peft
 import pytest
@@ -26,16 +25,16 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def test_targets_without_a_bias_and_parts_of_a_fused_layer_are_refused() -> None:
+def test_targets_without_a_bias_and_parts_of_a_fused_layer_are_refused():
     with pytest.raises(TargetError, match=r"there is no bias .*\n  targets: o; 6 layers"):
         attach(tiny_model("qwen2"), BitFit(targets=("o",)))
-    with pytest.raises(TargetError, match=r"'q' is a part of this fused layer"):
+    with pytest.raises(TargetError, match=r"'q' is one role of this fused layer"):
         attach(tiny_model("gpt2"), BitFit(targets=("q",)))
     with pytest.raises(TargetError, match="no linear layer matches target 'norm_7'"):
         attach(tiny_model("gpt2"), BitFit(targets=("norm_7",)))
 
 
-def test_the_file_is_an_empty_lora_and_the_biases(tmp_path: Path) -> None:
+def test_the_file_is_an_empty_lora_and_the_biases(tmp_path):
     saved(trained(tiny_model("qwen2"), BitFit()), tmp_path)
     fields = json.loads((tmp_path / CONFIG).read_text())
     first = "model.layers.0.self_attn.q_proj"
@@ -50,7 +49,7 @@ def test_the_file_is_an_empty_lora_and_the_biases(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
-def test_their_lora_that_trains_biases_alone_is_read(bias: str, tmp_path: Path) -> None:
+def test_their_lora_that_trains_biases_alone_is_read(bias, tmp_path):
     config = peft.LoraConfig(r=1, target_modules=["q_proj", "k_proj"], bias=bias)
     theirs = peft.get_peft_model(tiny_model("qwen2"), config).eval()
     for name, parameter in theirs.named_parameters():
@@ -66,7 +65,7 @@ def test_their_lora_that_trains_biases_alone_is_read(bias: str, tmp_path: Path) 
     torch.testing.assert_close(outputs(model), expected, atol=2e-6, rtol=0)
 
 
-def test_biases_beside_a_lora_that_does_something_are_refused_by_name(tmp_path: Path) -> None:
+def test_biases_beside_a_lora_that_does_something_are_refused_by_name(tmp_path):
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], bias="all")
     theirs = peft.get_peft_model(tiny_model("qwen2"), config)
     perturb_trained(theirs)

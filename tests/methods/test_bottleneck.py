@@ -41,7 +41,7 @@ def disturbed(adapter: Adapter) -> Adapter:
 
 
 @pytest.mark.parametrize("family", spread(ARCHITECTURES, 3))
-def test_every_block_gets_what_its_style_says(family) -> None:
+def test_every_block_gets_what_its_style_says(family):
     with torch.device("meta"):
         model = ARCHITECTURES[family]()
     num_blocks = NUM_BLOCKS.get(family, 2)
@@ -69,13 +69,13 @@ def test_every_block_gets_what_its_style_says(family) -> None:
         ("llama", "model.layers.*.self_attn.o_proj", 2),
     ],
 )
-def test_targets_are_blocks_sides_and_patterns(family, targets, count) -> None:
+def test_targets_are_blocks_sides_and_patterns(family, targets, count):
     with torch.device("meta"):
         model = ARCHITECTURES[family]()
     assert len(Bottleneck(style="houlsby", targets=targets).sites(model)) == count
 
 
-def test_targets_that_are_not_there_are_refused_with_what_there_is() -> None:
+def test_targets_that_are_not_there_are_refused_with_what_there_is():
     with torch.device("meta"):
         model = ARCHITECTURES["llama"]()
     with pytest.raises(TargetError, match=r"'layers.7', 'vision'") as error:
@@ -92,7 +92,7 @@ def test_targets_that_are_not_there_are_refused_with_what_there_is() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"size": 33}, {"reduction": 33}])
-def test_a_width_that_does_not_fit_is_refused_by_name(wrong) -> None:
+def test_a_width_that_does_not_fit_is_refused_by_name(wrong):
     (name, value), = wrong.items()  # fmt: skip
     with pytest.raises(TargetError, match=rf"{name} {value} does not fit .*down_proj"):
         attach(build("llama"), Bottleneck(**wrong))
@@ -109,7 +109,7 @@ def by_hand(module: nn.Module, x: Tensor, activation: Any = functional.relu) -> 
     return inner @ module.up_weight.T + module.up_bias
 
 
-def test_houlsby_on_a_block_of_llama_is_what_the_paper_says() -> None:
+def test_houlsby_on_a_block_of_llama_is_what_the_paper_says():
     model, x = build("llama"), torch.randn(2, 5, 32)
     block, bare = model.model.layers[0], copy.deepcopy(model.model.layers[0])
     disturbed(attach(model, Bottleneck(style="houlsby", size=9, activation="gelu")))
@@ -123,7 +123,7 @@ def test_houlsby_on_a_block_of_llama_is_what_the_paper_says() -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "mixtral"])
-def test_parallel_reads_the_input_of_the_feed_forward_part(family) -> None:
+def test_parallel_reads_the_input_of_the_feed_forward_part(family):
     model, x = build(family), torch.randn(2, 5, 32)
     stack = model.bert.encoder.layer if family == "bert" else model.model.layers
     bare = copy.deepcopy(stack[1])
@@ -140,7 +140,7 @@ def test_parallel_reads_the_input_of_the_feed_forward_part(family) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_an_adapter_takes_the_first_of_a_tuple_and_keeps_the_rest() -> None:
+def test_an_adapter_takes_the_first_of_a_tuple_and_keeps_the_rest():
     model, x = build("gpt_oss"), torch.randn(2, 5, 32)
     bare = copy.deepcopy(model.model.layers[0].mlp)
     disturbed(attach(model, Bottleneck(size=9)))
@@ -156,7 +156,7 @@ def test_an_adapter_takes_the_first_of_a_tuple_and_keeps_the_rest() -> None:
 # ------------------------------------------------------------------- what it cannot
 
 
-def test_a_part_whose_input_is_not_known_has_no_parallel_adapter() -> None:
+def test_a_part_whose_input_is_not_known_has_no_parallel_adapter():
     model = build("bert")
     for layer in model.bert.encoder.layer:
         layer.intermediate.dense = nn.Bilinear(32, 32, 64)  # no linear layer of one input

@@ -53,19 +53,12 @@ def parse(folder: Path, model: Path, method: dict[str, Any], **base: str) -> Rec
 
 @pytest.mark.parametrize(
     ("method", "base"),
-    [
-        ({"init": "eva", "type": "dora"}, {}),
-        ({"init": "loftq"}, {"quantize": "nf4"}),
-    ],
+    [({"init": "eva", "type": "dora"}, {}), ({"init": "loftq"}, {"quantize": "nf4"})],
     ids=str,
 )
 def test_a_resumed_run_ends_as_one_that_was_not_stopped(
-    method: dict[str, Any],
-    base: dict[str, str],
-    tmp_path: Path,
-    model_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    method, base, tmp_path, model_folder, monkeypatch
+):
     folders = [tmp_path / "whole", tmp_path / "stopped"]
     recipes = []
     for folder in folders:
@@ -90,9 +83,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(
         assert saved.rank_pattern  # type: ignore[attr-defined]
 
 
-def test_eva_reads_the_training_rows_in_an_order_of_the_seed(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_eva_reads_training_rows_in_seeded_order(tmp_path, model_folder):
     recipes = parse(tmp_path, model_folder, {"init": "eva"})
     first = prepare(recipes).adapter.state()
     again = prepare(recipes).adapter.state()
@@ -102,7 +93,7 @@ def test_eva_reads_the_training_rows_in_an_order_of_the_seed(
     assert not any(tensor.any() for tensor in b)
 
 
-def test_loftq_without_quantising_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_loftq_without_quantising_is_refused_before_anything_is_loaded(tmp_path):
     with pytest.raises(
         ConfigError, match=r"method\.init: loftq compensates the quantisation error"
     ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from pathlib import Path
 
 import peft
 import pytest
@@ -63,7 +62,7 @@ def angles(one: Tensor, other: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("width", [9, 41, 341])
-def test_block_by_block_the_directions_are_those_of_the_whole(width: int) -> None:
+def test_block_by_block_the_directions_are_those_of_the_whole(width):
     scales = 0.8 ** torch.arange(width)  # a spectrum that falls, as that of real activations
     x = torch.randn(4 * BLOCK + 100, width) * scales + torch.randn(width)
     x[: 2 * BLOCK] += 1.0  # the mean moves
@@ -81,7 +80,7 @@ def test_block_by_block_the_directions_are_those_of_the_whole(width: int) -> Non
     assert pca.converged
 
 
-def test_a_starts_as_what_the_layer_reads_most() -> None:
+def test_a_starts_as_what_the_layer_reads_most():
     model, batches = FAMILIES["llama"]().eval(), rows()
     _, starts = eva_starts(model, EVA, batches)
     for path, (a, b) in starts.items():
@@ -98,7 +97,7 @@ def test_a_starts_as_what_the_layer_reads_most() -> None:
 
 
 @pytest.mark.parametrize("rslora", [True])
-def test_ranks_move_to_where_they_explain_most_and_scaling_stays(rslora: bool) -> None:
+def test_ranks_move_to_where_they_explain_most_and_scaling_stays(rslora):
     model = FAMILIES["llama"]().eval()
     method_before = EVA.model_copy(update={"rslora": rslora, "rank_pattern": {"o": 6}})
     method, starts = eva_starts(model, method_before, rows())
@@ -128,9 +127,7 @@ def test_ranks_move_to_where_they_explain_most_and_scaling_stays(rslora: bool) -
         ("phi3", EVA.model_copy(update={"targets": "all-linear"}), "nf4"),
     ],
 )
-def test_a_fresh_adapter_leaves_the_base_unchanged(
-    family: str, method: LoRA, kind: str, tmp_path: Path
-) -> None:
+def test_a_fresh_adapter_leaves_the_base_unchanged(family, method, kind, tmp_path):
     model = FAMILIES[family]().eval()
     if kind != "none":
         quantize_model(model, kind, compute_dtype=torch.float32)
@@ -148,20 +145,20 @@ def test_a_fresh_adapter_leaves_the_base_unchanged(
     assert torch.equal(outputs(model), trained)
 
 
-def test_without_its_start_it_is_refused_by_the_name_of_what_makes_it() -> None:
+def test_without_its_start_it_is_refused_by_the_name_of_what_makes_it():
     model = FAMILIES["llama"]()
     with pytest.raises(AdapterError, match=r"Compute them with eva_starts\(\.\.\.\)"):
         attach(model, EVA)
     method, starts = eva_starts(model, EVA, rows())
     starts.pop("model.layers.1.mlp.down_proj")
-    with pytest.raises(AdapterError, match=r"none for model\.layers\.1\.mlp\.down_proj"):
+    with pytest.raises(AdapterError, match=r"Missing: model\.layers\.1\.mlp\.down_proj"):
         attach(model, method, starts=starts)
-    with pytest.raises(AdapterError, match="it accepts none"):
+    with pytest.raises(AdapterError, match="accepts none"):
         attach(model, LoRA(), starts=starts)
     attach(model, LoRA())  # nothing of these is left on the model
 
 
-def test_padding_is_refused_since_it_would_count() -> None:
+def test_padding_is_refused_since_it_would_count():
     ids, mask = torch.full((2, 6), 7), torch.ones(2, 6)
     mask[1, 4:] = 0
     with pytest.raises(DataError, match="padded batches"):
@@ -169,12 +166,12 @@ def test_padding_is_refused_since_it_would_count() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_too_few_tokens_for_the_rank_are_refused(number: int) -> None:
+def test_too_few_tokens_for_the_rank_are_refused(number):
     with pytest.raises(DataError, match=f"{number * 5} tokens; at least 8 are needed"):
         eva_starts(FAMILIES["llama"](), EVA, rows(2, 5)[:number])
 
 
-def test_what_has_no_such_start_is_refused() -> None:
+def test_what_has_no_such_start_is_refused():
     with pytest.raises(TargetError, match=r"stacked experts .* supports neither"):
         eva_starts(ARCHITECTURES["mixtral"](), LoRA(rank=2, init="eva"), rows(1))
     with pytest.raises(TargetError, match="rank 64 is larger than the matrix"):
@@ -184,7 +181,7 @@ def test_what_has_no_such_start_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_peft_finds_the_same_directions() -> None:
+def test_peft_finds_the_same_directions():
     model, batches = FAMILIES["llama"]().eval(), rows(8, 400)
     config = peft.LoraConfig(
         r=3,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ EXPERTS = LoRA(rank=3, alpha=6, targets=("experts",))
     ("family", "implementation"),
     [(family, IMPLEMENTATIONS[number % 3]) for number, family in enumerate(MIXTURES)],
 )
-def test_every_implementation_computes_base_and_update(family: str, implementation: str) -> None:
+def test_every_implementation_computes_base_and_update(family, implementation):
     model = ARCHITECTURES[family]().eval()
     model.set_experts_implementation(implementation)
     before = outputs(model)
@@ -48,7 +47,7 @@ def test_every_implementation_computes_base_and_update(family: str, implementati
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_gradients_are_those_of_the_weight_with_its_update(implementation: str) -> None:
+def test_gradients_are_those_of_the_weight_with_its_update(implementation):
     model = ARCHITECTURES["mixtral"]().eval()
     model.set_experts_implementation(implementation)
     layer = attach(model, EXPERTS).modules["model.layers.0.mlp.experts"]
@@ -72,9 +71,7 @@ def test_gradients_are_those_of_the_weight_with_its_update(implementation: str) 
     ("family", "implementation"), [("mixtral", "batched_mm"), ("gpt_oss", "grouped_mm")]
 )
 @pytest.mark.slow
-def test_a_compiled_block_with_adapted_experts_is_one_graph(
-    family: str, implementation: str
-) -> None:
+def test_a_compiled_block_of_experts_is_one_graph(family, implementation):
     torch.manual_seed(0)
     model = ARCHITECTURES[family]().train()
     del model.model.layers[1:]
@@ -111,7 +108,7 @@ class _Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_no_update_of_a_whole_stack_is_ever_formed(implementation: str) -> None:
+def test_no_update_of_a_whole_stack_is_ever_formed(implementation):
     model = ARCHITECTURES["mixtral"]().eval()
     model.set_experts_implementation(implementation)
     layer = attach(model, EXPERTS).modules["model.layers.0.mlp.experts"]
@@ -137,7 +134,7 @@ def test_no_update_of_a_whole_stack_is_ever_formed(implementation: str) -> None:
     ],
     ids=str,
 )
-def test_what_has_no_form_for_experts_is_refused(method: Any, message: str) -> None:
+def test_what_has_no_form_for_experts_is_refused(method, message):
     model = ARCHITECTURES["mixtral"]()
     with pytest.raises(TargetError, match=message):
         attach(model, method)
@@ -145,7 +142,7 @@ def test_what_has_no_form_for_experts_is_refused(method: Any, message: str) -> N
 
 
 @pytest.mark.parametrize("version", [None, "0.17.1", "0.18.0"])
-def test_the_layout_of_old_peft_is_refused(version: str | None, tmp_path: Path) -> None:
+def test_the_layout_of_old_peft_is_refused(version, tmp_path):
     model = ARCHITECTURES["mixtral"]()
     adapter = attach(model, EXPERTS)
     save_adapter(adapter, tmp_path)
@@ -158,7 +155,7 @@ def test_the_layout_of_old_peft_is_refused(version: str | None, tmp_path: Path) 
         load_adapter(model, tmp_path)
 
 
-def test_a_role_of_a_fused_stack_adapts_only_its_rows() -> None:
+def test_a_role_of_a_fused_stack_adapts_only_its_rows():
     for family, rows in (("mixtral", slice(64, 128)), ("gpt_oss", slice(1, None, 2))):
         model = ARCHITECTURES[family]().eval()
         adapter = attach(model, LoRA(rank=2, targets=("expert_up",)))
@@ -172,7 +169,7 @@ def test_a_role_of_a_fused_stack_adapts_only_its_rows() -> None:
         assert (moved[:, others] == 0).all()
 
 
-def test_a_use_that_is_no_product_is_refused_by_name() -> None:
+def test_a_use_that_is_no_product_is_refused_by_name():
     weight, a, b = torch.randn(4, 6, 5), torch.randn(4, 2, 5), torch.randn(4, 6, 2)
     stack = AdaptedStack(weight, a, b, flipped=False)
     with pytest.raises(NoProductError, match=r"torch\.add"):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from torch import nn
 
@@ -21,7 +18,7 @@ from tests.helpers.families import ARCHITECTURES, FAMILIES, FURTHER
 from tests.helpers.kinds import inputs, loss
 
 
-def test_layers_that_only_choose_are_adapted_only_when_named() -> None:
+def test_layers_that_only_choose_are_adapted_only_when_named():
     model = FURTHER["deepseek_v32"]()
     for group in ("all-linear", "attention", "self_attention"):
         assert not [site.path for site in resolve(model, group) if "indexer" in site.path]
@@ -30,7 +27,7 @@ def test_layers_that_only_choose_are_adapted_only_when_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "jetmoe", "doge"])
-def test_a_gradient_reaches_all_that_all_linear_adapts(name: str) -> None:
+def test_a_gradient_reaches_all_that_all_linear_adapts(name):
     model = FURTHER[name]()
     for parameter, value in model.named_parameters():
         if parameter.endswith(".A"):  # Doge's, zero before any training: nothing passes dt_proj
@@ -42,7 +39,7 @@ def test_a_gradient_reaches_all_that_all_linear_adapts(name: str) -> None:
 
 
 @pytest.mark.parametrize("method", [LoRA(rank=4), DoRA(rank=4)])
-def test_a_layer_smaller_than_the_rank_is_left_out_of_a_group_by_name(method: LoRA) -> None:
+def test_a_layer_smaller_than_the_rank_is_left_out_of_a_group_by_name(method):
     model = FURTHER["doge"]()  # its dt_proj has two rows
     adapter = attach(model, method)
     assert len(adapter.modules) == 14
@@ -54,13 +51,13 @@ def test_a_layer_smaller_than_the_rank_is_left_out_of_a_group_by_name(method: Lo
     assert {row[1]: row for row in smaller.rows}["dt_proj"][3].isdigit()
 
 
-def test_a_layer_smaller_than_the_rank_is_refused_when_it_is_named() -> None:
+def test_a_layer_smaller_than_the_rank_is_refused_when_it_is_named():
     for targets in (("all-linear", "dt_proj"), ("*.dt_proj",), ("q", "other")):
         with pytest.raises(TargetError, match=r"rank 4 is larger than the matrix of .*dt_proj"):
             attach(FURTHER["doge"](), LoRA(rank=4, targets=targets))
 
 
-def test_towers_are_left_out_where_no_targets_are_named() -> None:
+def test_towers_are_left_out_where_no_targets_are_named():
     model = ARCHITECTURES["llava"]()
     adapter = attach(model, LoRA(rank=2))
     assert adapter.method.targets == ("language.all-linear",)
@@ -79,9 +76,7 @@ def test_towers_are_left_out_where_no_targets_are_named() -> None:
         ({"train_fully": ["lm_haed"]}, "Did you mean 'lm_head'"),
     ],
 )
-def test_a_recipes_targets_are_checked_before_weights_are_read(
-    method: dict[str, Any], found: str, tmp_path: Path
-) -> None:
+def test_targets_are_checked_before_loading(method, found, tmp_path):
     model = FAMILIES["llama"]()
     model.config.architectures = ["LlamaForCausalLM"]
     model.config.save_pretrained(tmp_path / "base")  # and no weights

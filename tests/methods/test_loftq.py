@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import peft
 import pytest
@@ -34,7 +33,7 @@ def pair(family: str, kind: str = "nf4") -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", "fp4"), ("gpt2", "nf4"), ("phi3", "int8")])
-def test_it_starts_as_the_best_of_its_rank_for_what_was_lost(family: str, kind: str) -> None:
+def test_it_starts_as_the_best_of_its_rank_for_what_was_lost(family, kind):
     original, model = pair(family, kind)
     adapter = attach(model, LOFTQ, starts=loftq_starts(model, LOFTQ, original))
     for path, module in adapter.modules.items():
@@ -50,13 +49,13 @@ def test_it_starts_as_the_best_of_its_rank_for_what_was_lost(family: str, kind: 
         assert torch.equal(left[others], (weight - quantized)[others])
 
 
-def test_without_its_start_it_is_refused_by_the_name_of_what_makes_it() -> None:
+def test_without_its_start_it_is_refused_by_the_name_of_what_makes_it():
     _, model = pair("llama")
     with pytest.raises(AdapterError, match=r"Compute them with loftq_starts\(\.\.\.\)"):
         attach(model, LOFTQ)
 
 
-def test_over_weights_that_lost_nothing_it_is_refused(tmp_path: Path) -> None:
+def test_over_weights_that_lost_nothing_it_is_refused(tmp_path):
     original, model = pair("llama")
     with pytest.raises(TargetError, match="The weight equals the original"):
         loftq_starts(original, LOFTQ, copy.deepcopy(original))
@@ -65,7 +64,7 @@ def test_over_weights_that_lost_nothing_it_is_refused(tmp_path: Path) -> None:
         load_adapter(original, tmp_path)
 
 
-def test_stacked_experts_have_no_such_start() -> None:
+def test_stacked_experts_have_no_such_start():
     model = ARCHITECTURES["mixtral"]()
     with pytest.raises(TargetError, match=r"stacked experts .* supports neither"):
         loftq_starts(model, LoRA(rank=2, init="loftq"), model)
@@ -73,7 +72,7 @@ def test_stacked_experts_have_no_such_start() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_peft_computes_the_same_over_bitsandbytes_own_nf4(tmp_path: Path) -> None:
+def test_peft_computes_the_same_over_bitsandbytes_own_nf4(tmp_path):
     # rows of 64 and more: its products are wrong where a block is longer than a row
     wide = LlamaConfig(
         vocab_size=384,

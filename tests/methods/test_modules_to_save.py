@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def test_targets_inside_are_trained_whole_and_not_adapted() -> None:
+def test_targets_inside_are_trained_whole_and_not_adapted():
     adapter = attach(tiny_model("llama"), LoRA(rank=2, train_fully=("layers.1", "layers.0.mlp")))
     assert all(path.startswith("model.layers.0.self_attn") for path in adapter.method_modules)
     assert len(adapter.method_modules) == 4
@@ -40,7 +40,7 @@ def test_targets_inside_are_trained_whole_and_not_adapted() -> None:
         attach(tiny_model("llama"), LoRA(rank=2, train_fully=("layers",)))
 
 
-def test_parts_and_whole_paths_are_names_and_the_outermost_counts() -> None:
+def test_parts_and_whole_paths_are_names_and_the_outermost_counts():
     model = tiny_model("llama")
     assert named_modules(model, ["model.norm"]) == ["model.norm"]
     assert named_modules(model, ["layers.1.mlp", "layers.1"]) == ["model.layers.1"]
@@ -50,7 +50,7 @@ def test_parts_and_whole_paths_are_names_and_the_outermost_counts() -> None:
         named_modules(model, ["orm"])
 
 
-def test_what_cannot_be_trained_is_refused_by_name() -> None:
+def test_what_cannot_be_trained_is_refused_by_name():
     model = tiny_model("llama")
     with pytest.raises(
         TargetError, match=r"train model\.rotary_emb in full\n  it has no parameters"
@@ -69,12 +69,12 @@ def folder(tmp_path: Path) -> Path:
     return saved(adapter, tmp_path / "adapter")
 
 
-def test_the_config_names_the_module_as_peft_does(folder: Path) -> None:
+def test_the_config_names_the_module_as_peft_does(folder):
     assert json.loads((folder / CONFIG).read_text())["modules_to_save"] == ["lm_head"]
     assert "base_model.model.lm_head.weight" in load_file(folder / TENSORS)
 
 
-def test_a_file_without_the_modules_it_names_is_refused(folder: Path) -> None:
+def test_a_file_without_the_modules_it_names_is_refused(folder):
     (folder / NOTES).unlink()
     tensors = load_file(folder / TENSORS)
     del tensors["base_model.model.lm_head.weight"]
@@ -83,7 +83,7 @@ def test_a_file_without_the_modules_it_names_is_refused(folder: Path) -> None:
         load_adapter(tiny_model("llama"), folder)
 
 
-def test_servers_combinations_and_banks_refuse_it_by_name(folder: Path, tmp_path: Path) -> None:
+def test_servers_combinations_and_banks_refuse_it_by_name(folder, tmp_path):
     with pytest.raises(AdapterError, match="modules_to_save"):
         export_adapter(folder, tmp_path / "served", to="peft", serving=True)
     with pytest.raises(AdapterError, match="modules_to_save"):

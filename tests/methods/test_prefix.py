@@ -15,7 +15,7 @@ from tests.helpers.families import ARCHITECTURES
 from tests.helpers.virtual_tokens import IDS
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT asks by an old name
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # PEFT asks by an old name
 )
 PREFIX = PrefixTuning(num_virtual_tokens=4)
 
@@ -26,7 +26,7 @@ def prefix_of(model, method: PrefixTuning = PREFIX) -> Prefix:
     return module
 
 
-def test_each_layer_has_the_keys_and_values_that_the_file_has_for_it() -> None:
+def test_each_layer_has_the_keys_and_values_that_the_file_has_for_it():
     model = build("llama")
     module = prefix_of(model)
     with torch.no_grad():
@@ -49,12 +49,12 @@ def test_each_layer_has_the_keys_and_values_that_the_file_has_for_it() -> None:
         ("modernbert", "It takes no past keys and values"),
     ],
 )
-def test_models_that_keep_something_else_are_refused(family, why) -> None:
+def test_models_that_keep_something_else_are_refused(family, why):
     with pytest.raises(TargetError, match=why):
         attach(ARCHITECTURES[family](), PREFIX)
 
 
-def test_the_decoder_of_a_speech_model_takes_a_prefix() -> None:
+def test_the_decoder_of_a_speech_model_takes_a_prefix():
     model = build("whisper")
     inputs = {"input_features": torch.ones(1, 8, 64), "decoder_input_ids": IDS[:1]}
     before = model(**inputs).logits

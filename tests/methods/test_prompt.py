@@ -17,12 +17,12 @@ from tests.helpers.families import ARCHITECTURES
 from tests.helpers.virtual_tokens import IDS, logits
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT asks by an old name
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # PEFT asks by an old name
 )
 PROMPT = PromptTuning(num_virtual_tokens=4)
 
 
-def test_positions_and_token_types_that_are_given_go_on_behind_the_prompt() -> None:
+def test_positions_and_token_types_that_are_given_go_on_behind_the_prompt():
     model = build("bert")
     attach(model, PROMPT)
     types = torch.zeros_like(IDS)
@@ -33,7 +33,7 @@ def test_positions_and_token_types_that_are_given_go_on_behind_the_prompt() -> N
     assert not torch.allclose(logits(model, **shifted), logits(model))
 
 
-def test_embeddings_in_place_of_tokens_get_the_prompt_too() -> None:
+def test_embeddings_in_place_of_tokens_get_the_prompt_too():
     model = build("llama")
     attach(model, PROMPT)
     embeds = model.get_input_embeddings()(IDS)
@@ -41,7 +41,7 @@ def test_embeddings_in_place_of_tokens_get_the_prompt_too() -> None:
     torch.testing.assert_close(actual, logits(model), atol=1e-6, rtol=0)
 
 
-def test_classifiers_that_pool_the_last_token_find_it_behind_the_prompt() -> None:
+def test_classifiers_that_pool_the_last_token_find_it_behind_the_prompt():
     torch.manual_seed(0)
     config = ARCHITECTURES["llama"]().config
     model = transformers.LlamaForSequenceClassification(config).eval()
@@ -53,7 +53,7 @@ def test_classifiers_that_pool_the_last_token_find_it_behind_the_prompt() -> Non
     torch.testing.assert_close(model.score(hidden)[:, -1], logits(model), atol=1e-5, rtol=0)
 
 
-def test_a_prompt_that_peft_made_of_a_text_is_read(tmp_path) -> None:
+def test_a_prompt_that_peft_made_of_a_text_is_read(tmp_path):
     config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
     theirs = peft.get_peft_model(build("llama"), config)
     theirs.peft_config["default"].prompt_tuning_init = "TEXT"
@@ -64,7 +64,7 @@ def test_a_prompt_that_peft_made_of_a_text_is_read(tmp_path) -> None:
     load_adapter(build("llama"), tmp_path)
 
 
-def test_an_encoder_without_embeddings_is_refused() -> None:
+def test_an_encoder_without_embeddings_is_refused():
     with pytest.raises(TargetError, match="WhisperEncoder has none"):
         attach(build("whisper"), PROMPT)
     with pytest.raises(TargetError, match="Linear has none"):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from peftkit.formats.peft.load import load_adapter
 from peftkit.kernels import svd
@@ -23,8 +21,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_a_start_that_pefts_file_leaves_out_is_made_as_peft_makes_it(
-    init: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    init, tmp_path, tokenizer, monkeypatch
+):
     monkeypatch.setattr(svd, "EXACT_SIDE", 0)  # as if these layers were large
     monkeypatch.setattr(svd, "OVERSAMPLING", 0)
     monkeypatch.setattr(svd, "POWER_ITERATIONS", 0)

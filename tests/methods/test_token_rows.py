@@ -17,7 +17,6 @@ from peftkit.errors import AdapterError, DataError, TargetError
 from peftkit.formats.exchange import export_adapter, import_adapter
 from peftkit.formats.folders import CONFIG, TENSORS
 from peftkit.formats.peft.load import load_adapter
-from peftkit.methods.base import Method
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import QuantizedLinear, pack
@@ -27,12 +26,12 @@ from tests.helpers.kinds import outputs, words
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )
 TOKENS = (40, 12, 33)
 
 
-def test_only_these_tokens_change_and_their_rows_are_what_is_looked_up() -> None:
+def test_only_these_tokens_change_and_their_rows_are_what_is_looked_up():
     model = tiny_model("gemma")
     embedding, ids = model.get_input_embeddings(), torch.tensor([[40, 41, 12], [0, 383, 33]])
     before = embedding(ids)
@@ -47,7 +46,7 @@ def test_only_these_tokens_change_and_their_rows_are_what_is_looked_up() -> None
     torch.testing.assert_close(after[1, 2], scale * rows.rows[2])
 
 
-def test_the_file_has_the_rows_once_in_the_order_of_the_tokens(tmp_path: Path) -> None:
+def test_the_file_has_the_rows_once_in_the_order_of_the_tokens(tmp_path):
     adapter = trained(tiny_model("gpt2"), LoRA(rank=2, token_rows=TOKENS))
     saved(adapter, tmp_path)
     assert json.loads((tmp_path / CONFIG).read_text())["trainable_token_indices"] == list(TOKENS)
@@ -61,11 +60,11 @@ def test_the_file_has_the_rows_once_in_the_order_of_the_tokens(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("family", "method", "message"),
     [
-        ("llama", LoRA(token_rows=(384,)), r"the rows 384 of .*\n  it has rows 0 to 383"),
+        ("llama", LoRA(token_rows=(384,)), r"the rows 384 of .*\n  It has rows 0 to 383"),
         ("llama", LoRA(token_rows=(7, 7)), "the rows 7 of"),
         ("llama", LoRA(token_rows={"norm": (7,)}), "neither an embedding nor a head"),
         ("llama", LoRA(token_rows={"embed_token": (7,)}), "Did you mean 'embed_tokens'"),
-        ("t5", LoRA(token_rows={"embed_tokens": (7,)}), "names 2 modules"),
+        ("t5", LoRA(token_rows={"embed_tokens": (7,)}), "matches 2 modules"),
         ("gpt2", LoRA(token_rows={"wte": (7,), "lm_head": (8,)}), "lm_head is tied to .*wte"),
         ("llama", LoRA(token_rows=(7,), train_fully=("embed_tokens",)), "is trained in full"),
         ("llama", LoRA(targets=("head",), token_rows={"lm_head": (7,)}), "cannot have both"),
@@ -73,7 +72,7 @@ def test_the_file_has_the_rows_once_in_the_order_of_the_tokens(tmp_path: Path) -
         ("vit", LoRA(token_rows=(7,)), "vit|embedding"),
     ],
 )
-def test_what_is_no_row_is_refused_by_name(family: str, method: Method, message: str) -> None:
+def test_what_is_no_row_is_refused_by_name(family, method, message):
     with pytest.raises(TargetError, match=message):
         attach(tiny_model(family), method)
 
@@ -96,7 +95,7 @@ def opened(folder: Path) -> Base:
     return load_base(str(folder), dtype="fp32")
 
 
-def test_new_tokens_begin_as_the_mean_and_are_one_token_each(folder: Path) -> None:
+def test_new_tokens_begin_as_the_mean_and_are_one_token_each(folder):
     base = opened(folder)
     before = base.model.get_input_embeddings().weight.clone()
     ids = add_tokens(base, NEW)
@@ -112,9 +111,7 @@ def test_new_tokens_begin_as_the_mean_and_are_one_token_each(folder: Path) -> No
 
 
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
-def test_a_folder_gives_the_plain_base_its_tokens_again(
-    folder: Path, tmp_path: Path, quantize: str
-) -> None:
+def test_a_folder_restores_its_tokens(folder, tmp_path, quantize):
     base = load_base(str(folder), dtype="fp32", quantize=quantize)
     rows = token_rows(base.model, add_tokens(base, NEW))
     inputs = {"input_ids": torch.cat([words(), torch.tensor([[384], [385]])], 1)}
@@ -132,9 +129,7 @@ def test_a_folder_gives_the_plain_base_its_tokens_again(
     assert restore_tokens(again, out) == ()
 
 
-def test_without_the_tokenizer_or_with_that_of_another_base_it_is_refused(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_missing_or_foreign_tokenizer_is_refused(folder, tmp_path):
     base = opened(folder)
     rows = token_rows(base.model, add_tokens(base, NEW))
     out = saved(attach(base.model, LoRA(rank=2, token_rows=rows)), tmp_path / "adapter")
@@ -154,7 +149,7 @@ def test_without_the_tokenizer_or_with_that_of_another_base_it_is_refused(
 
 
 @pytest.mark.parametrize("num_rows", [384, 411])  # a padded table has rows for the tokens already
-def test_new_tokens_go_where_the_adapter_goes(folder: Path, tmp_path: Path, num_rows: int) -> None:
+def test_new_tokens_go_where_the_adapter_goes(folder, tmp_path, num_rows):
     model = tiny_model("llama")
     model.resize_token_embeddings(num_rows, mean_resizing=False)
     model.save_pretrained(folder)
@@ -176,7 +171,7 @@ def test_new_tokens_go_where_the_adapter_goes(folder: Path, tmp_path: Path, num_
 
 @pytest.mark.parametrize("num_rows", [384, 411])
 @pytest.mark.parametrize("embeddings", ["none", "int8"])
-def test_quantised_tables_take_no_new_tokens(folder: Path, num_rows: int, embeddings: str) -> None:
+def test_quantised_tables_take_no_new_tokens(folder, num_rows, embeddings):
     model = tiny_model("llama")
     model.resize_token_embeddings(num_rows, mean_resizing=False)
     model.save_pretrained(folder)
@@ -189,7 +184,7 @@ def test_quantised_tables_take_no_new_tokens(folder: Path, num_rows: int, embedd
     assert "GGUF" in str(refused.value)
 
 
-def test_tokens_that_are_no_new_ones_are_refused(folder: Path) -> None:
+def test_tokens_that_are_no_new_ones_are_refused(folder):
     base = opened(folder)
     for wrong in (["<s>"], ["<new>", "<new>"], [""], []):
         with pytest.raises(DataError, match="as new tokens"):

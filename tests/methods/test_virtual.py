@@ -69,7 +69,7 @@ def train_a_little(adapter: Adapter) -> list[float]:
 
 
 @pytest.mark.parametrize(("name", "family"), each_of(*CAUSAL, "gpt_oss", "qwen2_vl", "bloom"))
-def test_a_sampled_start_is_random_tokens_before_the_input(name, family) -> None:
+def test_a_sampled_start_is_random_tokens_before_the_input(name, family):
     model = build(family)
     generator = torch.Generator().manual_seed(3)
     sampled = torch.randint(384, (4,), generator=generator).expand(2, -1)
@@ -81,7 +81,7 @@ def test_a_sampled_start_is_random_tokens_before_the_input(name, family) -> None
 
 
 @pytest.mark.parametrize(("name", "family"), each_of("gemma3_text", "qwen2_vl", *SEQ2SEQ, "gpt2"))
-def test_generation_with_a_cache_gives_the_tokens_of_generation_without(name, family) -> None:
+def test_generation_with_a_cache_gives_the_tokens_of_generation_without(name, family):
     model, ids = build(family), IDS[:1]
     train_a_little(attach(model, METHODS[name]))
     of_decoder = bool(model.config.is_encoder_decoder)
@@ -105,7 +105,7 @@ def test_generation_with_a_cache_gives_the_tokens_of_generation_without(name, fa
 
 
 @pytest.mark.parametrize(("name", "family"), each_of("gemma2", "t5", "llama", "bart", "mixtral"))
-def test_gradient_checkpointing_changes_nothing(name, family) -> None:
+def test_gradient_checkpointing_changes_nothing(name, family):
     model = build(family)
     adapter = attach(model, METHODS[name])
     (parameter,) = adapter.parameters()
@@ -125,7 +125,7 @@ def test_gradient_checkpointing_changes_nothing(name, family) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_dtype_of_a_model_stays_its_own_and_4_bit_bases_work(name, tmp_path) -> None:
+def test_the_dtype_of_a_model_stays_its_own_and_4_bit_bases_work(name, tmp_path):
     model = build("llama")
     quantize_model(model, "nf4", double_quant=True, compute_dtype=torch.float32)
     adapter = attach(model, METHODS[name])
@@ -175,7 +175,7 @@ def head_of(family: str, task: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(("task", "name"), spread(product(TASKS, METHODS), 3))
-def test_peft_loads_our_files_and_we_load_theirs(task, name, tmp_path) -> None:
+def test_peft_loads_our_files_and_we_load_theirs(task, name, tmp_path):
     family, task = task
     model = case(family, task)
     method = METHODS[name].model_copy(update={"train_fully": head_of(family, task)})
@@ -198,7 +198,7 @@ def test_peft_loads_our_files_and_we_load_theirs(task, name, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("name", "family"), each_of("mllama", "vit", "clip"))
-def test_models_without_tokens_of_their_own_are_refused(name, family) -> None:
+def test_models_without_tokens_of_their_own_are_refused(name, family):
     model = build(family)
     with pytest.raises(TargetError, match=r"has none|attend to an image"):
         attach(model, METHODS[name])
@@ -206,7 +206,7 @@ def test_models_without_tokens_of_their_own_are_refused(name, family) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_what_cannot_be_is_refused_by_name(name, tmp_path) -> None:
+def test_what_cannot_be_is_refused_by_name(name, tmp_path):
     model, method = build("llama"), METHODS[name]
     with pytest.raises(TargetError, match="has no targets to choose"):
         attach(model, method.model_copy(update={"targets": ("q", "v")}))

@@ -24,14 +24,14 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "quantize"), spread(product(FURTHER, ("none", "nf4")), 11))
-def test_every_linear_layer_is_adapted_and_the_laws_hold(name: str, quantize: str) -> None:
+def test_every_linear_layer_is_adapted_and_the_laws_hold(name, quantize):
     chosen_laws = (*laws.CHEAP, laws.peft_agrees, laws.merged_is_the_same)
     outcome = laws.check("lora", name, quantize, chosen_laws)
     assert not outcome.failures, "\n".join(outcome.failures)
 
 
 @pytest.mark.parametrize("name", sorted(FURTHER.keys() - {"longformer", "led"}))
-def test_no_layer_is_adapted_that_is_never_called(name: str) -> None:
+def test_no_layer_is_adapted_that_is_never_called(name):
     model = FURTHER[name]().eval()
     called = set()
     paths = [site.path for site in resolve(model, "all-linear") if not site.parameter]
@@ -42,7 +42,7 @@ def test_no_layer_is_adapted_that_is_never_called(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FURTHER)
-def test_roles_are_found_or_the_error_says_what_there_is(name: str) -> None:
+def test_roles_are_found_or_the_error_says_what_there_is(name):
     model = FURTHER[name]()
     if name not in WITHOUT_QUERY:
         targeted = {site.path for site in resolve(model, ["q", "v"])}
@@ -55,7 +55,7 @@ def test_roles_are_found_or_the_error_says_what_there_is(name: str) -> None:
     assert re.search(r"Roles found: .*[kv]|\w \(32 -> 64\)|_proj \(\d+ -> \d+\)|pwconv1", text)
 
 
-def test_a_layer_that_shares_the_weight_of_an_embedding_is_a_head() -> None:
+def test_a_layer_that_shares_the_weight_of_an_embedding_is_a_head():
     model = FURTHER["blip"]()  # which does not say which its output layer is
     assert model.get_output_embeddings() is None
     head = "text_decoder.cls.predictions.decoder"
@@ -63,7 +63,7 @@ def test_a_layer_that_shares_the_weight_of_an_embedding_is_a_head() -> None:
     assert head not in {site.path for site in resolve(model, "all-linear")}
 
 
-def test_a_layer_whose_weight_is_only_read_is_no_target() -> None:
+def test_a_layer_whose_weight_is_only_read_is_no_target():
     torch.manual_seed(0)
     for name in ("mamba", "jamba"):
         model = FURTHER[name]()

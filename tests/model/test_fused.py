@@ -21,7 +21,7 @@ experts, what all tokens share); rotations of whole heads, or what may be."""
 
 
 @pytest.mark.parametrize(("family", "count"), FUSED.items())
-def test_a_model_computes_what_it_computed_before(family: str, count: int) -> None:
+def test_a_model_computes_what_it_computed_before(family, count):
     torch.manual_seed(0)
     model: Any = ARCHITECTURES[family]().eval()
     for module in model.modules():
@@ -67,13 +67,13 @@ class Norm(nn.Module):
 @pytest.mark.parametrize(
     "kind", ["one more", "eps outside", "without eps", "bias", "trained", "stays float32"]
 )
-def test_what_is_another_norm_or_learns_stays_as_it_is(kind: str) -> None:
+def test_what_is_another_norm_or_learns_stays_as_it_is(kind):
     norm = Norm(kind)
     with fused_modules(norm):
         assert num_fused(norm) == 0
 
 
-def test_only_where_there_is_a_kernel_and_nobody_else_makes_one() -> None:
+def test_only_where_there_is_a_kernel_and_nobody_else_makes_one():
     norm, x = Norm(), torch.randn(3, 8)
     expected, gated = norm(x), norm(x, x)
     assert not ExecutionPlan(device="cpu").fused_kernels
@@ -114,7 +114,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["", "tanh", "clamped", "swapped"])
-def test_a_layer_that_computes_something_else_stays_as_it_is(kind: str) -> None:
+def test_a_layer_that_computes_something_else_stays_as_it_is(kind):
     layer, x = Layer(kind), torch.randn(3, 6)
     expected = layer(x)
     with fused_modules(layer):

@@ -21,7 +21,7 @@ def modules(model: Any) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
-def test_a_lifted_model_is_its_base_and_comes_back(family: str) -> None:
+def test_a_lifted_model_is_its_base_and_comes_back(family):
     torch.manual_seed(0)
     model = FAMILIES[family]().eval()
     bare = modules(model)
@@ -34,7 +34,7 @@ def test_a_lifted_model_is_its_base_and_comes_back(family: str) -> None:
     assert modules(model) == before
 
 
-def test_what_fails_within_leaves_the_adapter_on(llama: Any) -> None:
+def test_what_fails_within_leaves_the_adapter_on(llama):
     adapter = attach(llama, LoRA(rank=2, targets=("q", "v")))
     with torch.no_grad():
         for parameter in adapter.parameters():

@@ -20,13 +20,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.phi4_multimodal.modeling_phi4_multimodal import Phi4MultimodalAudioMLP
 
 from peftkit.model.blocks import blocks
-from peftkit.model.places import (
-    ModelWeight,
-    find_places,
-    is_linear,
-    is_transposed,
-    stacked_shape,
-)
+from peftkit.model.places import ModelWeight, find_places, is_linear, is_transposed, stacked_shape
 from peftkit.model.targets import find_roles
 from tests.helpers.families import ARCHITECTURES, VOCAB
 from tests.helpers.role_facts import FACTS
@@ -83,7 +77,7 @@ def starred(path: str) -> str:
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *SOUND])
-def test_every_weight_has_the_role_that_a_person_gave_it(name: str) -> None:
+def test_every_weight_has_the_role_that_a_person_gave_it(name):
     model = (ARCHITECTURES | SOUND)[name]()
     fused: dict[tuple[str, str], str] = {}
     for role, sites in find_roles(model).items():
@@ -121,7 +115,7 @@ def first_axis(module: Any) -> int:
 
 
 @pytest.mark.parametrize("name", spread(ARCHITECTURES, 3))
-def test_blocks_are_the_layers_that_checkpointing_wraps(name: str) -> None:
+def test_blocks_are_the_layers_that_checkpointing_wraps(name):
     model = ARCHITECTURES[name]()
     expected = [
         path
@@ -187,7 +181,7 @@ def run(model: Any, place: ModelWeight) -> None:
 
 
 @pytest.mark.parametrize("name", FUSED_ATTENTION)
-def test_rows_of_a_fused_projection_act_as_their_role(name: str) -> None:
+def test_rows_of_a_fused_projection_act_as_their_role(name):
     model = ARCHITECTURES[name]().eval()
     place = fused_place(model, role="v")
     rows = place.rows(place.roles)
@@ -254,7 +248,7 @@ GATED: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", GATED)
-def test_a_gated_layer_is_linear_in_the_rows_of_up_alone(name: str) -> None:
+def test_a_gated_layer_is_linear_in_the_rows_of_up_alone(name):
     model = GATED[name]().eval()
     place = fused_place(model, role="up")
     rows = place.rows(place.roles)
@@ -287,7 +281,7 @@ STACKED = ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe
 
 
 @pytest.mark.parametrize("name", STACKED)
-def test_experts_are_linear_in_the_rows_of_up_alone(name: str) -> None:
+def test_experts_are_linear_in_the_rows_of_up_alone(name):
     model = ARCHITECTURES[name]().eval()
     model.set_experts_implementation("eager")
     place = fused_place(model, role="expert_up")

@@ -36,14 +36,14 @@ def build(name: str) -> nn.Module:
 # ------------------------------------------------------------------- roles and groups
 
 
-def test_roles_of_a_fused_layer_are_one_site_with_the_rows_asked_for() -> None:
+def test_roles_of_a_fused_layer_are_one_site_with_the_rows_asked_for():
     first, _ = resolve(build("gpt2"), ["v", "q"])
     assert (first.path, first.roles) == ("transformer.h.0.attn.c_attn", ("q", "v"))
     assert first.parameter is None
     assert rows_of(first.rows) == {"q": [*range(32)], "v": [*range(64, 96)]}
 
 
-def test_groups_are_their_roles() -> None:
+def test_groups_are_their_roles():
     model = build("t5_gated")
     self_attention = facts(resolve(model, ["q", "k", "v", "o"]))
     cross_attention = facts(resolve(model, ["cross_q", "cross_k", "cross_v", "cross_o"]))
@@ -55,7 +55,7 @@ def test_groups_are_their_roles() -> None:
 
 
 @pytest.mark.parametrize("name", spread(ARCHITECTURES, 3))
-def test_all_linear_is_every_linear_layer_but_heads_and_routers(name: str) -> None:
+def test_all_linear_is_every_linear_layer_but_heads_and_routers(name):
     model = build(name)
     sites = resolve(model, "all-linear")
     linears = {path for path, module in model.named_modules() if is_linear(module)}
@@ -72,7 +72,7 @@ def test_all_linear_is_every_linear_layer_but_heads_and_routers(name: str) -> No
     assert all(site.rows is None for site in sites)
 
 
-def test_heads_and_routers_are_found_when_named() -> None:
+def test_heads_and_routers_are_found_when_named():
     model = build("mixtral")
     assert paths(model, "head") == ["lm_head"]
     assert paths(model, "lm_head") == ["lm_head"]
@@ -84,7 +84,7 @@ def test_heads_and_routers_are_found_when_named() -> None:
 # ------------------------------------------------------------------- sides and halves
 
 
-def test_plain_roles_of_a_vision_language_model_are_the_language_side() -> None:
+def test_plain_roles_of_a_vision_language_model_are_the_language_side():
     model = build("mllama")
     language, tower = "model.language_model.", "model.vision_model."
     assert all(path.startswith(language) for path in paths(model, "attention", "ffn"))
@@ -97,7 +97,7 @@ def test_plain_roles_of_a_vision_language_model_are_the_language_side() -> None:
     assert sorted([*sides[0], *sides[1], "model.multi_modal_projector"]) == sorted(whole)
 
 
-def test_plain_roles_of_two_equal_towers_are_both() -> None:
+def test_plain_roles_of_two_equal_towers_are_both():
     model = build("clip")
     text, image = (f"{tower}_model.encoder.layers." for tower in ("text", "vision"))
     assert [path[: len(image)] for path in paths(model, "vision.q")] == [image] * 2
@@ -106,7 +106,7 @@ def test_plain_roles_of_two_equal_towers_are_both() -> None:
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
-def test_encoder_and_decoder_are_targets_of_their_own(name: str) -> None:
+def test_encoder_and_decoder_are_targets_of_their_own(name):
     model = build(name)
     for half in ("encoder", "decoder"):
         found = paths(model, f"{half}.q")
@@ -131,19 +131,19 @@ def test_encoder_and_decoder_are_targets_of_their_own(name: str) -> None:
         ("lm_head", 1),
     ],
 )
-def test_a_pattern_is_the_end_of_a_path_from_a_dot_on(pattern: str, count: int) -> None:
+def test_a_pattern_is_the_end_of_a_path_from_a_dot_on(pattern, count):
     sites = resolve(build("llama"), [pattern])
     assert len(sites) == count
     assert all(site.roles == () and site.rows is None for site in sites)
 
 
-def test_a_pattern_and_a_role_of_one_fused_layer_are_the_whole_layer() -> None:
+def test_a_pattern_and_a_role_of_one_fused_layer_are_the_whole_layer():
     whole = ("transformer.h.0.attn.c_attn", (), None, None)
     assert facts(resolve(build("gpt2"), ["q", "c_attn"]))[0] == whole
     assert facts(resolve(build("gpt2"), ["all-linear", "q"]))[0] == whole
 
 
-def test_a_word_that_is_a_role_and_a_name_is_the_role() -> None:
+def test_a_word_that_is_a_role_and_a_name_is_the_role():
     assert all("SelfAttention" in path for path in paths(build("t5"), "q"))
     assert len(paths(build("t5"), "EncDecAttention.q")) == 2
 
@@ -159,7 +159,7 @@ class Wrapped(FrozenWrapper):
         self.lora_A = nn.Linear(2, 2)
 
 
-def test_adapters_of_ours_are_seen_through() -> None:
+def test_adapters_of_ours_are_seen_through():
     model = build("gpt2")
     before = {role: facts(sites) for role, sites in find_roles(model).items()}
     for _, block in blocks(model):
@@ -168,7 +168,7 @@ def test_adapters_of_ours_are_seen_through() -> None:
     assert [path for path, _ in blocks(model)] == ["transformer.h.0", "transformer.h.1"]
 
 
-def test_an_adapter_of_peft_is_refused() -> None:
+def test_an_adapter_of_peft_is_refused():
     model = build("llama")
     layer = model.get_submodule("model.layers.0.self_attn")
     layer.q_proj = nn.ModuleDict({"base_layer": layer.q_proj})
@@ -188,7 +188,7 @@ class Unknown(nn.Module):
         self.norm = nn.LayerNorm(4)
 
 
-def test_a_role_of_an_unknown_architecture_lists_its_layers_with_shapes() -> None:
+def test_a_role_of_an_unknown_architecture_lists_its_layers_with_shapes():
     model = nn.ModuleList([Unknown(alpha=nn.Linear(4, 8), beta=nn.Linear(8, 4)) for _ in range(3)])
     assert (
         message(model, "q")
@@ -201,7 +201,7 @@ no linear layer matches target 'q' in ModuleList.
     )
 
 
-def test_a_fused_layer_of_unknown_order_is_never_split() -> None:
+def test_a_fused_layer_of_unknown_order_is_never_split():
     attention = nn.ModuleDict({"qkv": nn.Linear(8, 24), "proj": nn.Linear(8, 8)})
     model = Unknown(attn=attention, mlp=nn.ModuleDict({"fc1": nn.Linear(8, 8)}))
     assert facts(resolve(model, "attention"))[0] == ("stack.0.attn.qkv", ("qkv",), None, None)
@@ -211,7 +211,7 @@ def test_a_fused_layer_of_unknown_order_is_never_split() -> None:
     ) in message(model, "q")
 
 
-def test_a_role_is_refused_when_some_of_it_is_in_a_fused_layer_of_unknown_order() -> None:
+def test_a_role_is_refused_when_some_of_it_is_in_a_fused_layer_of_unknown_order():
     model = Unknown(attn=nn.ModuleDict({"q_proj": nn.Linear(8, 8), "qkv": nn.Linear(8, 24)}))
     assert paths(model, "q_proj") == ["stack.0.attn.q_proj"]
     assert "'q' may be in stack.0.attn.qkv" in message(model, "q")
@@ -243,5 +243,5 @@ def message(model: nn.Module, *targets: str) -> str:
         ("llama", "", "no linear layer matches target '' in LlamaForCausalLM."),
     ],
 )
-def test_a_target_that_names_nothing_says_so(name: str, target: str, told: str) -> None:
+def test_a_target_that_names_nothing_says_so(name, target, told):
     assert told in message(build(name), target)

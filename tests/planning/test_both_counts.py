@@ -30,7 +30,7 @@ def of_a_run(measured: Measured, length: int) -> ActivationBytes:
 @pytest.mark.parametrize(
     ("family", "quantize"), [("llama", "none"), ("llama", "nf4"), ("qwen3_moe", "none")]
 )
-def test_a_longer_row_takes_as_much_more_by_both_counts(family: str, quantize: str) -> None:
+def test_a_longer_row_takes_as_much_more_by_both_counts(family, quantize):
     config = llama() if family == "llama" else config_of(family)
     steps, measured = reckoner_of(config, quantize), Measured(config, quantize)
     short, long = (of_a_run(measured, length) for length in (SHORT, LONG))

@@ -41,7 +41,7 @@ def bytes_of(model: Any) -> int:
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
-def test_streamed_base_is_held_as_reckoned(quantize) -> None:
+def test_streamed_base_is_held_as_reckoned(quantize):
     config = llama()
     held, model = streamed_footprint(reckoned(config, quantize)), real(config, quantize)
     total = bytes_of(model)
@@ -70,7 +70,7 @@ def moved_in_a_step(model: Any, stream: BlockStream) -> int:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_streamed_experts_are_held_as_reckoned(size, monkeypatch) -> None:
+def test_streamed_experts_are_held_as_reckoned(size, monkeypatch):
     config = FAMILIES["mixtral"]().config
     config.num_hidden_layers = 4
     monkeypatch.setattr(streaming, "EXPERT_BYTES", size * 1024)  # of 1024 and 2048 for an expert
@@ -81,7 +81,7 @@ def test_streamed_experts_are_held_as_reckoned(size, monkeypatch) -> None:
     assert stream.experts.most_resident == AT_ONCE
 
 
-def test_more_devices_have_less_each_and_all_of_it_together() -> None:
+def test_more_devices_have_less_each_and_all_of_it_together():
     model = reckoned(llama())
     total, found = bytes_of(model), [sharded_footprint(model, n) for n in (2, 3, 4)]
     for number, held in zip((2, 3, 4), found, strict=True):
@@ -128,7 +128,7 @@ def at_work(family: str, out: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_sharded_base_is_held_and_moved_as_reckoned(family, tmp_path) -> None:
+def test_sharded_base_is_held_and_moved_as_reckoned(family, tmp_path):
     children = start_ranks(at_work, family, tmp_path / "found.json")
     assert [exit_code(child) for child in children] == [0, 0]
     found = json.loads((tmp_path / "found.json").read_text())

@@ -66,9 +66,7 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
     monkeypatch.setattr(resolve, "free_now", lambda *_: Environment("cuda", memory))
 
 
-def test_base_is_streamed_exactly_where_it_and_one_row_do_not_fit(
-    folder, tmp_path, monkeypatch
-) -> None:
+def test_base_streams_exactly_if_one_row_does_not_fit(folder, tmp_path, monkeypatch):
     recipe = asked(folder, tmp_path)
     needed = costs_of(recipe).smallest().peak_bytes
     for memory, placement in ((needed, "device"), (needed - 1, "stream")):
@@ -79,7 +77,7 @@ def test_base_is_streamed_exactly_where_it_and_one_row_do_not_fit(
     assert "base.placement: auto" in str(told[0])
 
 
-def test_where_the_weights_alone_decide_no_step_is_counted(folder, tmp_path, monkeypatch) -> None:
+def test_where_the_weights_alone_decide_no_step_is_counted(folder, tmp_path, monkeypatch):
     recipe = asked(folder, tmp_path)
     costs = costs_of(recipe)
     weights = costs.steps.weights
@@ -99,9 +97,7 @@ def test_where_the_weights_alone_decide_no_step_is_counted(folder, tmp_path, mon
         resolve_plan(recipe, lambda event: None)
 
 
-def test_step_that_cannot_be_counted_leaves_the_decision_to_the_weights(
-    folder, tmp_path, monkeypatch
-) -> None:
+def test_weights_decide_if_a_step_cannot_be_counted(folder, tmp_path, monkeypatch):
     recipe = asked(folder, tmp_path)
     weights = costs_of(recipe).steps.weights
 
@@ -116,7 +112,7 @@ def test_step_that_cannot_be_counted_leaves_the_decision_to_the_weights(
         assert "cannot be counted" in str(events[0])
 
 
-def test_an_8b_on_8_gb_finds_by_itself_for_which_rows_it_is_streamed(tmp_path, monkeypatch) -> None:
+def test_an_8b_on_8_gb_finds_by_itself_for_which_rows_it_is_streamed(tmp_path, monkeypatch):
     config = shapes.SHAPES["llama-3.1-8b"].make_config()
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
@@ -138,9 +134,7 @@ class Ranks:
         return value
 
 
-def test_a_base_is_spread_as_far_as_the_memory_of_each_process_asks(
-    folder, tmp_path, monkeypatch
-) -> None:
+def test_a_base_is_sharded_as_far_as_memory_requires(folder, tmp_path, monkeypatch):
     recipe = asked(folder, tmp_path, base={"quantize": "none", "dtype": "bf16"})
     two = Environment("cuda", GB, world_size=2)
     costs = MemoryEstimator(recipe, costs_of(recipe).config, two)
@@ -155,7 +149,7 @@ def test_a_base_is_spread_as_far_as_the_memory_of_each_process_asks(
         assert len(told) == (shard != "none")
 
 
-def test_what_may_not_be_streamed_stays_and_is_told(folder, tmp_path, monkeypatch) -> None:
+def test_what_may_not_be_streamed_stays_and_is_told(folder, tmp_path, monkeypatch):
     on_a_card(monkeypatch, 1000)
     for recipe in (
         asked(folder, tmp_path, base={"quantize": "none"}),
@@ -171,7 +165,7 @@ def test_what_may_not_be_streamed_stays_and_is_told(folder, tmp_path, monkeypatc
     assert BaseConfig(model="x").placement == "auto"
 
 
-def test_run_on_a_card_that_is_too_small_streams_and_trains(folder, tmp_path, monkeypatch) -> None:
+def test_run_on_a_card_that_is_too_small_streams_and_trains(folder, tmp_path, monkeypatch):
     recipe = asked(folder, tmp_path)
     costs = costs_of(recipe)
     needed, less = costs.smallest().peak_bytes, costs.smallest("stream").peak_bytes
@@ -211,7 +205,7 @@ def work(recipe: dict[str, Any], memory: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fits", [True, False])
-def test_processes_share_a_base_that_one_of_them_cannot_hold(fits, folder, tmp_path) -> None:
+def test_processes_share_a_base_that_one_of_them_cannot_hold(fits, folder, tmp_path):
     recipe = asked(
         folder, tmp_path, base={"dtype": "fp32", "quantize": "none"}, method={"type": "lora"}
     )

@@ -33,7 +33,7 @@ GB = 10**9
         pytest.param("nf4", "recompute", 512, marks=pytest.mark.slow),
     ],
 )
-def test_planned_peak_is_what_the_allocator_counts(quantize, way, length) -> None:
+def test_planned_peak_is_what_the_allocator_counts(quantize, way, length):
     config = llama(vocab_size=16384)
     # in 16 bits a CPU without units for them multiplies in float32, in memory of its library
     steps = reckoner_of(config, quantize, dtype="fp32")
@@ -42,7 +42,7 @@ def test_planned_peak_is_what_the_allocator_counts(quantize, way, length) -> Non
 
 
 @pytest.mark.slow
-def test_unpacked_copies_that_a_cpu_keeps_are_counted() -> None:
+def test_unpacked_copies_that_a_cpu_keeps_are_counted():
     config = llama(vocab_size=8192)
     steps = reckoner_of(config, "nf4", free=GB, dtype="fp32")
     measured = Measured(config, "nf4", kept=True, dtype=torch.float32)
@@ -55,7 +55,7 @@ def test_unpacked_copies_that_a_cpu_keeps_are_counted() -> None:
 
 
 @pytest.mark.parametrize("task", [RewardConfig()], ids=lambda task: task.type)
-def test_rows_of_two_texts_take_twice_as_much(task) -> None:
+def test_rows_of_two_texts_take_twice_as_much(task):
     config = llama(num_hidden_layers=2)
     found, one = reckoner_of(config, "none", task), reckoner_of(config, "none")
     alone = one.count(2, 64, "recompute")
@@ -82,7 +82,7 @@ def test_rows_of_two_texts_take_twice_as_much(task) -> None:
         ("Wav2Vec2Bert", "ctc"),
     ],
 )
-def test_steps_of_every_kind_of_task_are_counted(family, task) -> None:
+def test_steps_of_every_kind_of_task_are_counted(family, task):
     if family in HEARING:
         config = HEARING[family].model().config
     elif task == "ctc":
@@ -96,7 +96,7 @@ def test_steps_of_every_kind_of_task_are_counted(family, task) -> None:
 
 
 @pytest.mark.parametrize("family", ["falcon_mq", "deberta_v1"])
-def test_a_step_that_cannot_be_counted_is_told_by_name(family) -> None:
+def test_a_step_that_cannot_be_counted_is_told_by_name(family):
     config, task = ARCHITECTURES[family]().config, MaskedLMConfig()
     if family == "deberta_v1":  # in bf16 its own code mixes dtypes
         with pytest.raises(CountError, match="DebertaForMaskedLM cannot be counted"):
@@ -107,7 +107,7 @@ def test_a_step_that_cannot_be_counted_is_told_by_name(family) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v3", "t5"])
-def test_few_blocks_tell_what_all_of_them_take(family) -> None:
+def test_few_blocks_tell_what_all_of_them_take(family):
     config = with_depth(ARCHITECTURES[family]().config, 2)
     task = Seq2SeqConfig() if family == "t5" else None
     few, all_of_them = (reckoner_of(_deeper(config, 5), "nf4", task) for _ in range(2))
@@ -130,7 +130,7 @@ def _deeper(config: object, depth: int) -> transformers.PreTrainedConfig:
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
 @pytest.mark.parametrize("double_quant", [True, False])
-def test_packed_weight_without_values_has_the_form_of_one_with_them(kind, double_quant) -> None:
+def test_packed_weight_without_values_has_the_form_of_one_with_them(kind, double_quant):
     for shape in ((9, 41), (3, 64, 32)):
         packed, packing = pack(torch.randn(shape), kind, double_quant=double_quant)
         empty, other = empty_packed(
@@ -147,11 +147,11 @@ def test_packed_weight_without_values_has_the_form_of_one_with_them(kind, double
     ("text", "size"),
     [("8GB", 8 * GB), ("7.5GiB", int(7.5 * 2**30)), ("12", 12 * GB), ("512 mb", 512 * 10**6)],
 )
-def test_sizes_are_read(text, size) -> None:
+def test_sizes_are_read(text, size):
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "8Q", "-1GB", "0", "GB", "8B", "1e3", "eight"])
-def test_what_is_no_size_is_refused(text) -> None:
+def test_what_is_no_size_is_refused(text):
     with pytest.raises(ConfigError):
         parse_size(text)

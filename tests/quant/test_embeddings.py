@@ -57,9 +57,7 @@ def opened(folder: Path, embeddings: str, **more: Any) -> Any:
 
 @pytest.mark.parametrize("double_quant", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_and_pieces_are_those_of_the_whole_matrix_to_the_bit(
-    kind: str, double_quant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_and_slices_match_the_whole_matrix_bit_for_bit(kind, double_quant, monkeypatch):
     weight = torch.randn(1030, 128)
     data, packing = pack(weight, kind, double_quant=double_quant)
     how = packing.scales, packing.form
@@ -74,7 +72,7 @@ def test_rows_and_pieces_are_those_of_the_whole_matrix_to_the_bit(
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_model_says_what_it_says_with_the_dequantised_tables(folder: Path, kind: str) -> None:
+def test_model_says_what_it_says_with_the_dequantised_tables(folder, kind):
     packed, dense = opened(folder, kind), opened(folder, "none")
     model, plain = packed.model, dense.model
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -107,9 +105,7 @@ def test_model_says_what_it_says_with_the_dequantised_tables(folder: Path, kind:
     ],
 )
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_every_use_of_a_shared_table_reads_the_packed_one(
-    family: str, purpose: Purpose, dtype: str, tmp_path: Path
-) -> None:
+def test_shared_tables_are_packed(family, purpose, dtype, tmp_path):
     torch.manual_seed(0)
     (ARCHITECTURES | FURTHER)[family]().save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
@@ -134,7 +130,7 @@ def test_every_use_of_a_shared_table_reads_the_packed_one(
     assert packed_skeleton(*how).get_input_embeddings().scale == table.scale
 
 
-def test_a_table_that_something_else_reads_too_stays_as_it_is() -> None:
+def test_a_table_that_something_else_reads_too_stays_as_it_is():
     model = ARCHITECTURES["gemma2"]()
 
     class Doubled(torch.nn.Embedding):
@@ -149,7 +145,7 @@ def test_a_table_that_something_else_reads_too_stays_as_it_is() -> None:
     assert model.get_output_embeddings().weight is other.weight
 
 
-def test_skeleton_and_plan_have_the_same_bytes(folder: Path) -> None:
+def test_skeleton_and_plan_have_the_same_bytes(folder):
     model = opened(folder, "int8").model
     settings = BaseConfig(model="x", quantize="nf4", quantize_embeddings="int8")
     how = model.config, settings, CAUSAL_LM, torch.float32
@@ -170,7 +166,7 @@ def test_skeleton_and_plan_have_the_same_bytes(folder: Path) -> None:
     ("base", "told"),
     [({"quantize": "none"}, "quantize is none"), ({"new_tokens": ["<a>"]}, "trains rows of it")],
 )
-def test_what_needs_the_table_as_it_is_refuses_it(base: dict[str, Any], told: str) -> None:
+def test_what_needs_the_table_as_it_is_refuses_it(base, told):
     given = {"model": "x", "quantize": "nf4", "quantize_embeddings": "int8", **base}
     with pytest.raises(ConfigError, match=told):
         from_dict(Recipe, {"base": given, "data": {"train": "rows.jsonl"}}, "test")

@@ -53,7 +53,7 @@ def dequantized(quantized: QuantizedLinear) -> nn.Linear:
 
 @pytest.mark.parametrize(("kind", "double"), [form for form in FORMS if form[0] != "int8"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bits_are_those_of_bitsandbytes(kind, double, dtype) -> None:
+def test_bits_are_those_of_bitsandbytes(kind, double, dtype):
     tensor = torch.randn(24, 128).to(dtype)
     theirs = bitsandbytes.nn.Linear4bit(
         128, 24, bias=False, quant_type=kind, compress_statistics=double
@@ -70,7 +70,7 @@ def test_bits_are_those_of_bitsandbytes(kind, double, dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_unpacked_is_code_times_absmax_in_every_shape(kind, shape) -> None:
+def test_unpacked_is_code_times_absmax_in_every_shape(kind, shape):
     tensor = torch.randn(shape)
     packed, packing = pack(tensor, kind, double_quant=False)
     code = bitsandbytes.functional.get_4bit_type(kind, device="cpu")
@@ -82,9 +82,7 @@ def test_unpacked_is_code_times_absmax_in_every_shape(kind, shape) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "double"), [form for form in FORMS if form[0] != "int8"])
-def test_without_a_gradient_a_gpu_reads_the_packed_weight(
-    kind: str, double: bool, dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gradient_a_gpu_reads_the_packed_weight(kind, double, dtype, bias, monkeypatch):
     _, quantized = layer(kind, shape=(40, 192), bias=bias, double=double)
     quantized.to(dtype)
     plain, x = dequantized(quantized), torch.randn(3, 5, 192).to(dtype)
@@ -100,7 +98,7 @@ def test_without_a_gradient_a_gpu_reads_the_packed_weight(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradient_is_that_of_finite_differences(kind) -> None:
+def test_gradient_is_that_of_finite_differences(kind):
     _, quantized = layer(kind, shape=(3, 5))
     quantized.double()
     x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
@@ -109,7 +107,7 @@ def test_gradient_is_that_of_finite_differences(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_cannot_be_packed_is_refused(kind) -> None:
+def test_what_cannot_be_packed_is_refused(kind):
     with pytest.raises(ValueError, match="NaN"):
         pack(torch.tensor([[1.0, float("inf")]]), kind)
     with pytest.raises(ValueError, match="float8"):
@@ -122,7 +120,7 @@ def test_what_cannot_be_packed_is_refused(kind) -> None:
 @pytest.mark.parametrize(("kind", "double"), FORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("lead", [(), (7,), (2, 3), (2, 0)], ids=str)
-def test_layer_is_the_dequantised_linear(kind, double, shape, lead) -> None:
+def test_layer_is_the_dequantised_linear(kind, double, shape, lead):
     _, quantized = layer(kind, shape=shape, double=double)
     plain = dequantized(quantized)
     x, y = (torch.randn(*lead, shape[1], requires_grad=True) for _ in range(2))
@@ -135,7 +133,7 @@ def test_layer_is_the_dequantised_linear(kind, double, shape, lead) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_of_the_weights_size_is_saved_for_backward(kind) -> None:
+def test_nothing_of_the_weights_size_is_saved_for_backward(kind):
     _, quantized = layer(kind, shape=(64, 256))
     saved: list[Tensor] = []
 
@@ -155,9 +153,7 @@ def test_nothing_of_the_weights_size_is_saved_for_backward(kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kept", [False, True])
-def test_autocast_computes_in_its_dtype_and_gives_gradients_in_that_of_the_input(
-    kind, kept
-) -> None:
+def test_autocast_computes_in_its_dtype_with_gradients_in_the_input_s(kind, kept):
     _, quantized = layer(kind)
     holder = nn.Sequential(quantized)
     if kept:
@@ -173,7 +169,7 @@ def test_autocast_computes_in_its_dtype_and_gives_gradients_in_that_of_the_input
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch of its own tracing
 @pytest.mark.parametrize(("kind", "double"), FORMS)
-def test_compiled_layer_computes_the_same_without_a_graph_break(kind, double) -> None:
+def test_compiled_layer_computes_the_same_without_a_graph_break(kind, double):
     _, quantized = layer(kind, double=double)
     compiled = torch.compile(quantized, backend="aot_eager", fullgraph=True)
     x = torch.randn(4, 40, requires_grad=True)
@@ -193,7 +189,7 @@ class ScaledConv1D(Conv1D):
         return 2 * super().forward(x)
 
 
-def test_a_layer_that_does_more_than_multiply_keeps_doing_it_over_a_packed_weight() -> None:
+def test_a_layer_that_does_more_than_multiply_keeps_doing_it_over_a_packed_weight():
     plain = ScaledConv1D(24, 40)
     holder = nn.Sequential(copy.deepcopy(plain))
     quantize_model(holder, "int8")
@@ -203,7 +199,7 @@ def test_a_layer_that_does_more_than_multiply_keeps_doing_it_over_a_packed_weigh
 
 
 @pytest.mark.parametrize("kind", [Conv1D, OwnConv1D])
-def test_conv1d_becomes_a_linear_the_right_way_round(kind) -> None:
+def test_conv1d_becomes_a_linear_the_right_way_round(kind):
     plain = kind(24, 40)
     holder = nn.Sequential(copy.deepcopy(plain))
     quantize_model(holder, "int8")
@@ -228,7 +224,7 @@ def bitsandbytes_layer(kind: str, double: bool = True) -> nn.Module:
 
 
 @pytest.mark.parametrize(("kind", "double"), FORMS)
-def test_layer_of_bitsandbytes_is_taken_over_with_its_data(kind, double) -> None:
+def test_layer_of_bitsandbytes_is_taken_over_with_its_data(kind, double):
     theirs = bitsandbytes_layer(kind, double)
     model = nn.Sequential(theirs, nn.ReLU())
     data = theirs.weight.data.data_ptr()
@@ -246,7 +242,7 @@ def test_layer_of_bitsandbytes_is_taken_over_with_its_data(kind, double) -> None
     assert adopt_bitsandbytes(model) == 0
 
 
-def test_layer_that_bitsandbytes_has_repacked_is_refused() -> None:
+def test_layer_that_bitsandbytes_has_repacked_is_refused():
     theirs = bitsandbytes_layer("nf4")
     theirs.weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(BaseError, match="repacked"):

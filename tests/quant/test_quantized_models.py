@@ -45,7 +45,7 @@ def reference_of(model: nn.Module, quantized: nn.Module) -> nn.Module:
     return reference
 
 
-def test_quantised_model_computes_with_the_dequantised_weights(family) -> None:
+def test_quantised_model_computes_with_the_dequantised_weights(family):
     name, model = family
     kind = KINDS[MODELS.index(name) % 3]
     quantized = copy.deepcopy(model)
@@ -55,7 +55,7 @@ def test_quantised_model_computes_with_the_dequantised_weights(family) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # Conv1D sums otherwise
 
 
-def test_audit_says_what_every_parameter_is(family) -> None:
+def test_audit_says_what_every_parameter_is(family):
     _, model = family
     plain = audit(model)
     assert plain.num_parameters == sum(p.numel() for p in model.parameters())
@@ -72,7 +72,7 @@ def test_audit_says_what_every_parameter_is(family) -> None:
     assert all(len(row) == len(table.columns) for row in table.rows)
 
 
-def test_every_linear_and_stack_is_quantised_but_heads_routers_and_tied_ones(family) -> None:
+def test_every_linear_and_stack_is_quantised_but_heads_routers_and_tied_ones(family):
     name, model = family
     quantize_model(model, "nf4")
     left = {
@@ -91,7 +91,7 @@ def test_every_linear_and_stack_is_quantised_but_heads_routers_and_tied_ones(fam
     assert bool(stacks) == (name in STACKED)
 
 
-def test_subclass_that_is_a_plain_linear_becomes_one_and_another_keeps_its_class() -> None:
+def test_subclass_that_is_a_plain_linear_becomes_one_and_another_keeps_its_class():
     class Spelt(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return x @ self.weight.T + self.bias
@@ -122,7 +122,7 @@ def test_subclass_that_is_a_plain_linear_becomes_one_and_another_keeps_its_class
         quantize_model(model, "nf4")
 
 
-def test_layer_in_two_places_is_quantised_in_both() -> None:
+def test_layer_in_two_places_is_quantised_in_both():
     shared = nn.Linear(16, 16)
     model = nn.Sequential(shared, nn.ReLU(), shared)
     quantize_model(model, "nf4")
@@ -130,7 +130,7 @@ def test_layer_in_two_places_is_quantised_in_both() -> None:
     assert isinstance(model[0], QuantizedLinear)
 
 
-def test_weights_that_cannot_be_quantised_are_one_error_that_names_all() -> None:
+def test_weights_that_cannot_be_quantised_are_one_error_that_names_all():
     model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("good", "bad", "small")})
     model["bad"].weight.data[0, 0] = float("nan")
     model["small"].weight.data = model["small"].weight.data.to(torch.float8_e4m3fn)
@@ -150,7 +150,7 @@ def test_weights_that_cannot_be_quantised_are_one_error_that_names_all() -> None
     ],
     ids=["no linears", "a bare layer", "unknown kind"],
 )
-def test_what_makes_no_sense_is_refused(model, kind, words) -> None:
+def test_what_makes_no_sense_is_refused(model, kind, words):
     with pytest.raises(BaseError, match=words):
         quantize_model(model, kind)
 

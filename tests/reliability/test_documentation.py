@@ -15,16 +15,14 @@ NAMED = re.findall(
 )
 
 
-def test_every_promise_names_a_test() -> None:
+def test_every_promise_names_a_test():
     promises = PAGE.read_text(encoding="utf-8").partition("## Not promised")[0].split("\n- ")[1:]
     assert len(promises) > 20
     assert not [promise for promise in promises if "::" not in promise]
 
 
 @pytest.mark.parametrize(("file", "name", "told"), NAMED, ids=[name for _, name, _ in NAMED])
-def test_a_test_that_is_named_runs_in_make_test_or_is_called_slow(
-    file: str, name: str, told: str
-) -> None:
+def test_a_test_that_is_named_runs_in_make_test_or_is_called_slow(file, name, told):
     assert slowness((TESTS / file).read_text(encoding="utf-8"), name) == told
 
 
@@ -63,5 +61,5 @@ SLOW_CASE = "pytest.param(2, marks=pytest.mark.slow)"
         (f"CASES = [{SLOW_CASE}]\n@parametrize('a', CASES)\ndef test(): ...", "partly slow"),
     ],
 )
-def test_slow_tests_are_seen(code: str, expected: str) -> None:
+def test_slow_tests_are_seen(code, expected):
     assert slowness(code, "test") == expected

@@ -19,7 +19,6 @@ from peftkit.formats.folders import set_aside
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
-from tests.helpers.command_line import Run
 
 TENSORS = "adapter_model.safetensors"
 
@@ -56,9 +55,7 @@ def changed(asked: Recipe, **sections: dict[str, object]) -> Recipe:
     return from_dict(Recipe, {**asked.model_dump(mode="json"), **update}, "test")
 
 
-def test_other_base_weights_of_the_same_shapes_are_refused(
-    with_bos: Recipe, tmp_path: Path, model_folder: Path
-) -> None:
+def test_changed_base_is_refused(with_bos, tmp_path, model_folder):
     other = tmp_path / "other"
     shutil.copytree(model_folder, other)
     model = AutoModelForCausalLM.from_pretrained(other)
@@ -72,14 +69,12 @@ def test_other_base_weights_of_the_same_shapes_are_refused(
     assert fingerprint.startswith('base.fingerprint: "sha256:')
 
 
-def test_the_same_base_in_another_precision_is_refused(with_bos: Recipe) -> None:
+def test_the_same_base_in_another_precision_is_refused(with_bos):
     lines = refusal(changed(with_bos, base={"quantize": "nf4"}))
     assert lines == ['base.quantize: "none" -> "nf4"']
 
 
-def test_auto_that_means_another_dtype_here_is_refused(
-    asked: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_auto_dtype_is_refused(asked, monkeypatch):
     auto = changed(asked, base={"dtype": "auto"})
     monkeypatch.setattr("peftkit.base.request.has_bf16_units", lambda: False)
     with pytest.raises(Stopped):
@@ -89,7 +84,7 @@ def test_auto_that_means_another_dtype_here_is_refused(
     run_recipe(auto, resume=True, allow_changes=["base.computes_in"])
 
 
-def test_other_rows_are_refused_and_can_be_allowed(with_bos: Recipe) -> None:
+def test_other_rows_are_refused_and_can_be_allowed(with_bos):
     path = Path(with_bos.data.train)
     lines = path.read_text().splitlines()
     lines[0], lines[1] = lines[1], lines[0]
@@ -99,10 +94,10 @@ def test_other_rows_are_refused_and_can_be_allowed(with_bos: Recipe) -> None:
     events: list[Event] = []
     run_recipe(with_bos, resume=True, allow_changes=["rows"], on_event=events.append)
     notices = [event.text for event in events if isinstance(event, Notice)]
-    assert any("No exact continuation" in text and "rows.train" in text for text in notices)
+    assert any("Resumed with these changes" in text and "rows.train" in text for text in notices)
 
 
-def test_every_changed_setting_is_listed_at_once(with_bos: Recipe) -> None:
+def test_every_changed_setting_is_listed_at_once(with_bos):
     other = changed(
         with_bos,
         method={"rank": 4, "targets": ["q"]},
@@ -123,9 +118,7 @@ def test_every_changed_setting_is_listed_at_once(with_bos: Recipe) -> None:
     assert "method.rank: 2 -> 4" in lines
 
 
-def test_changed_settings_are_refused_before_the_base_is_loaded(
-    with_bos: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_settings_are_refused_early(with_bos, monkeypatch):
     def loads(*_: object, **__: object) -> None:
         pytest.fail("the base is loaded")
 
@@ -133,14 +126,14 @@ def test_changed_settings_are_refused_before_the_base_is_loaded(
     assert refusal(changed(with_bos, method={"rank": 4})) == ["method.rank: 2 -> 4"]
 
 
-def test_a_run_that_fails_before_its_first_step_leaves_no_folder(asked: Recipe) -> None:
+def test_a_run_that_fails_before_its_first_step_leaves_no_folder(asked):
     absent = changed(asked, base={"model": "./absent"})
     with pytest.raises(BaseError):
         run_recipe(absent)
     assert not absent.train.output_dir.exists()
 
 
-def test_a_refused_resume_changes_nothing(with_bos: Recipe, tmp_path: Path) -> None:
+def test_a_refused_resume_changes_nothing(with_bos, tmp_path):
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     refusal(changed(with_bos, train={"seed": 7}))
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
@@ -149,9 +142,7 @@ def test_a_refused_resume_changes_nothing(with_bos: Recipe, tmp_path: Path) -> N
     assert after == before
 
 
-def test_the_command_line_names_what_was_skipped_and_ends_where_the_whole_run_does(
-    with_bos: Recipe, recipe_file: Path, tmp_path: Path, peftkit: Run
-) -> None:
+def test_the_cli_names_skipped_checkpoints(with_bos, recipe_file, tmp_path, peftkit):
     whole = tmp_path / "whole"
     assert peftkit("train", recipe_file, "--out", whole).code == 0
     tensors = tmp_path / "run" / "checkpoints" / "step-3" / TENSORS
@@ -165,9 +156,7 @@ def test_the_command_line_names_what_was_skipped_and_ends_where_the_whole_run_do
     assert (tmp_path / "run" / TENSORS).read_bytes() == (whole / TENSORS).read_bytes()
 
 
-def test_without_a_part_of_the_state_there_is_no_exact_resume(
-    with_bos: Recipe, recipe_file: Path, tmp_path: Path, peftkit: Run
-) -> None:
+def test_resuming_needs_the_whole_state(with_bos, recipe_file, tmp_path, peftkit):
     """The scheduler is a function of the step, which is in state.json."""
     name = "state.json"
     for checkpoint in (tmp_path / "run" / "checkpoints").glob("step-*"):
@@ -177,9 +166,7 @@ def test_without_a_part_of_the_state_there_is_no_exact_resume(
     assert f"step-3: {name} is missing" in done.err
 
 
-def test_what_a_refusal_advises_is_accepted(
-    with_bos: Recipe, recipe_file: Path, peftkit: Run
-) -> None:
+def test_a_refusal_s_advice_works(with_bos, recipe_file, peftkit):
     train = ("train", recipe_file, "--resume", "--set", "train.learning_rate=0.1")
     train = (*train, "--set", "train.seed=3")
     refused = peftkit(*train)
@@ -197,23 +184,19 @@ def test_what_a_refusal_advises_is_accepted(
         ({"resume": True, "overwrite": True}, "not both"),
     ],
 )
-def test_wishes_that_would_be_ignored_are_refused(
-    kwargs: dict[str, object], message: str, with_bos: Recipe
-) -> None:
+def test_unusable_keys_refused(kwargs, message, with_bos):
     with pytest.raises(CheckpointError, match=message):
         run_recipe(with_bos, **kwargs)  # type: ignore[arg-type]
 
 
-def test_overwriting_deletes_nothing_before_the_new_run_can_begin(
-    with_bos: Recipe, tmp_path: Path
-) -> None:
+def test_overwrite_deletes_nothing_before_a_valid_start(with_bos, tmp_path):
     with pytest.raises(DataError):
         run_recipe(changed(with_bos, data={"train": "nowhere.jsonl"}), overwrite=True)
     assert (tmp_path / "run" / "checkpoints" / "step-3" / "MANIFEST.json").exists()
     run_recipe(with_bos, resume=True)
 
 
-def test_a_run_that_dies_after_overwriting_leaves_no_adapter_of_another(asked: Recipe) -> None:
+def test_a_run_that_dies_after_overwriting_leaves_no_adapter_of_another(asked):
     run_recipe(asked)
     folder, aside = asked.train.output_dir, asked.train.output_dir / "overwritten"
     trained = (folder / TENSORS).read_bytes()
@@ -240,9 +223,7 @@ def test_a_run_that_dies_after_overwriting_leaves_no_adapter_of_another(asked: R
     assert not aside.exists()
 
 
-def test_setting_an_adapter_aside_can_be_cut_short_at_any_file(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backup_survives_any_kill(saved, monkeypatch):
     contents = {path.name: path.read_bytes() for path in saved.iterdir()}
     replace = os.replace
     for number in range(len(contents)):
@@ -265,7 +246,7 @@ def test_setting_an_adapter_aside_can_be_cut_short_at_any_file(
             path.rename(saved / path.name)
 
 
-def test_the_manifest_proves_recipe_data_base_and_place(with_bos: Recipe, tmp_path: Path) -> None:
+def test_the_manifest_proves_recipe_data_base_and_place(with_bos, tmp_path):
     folder = tmp_path / "run" / "checkpoints" / "step-3"
     manifest = json.loads((folder / "MANIFEST.json").read_text())
     assert manifest["step"] == 3

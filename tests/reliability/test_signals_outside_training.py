@@ -12,10 +12,9 @@ import pytest
 
 from peftkit.errors import BaseError
 from peftkit.events import Event, Progress, Saved, Stage, Table
-from peftkit.execution.signals import Interrupted, stopping_at_once
+from peftkit.execution.signals import Interrupted, stopping_immediately
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.folder import AdapterFolder
-from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from tests.helpers.command_line import start
 
@@ -48,8 +47,8 @@ MOMENTS: dict[str, Callable[[Event], bool]] = {
 
 @pytest.mark.parametrize(("moment", "number"), [*zip(MOMENTS, BOTH * 2, strict=True)])
 def test_a_signal_before_the_first_step_ends_the_run_and_leaves_nothing_half_written(
-    moment: str, number: signal.Signals, asked: Recipe, tmp_path: Path
-) -> None:
+    moment, number, asked, tmp_path
+):
     with pytest.raises(Interrupted, match="before the first step") as caught:
         run_recipe(asked, on_event=signal_at(MOMENTS[moment], number))
     assert caught.value.exit_code == 128 + number
@@ -58,9 +57,7 @@ def test_a_signal_before_the_first_step_ends_the_run_and_leaves_nothing_half_wri
     run_recipe(asked.model_copy(update={"train": asked.train.model_copy(update={"max_steps": 1})}))
 
 
-def test_a_signal_before_the_first_step_of_a_resume_leaves_the_checkpoints(
-    asked: Recipe, tmp_path: Path
-) -> None:
+def test_a_signal_before_a_resumed_step_keeps_checkpoints(asked, tmp_path):
     with pytest.raises(Interrupted):
         run_recipe(asked, on_event=signal_at(lambda e: isinstance(e, Saved), signal.SIGTERM))
     before = sorted((tmp_path / "run").rglob("*"))
@@ -84,21 +81,17 @@ def rename() -> None:
 
 
 @pytest.mark.parametrize("library", [swallow, rename])
-def test_a_library_that_swallows_or_renames_the_stop_does_not_undo_it(
-    library: Callable[[], None],
-) -> None:
-    with pytest.raises(Interrupted), stopping_at_once("here"):
+def test_a_stop_survives_libraries_that_swallow_it(library):
+    with pytest.raises(Interrupted), stopping_immediately("here"):
         library()
 
 
-def test_an_error_without_a_signal_stays_what_it_is() -> None:
-    with pytest.raises(BaseError), stopping_at_once("here"):
+def test_an_error_without_a_signal_stays_what_it_is():
+    with pytest.raises(BaseError), stopping_immediately("here"):
         raise BaseError("no signal came")
 
 
-def test_a_signal_while_the_adapter_is_written_waits_until_it_is(
-    asked: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_waits_for_the_adapter(asked, tmp_path, monkeypatch):
     number, save = signal.SIGTERM, AdapterFolder.save
 
     def interrupted_save(adapter: AdapterFolder, folder: Path) -> None:
@@ -115,7 +108,7 @@ def test_a_signal_while_the_adapter_is_written_waits_until_it_is(
 
 
 @pytest.mark.slow
-def test_the_command_line_ends_with_143_and_one_message(recipe_file: Path, tmp_path: Path) -> None:
+def test_the_command_line_ends_with_143_and_one_message(recipe_file, tmp_path):
     process = start("train", recipe_file, cwd=tmp_path)
     assert process.stderr is not None
     for line in process.stderr:

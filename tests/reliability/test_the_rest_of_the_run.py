@@ -7,7 +7,6 @@ import random
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from peftkit.errors import OutputError
 from peftkit.events import Event, Notice, Saved
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.recipe import Recipe, load
+from peftkit.recipe import load
 from peftkit.record import RunRecord
 from peftkit.run import run as run_recipe
 from peftkit_cli.render import Renderer
@@ -32,9 +31,7 @@ def notices(events: list[Event]) -> list[str]:
     return [event.text for event in events if isinstance(event, Notice)]
 
 
-def test_a_card_that_cannot_be_made_costs_one_notice(
-    asked: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_model_card_is_one_notice(asked, tmp_path, monkeypatch):
     monkeypatch.setattr(RunRecord, "card", fail)
     events: list[Event] = []
     run_recipe(asked, on_event=events.append)
@@ -45,7 +42,7 @@ def test_a_card_that_cannot_be_made_costs_one_notice(
     open_adapter(tmp_path / "run")
 
 
-def test_a_paper_that_cannot_be_written_costs_one_notice(asked: Recipe, tmp_path: Path) -> None:
+def test_a_paper_that_cannot_be_written_costs_one_notice(asked, tmp_path):
     name = "recipe.yaml"
     (tmp_path / "run" / name).mkdir(parents=True)
     events: list[Event] = []
@@ -55,9 +52,7 @@ def test_a_paper_that_cannot_be_written_costs_one_notice(asked: Recipe, tmp_path
     open_adapter(tmp_path / "run")
 
 
-def test_an_adapter_that_cannot_be_written_can_be_had_by_resuming(
-    asked: Recipe, tmp_path: Path
-) -> None:
+def test_an_unwritable_adapter_is_saved_by_resuming(asked, tmp_path):
     place = tmp_path / "run" / "adapter_config.json"
     place.mkdir(parents=True)
     with pytest.raises(OutputError, match=r"adapter_config\.json"):
@@ -69,9 +64,7 @@ def test_an_adapter_that_cannot_be_written_can_be_had_by_resuming(
 
 
 @pytest.mark.parametrize("screen", ["closed", "full"])
-def test_a_screen_that_goes_away_costs_only_what_it_would_have_shown(
-    screen: str, asked: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_screen_loses_nothing(screen, asked, tmp_path, monkeypatch):
     if screen == "full":
         number = os.open("/dev/full", os.O_WRONLY)
     else:
@@ -95,9 +88,7 @@ def train_slowly(path: str) -> None:
 
 
 @pytest.mark.parametrize("moment", range(int(os.environ.get("PEFTKIT_KILLS", "1"))))
-def test_a_recipe_killed_at_any_moment_ends_with_the_same_adapter(
-    moment: int, recipe_file: Path, asked: Recipe, tmp_path: Path
-) -> None:
+def test_a_killed_recipe_ends_equal(moment, recipe_file, asked, tmp_path):
     """PEFTKIT_KILLS=50 pytest tests/reliability -k killed: for longer."""
     train = asked.train.model_copy(update={"output_dir": tmp_path / "whole"})
     run_recipe(asked.model_copy(update={"train": train}))

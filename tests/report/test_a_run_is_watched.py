@@ -55,7 +55,7 @@ def run(settings: dict[str, Any], out: Path, **train: Any) -> list[Event]:
     return events
 
 
-def test_watching_changes_no_weight(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_watching_changes_no_weight(settings, tmp_path):
     def broken(completion: str, reference: str) -> float:
         raise ZeroDivisionError
 
@@ -94,8 +94,8 @@ def test_watching_changes_no_weight(settings: dict[str, Any], tmp_path: Path) ->
 
 @pytest.mark.parametrize("fits", [1, 0])
 def test_memory_that_runs_out_while_it_generates_halves_the_prompts_at_once(
-    fits: int, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    fits, settings, tmp_path, monkeypatch
+):
     real = CachedEngine._advance
 
     def short(engine: CachedEngine) -> None:
@@ -121,9 +121,7 @@ def test_memory_that_runs_out_while_it_generates_halves_the_prompts_at_once(
 
 
 @pytest.mark.parametrize("prompt", ["", "yes " * 5000])
-def test_a_prompt_that_cannot_be_read_is_refused_before_training(
-    settings: dict[str, Any], tmp_path: Path, prompt: str
-) -> None:
+def test_bad_prompts_are_refused(settings, tmp_path, prompt):
     settings["data"]["packing"] = False
     rows = json.dumps({"prompt": "a", "completion": "b"}) + "\n"  # asked as they stand
     for name in ("train", "eval"):
@@ -134,9 +132,7 @@ def test_a_prompt_that_cannot_be_read_is_refused_before_training(
 
 
 @pytest.mark.parametrize("loss", ["orpo", pytest.param("kto", marks=pytest.mark.slow)])
-def test_preferences_are_watched_by_their_wanted_answers(
-    settings: dict[str, Any], tmp_path: Path, loss: str
-) -> None:
+def test_preferences_log_their_samples(settings, tmp_path, loss):
     pairs = [(f"say {n} ", f"yes {n}", "no") for n in range(4)]
     rows = [{"prompt": p, "chosen": good, "rejected": bad} for p, good, bad in pairs]
     if loss == "kto":
@@ -154,9 +150,7 @@ def test_preferences_are_watched_by_their_wanted_answers(
                for e in events if isinstance(e, EvalDone))  # fmt: skip
 
 
-def test_the_best_weights_are_the_adapter_if_asked(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_adapter_can_be_the_best_weights(settings, tmp_path):
     other = json.dumps({"instruction": "Say yes 0.", "output": "~~~~~~"}) + "\n"
     Path(settings["data"]["eval"]).write_text(other)  # what is learnt makes this no likelier
     late = {"learning_rate": 0.05, "schedule": "constant", "eval_every": 1, "max_steps": 6}
@@ -176,9 +170,7 @@ def test_the_best_weights_are_the_adapter_if_asked(
     assert f"| eval perplexity | {math.exp(losses[best]):.4g} |" in card
 
 
-def test_a_run_that_gets_no_better_ends_early_and_stays_ended(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_early_stopping_survives_a_resume(settings, tmp_path):
     stopping = {"early_stopping": {"patience": 2, "min_delta": 1e9}, "eval_every": 1}
     events = run(settings, tmp_path / "run", max_steps=5, **stopping)
     steps = [e.step for e in events if isinstance(e, StepDone)]
@@ -200,26 +192,18 @@ def test_a_run_that_gets_no_better_ends_early_and_stays_ended(
         ({"early_stopping": {"patience": 0}}, {}, "patience"),
     ],
 )
-def test_what_has_nothing_to_look_at_is_refused(
-    settings: dict[str, Any],
-    tmp_path: Path,
-    train: dict[str, Any],
-    data: dict[str, Any],
-    message: str,
-) -> None:
+def test_what_has_nothing_to_look_at_is_refused(settings, tmp_path, train, data, message):
     settings["data"] |= data
     with pytest.raises(ConfigError, match=message):
         run(settings, tmp_path / "run", **train)
 
 
-def test_a_metric_needs_answers(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_metric_needs_answers(settings, tmp_path):
     with pytest.raises(ConfigError, match=r"train\.eval_generate is not set"):
         run(settings, tmp_path / "run", metrics={"mine": lambda a, b: 1.0})
 
 
-def test_a_metric_is_named_by_module_and_function(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_are_named_by_function(tmp_path, monkeypatch):
     (tmp_path / "my_scores.py").write_text("half = lambda completion, reference: 0.5\nn = 3\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")

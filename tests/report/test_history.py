@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from peftkit.report.page import page
 from tests.helpers.story import STARTED, done, evaluation, step, write_run
 
 
-def test_a_resumed_run_is_one_curve_with_a_seam(tmp_path: Path) -> None:
+def test_a_resumed_run_is_one_curve_with_a_seam(tmp_path):
     again = {**STARTED, "start_step": 3}
     lines = [STARTED, *(step(n, loss=9.0) for n in range(1, 6)), again, step(4), step(5), step(6)]
     run = read_history(write_run(tmp_path / "run", lines))
@@ -23,7 +22,7 @@ def test_a_resumed_run_is_one_curve_with_a_seam(tmp_path: Path) -> None:
     assert run.seams == [3]
 
 
-def test_a_run_from_the_start_replaces_the_one_before_it(tmp_path: Path) -> None:
+def test_a_run_from_the_start_replaces_the_one_before_it(tmp_path):
     lines = [STARTED, step(1), evaluation(1, 5.0), done(1), STARTED, evaluation(0, 3.0), step(1)]
     run = read_history(write_run(tmp_path / "run", lines))
     assert len(run.curves["loss"]) == 1
@@ -32,7 +31,7 @@ def test_a_run_from_the_start_replaces_the_one_before_it(tmp_path: Path) -> None
     assert run.seams == []
 
 
-def test_torn_and_foreign_lines_are_passed_over(tmp_path: Path) -> None:
+def test_torn_and_foreign_lines_are_passed_over(tmp_path):
     folder = write_run(tmp_path / "run", [STARTED, step(1)])
     with open(folder / "metrics.jsonl", "ab") as file:
         file.write(b'{"event": "StepDo\n[1]\n\xff\xfe\n' + b"[" * 100_000 + b"\n")
@@ -43,7 +42,7 @@ def test_torn_and_foreign_lines_are_passed_over(tmp_path: Path) -> None:
     assert list(run.curves["learning_rate"]) == [1, 2]
 
 
-def test_the_state_of_a_run(tmp_path: Path) -> None:
+def test_the_state_of_a_run(tmp_path):
     run = read_history(write_run(tmp_path / "run", [STARTED, step(1), step(2)]))
     run.changed = run.began + 20.0
     assert run.state(now=run.changed + 110) == "running"
@@ -54,7 +53,7 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ["failed", "stopped"])
-def test_a_run_that_ended_early_says_so_and_why(state: str, tmp_path: Path) -> None:
+def test_a_run_that_ended_early_says_so_and_why(state, tmp_path):
     end = {"event": "RunStopped", "step": 2, "state": state, "text": "the disk is full.\n  free: 0"}
     run = read_history(write_run(tmp_path / "run", [STARTED, step(1), step(2), end]))
     assert run.state() == state
@@ -62,7 +61,7 @@ def test_a_run_that_ended_early_says_so_and_why(state: str, tmp_path: Path) -> N
     assert f'class="state {state}"' in page([run])
 
 
-def test_a_folder_without_a_run_names_the_runs_in_it(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_names_the_runs_in_it(tmp_path):
     write_run(tmp_path / "first")
     with pytest.raises(DataError, match=r"holds no run(.|\n)*first"):
         read_history(tmp_path)
@@ -70,14 +69,14 @@ def test_a_folder_without_a_run_names_the_runs_in_it(tmp_path: Path) -> None:
         read_history(tmp_path / "absent")
 
 
-def test_smoothing_is_the_mean_around_a_step() -> None:
+def test_smoothing_is_the_mean_around_a_step():
     smooth = smoothed({n + 1: float(n % 2) for n in range(100)})
     assert list(smooth) == list(range(1, 101))
     assert smooth[51] == pytest.approx(0.4)
     assert smooth[1] == pytest.approx(1 / 3)
 
 
-def test_runs_are_named_by_their_paths_below_the_folder_they_share(tmp_path: Path) -> None:
+def test_runs_are_named_by_their_paths_below_the_folder_they_share(tmp_path):
     names = ["a/x", "b/x", "b/y"]
     runs = read_histories([write_run(tmp_path / name, [STARTED]) for name in names])
     assert [run.name for run in runs] == names

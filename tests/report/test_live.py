@@ -21,7 +21,7 @@ EVAL = EvalDone(1, {"loss": 1.0}, True)
 SAVED = Saved("adapter", Path("run"))
 
 
-def test_it_is_written_at_the_step_after_an_evaluation(tmp_path: Path) -> None:
+def test_it_is_written_at_the_step_after_an_evaluation(tmp_path):
     folder = write_run(tmp_path / "run", [STARTED, step(1)])
     live = LiveReport(folder, ignore)
     live.on_event(STEP)
@@ -31,7 +31,7 @@ def test_it_is_written_at_the_step_after_an_evaluation(tmp_path: Path) -> None:
     assert "smollm2-135m" in (folder / "report.html").read_text()
 
 
-def test_it_takes_a_small_share_of_the_time(tmp_path: Path) -> None:
+def test_it_takes_a_small_share_of_the_time(tmp_path):
     folder = write_run(tmp_path / "run", [STARTED, step(1)])
     ticks = iter([0.0, 10.0, 10.0, 12.0, 20.0, 99.0, 1000.0, 1000.0, 1001.0])
     live = LiveReport(folder, ignore, clock=lambda: next(ticks))
@@ -46,7 +46,7 @@ def test_it_takes_a_small_share_of_the_time(tmp_path: Path) -> None:
     assert (folder / "report.html").exists()
 
 
-def test_what_goes_wrong_costs_one_notice(tmp_path: Path) -> None:
+def test_what_goes_wrong_costs_one_notice(tmp_path):
     folder = write_run(tmp_path / "run", [STARTED, step(1)])
     (folder / "report.html").mkdir()
     notices: list[Event] = []
@@ -58,7 +58,7 @@ def test_what_goes_wrong_costs_one_notice(tmp_path: Path) -> None:
     assert len(notices) == 1
 
 
-def test_it_is_written_at_the_end_whatever_the_end_is(tmp_path: Path) -> None:
+def test_it_is_written_at_the_end_whatever_the_end_is(tmp_path):
     folder = write_run(tmp_path / "run", [STARTED, step(1)])
     LiveReport(folder, ignore).on_event(RunStopped(1, "failed", "the disk is full"))
     assert "after step 1 of 40: the disk is full" in (folder / "report.html").read_text()
@@ -67,7 +67,7 @@ def test_it_is_written_at_the_end_whatever_the_end_is(tmp_path: Path) -> None:
     assert 'class="state finished"' in (folder / "report.html").read_text()
 
 
-def test_runs_are_listed_newest_first_with_what_differs(tmp_path: Path) -> None:
+def test_runs_are_listed_newest_first_with_what_differs(tmp_path):
     for number, name in enumerate(("old", "deep/new")):
         folder = write_run(tmp_path / name)
         facts = json.loads((folder / "run.json").read_text())
@@ -84,13 +84,13 @@ def test_runs_are_listed_newest_first_with_what_differs(tmp_path: Path) -> None:
     assert [row["state"] for row in listed] == ["finished", "finished"]
 
 
-def test_a_folder_without_runs_is_one_message(tmp_path: Path) -> None:
+def test_a_folder_without_runs_is_one_message(tmp_path):
     for folder, message in ((tmp_path, "no runs in"), (tmp_path / "absent", "no folder")):
         with pytest.raises(DataError, match=message):
             list_runs(folder)
 
 
-def test_report_prints_where_it_is(tmp_path: Path) -> None:
+def test_report_prints_where_it_is(tmp_path):
     folder = write_run(tmp_path / "run")
     done = CliRunner().invoke(app, ["report", str(folder)])
     assert done.stdout.strip() == str(folder / "report.html")

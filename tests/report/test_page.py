@@ -52,7 +52,7 @@ def marked(value: Any) -> Any:
     return value + BAD if isinstance(value, str) else value
 
 
-def test_a_report_runs_no_script_of_its_data(tmp_path: Path) -> None:
+def test_a_report_runs_no_script_of_its_data(tmp_path):
     lines = [
         {**STARTED, "device": BAD, "paths": BAD},
         step(1),
@@ -73,7 +73,7 @@ def test_a_report_runs_no_script_of_its_data(tmp_path: Path) -> None:
         assert "\x00" not in text
 
 
-def test_only_the_script_of_the_report_may_run_and_no_request_leaves(tmp_path: Path) -> None:
+def test_only_the_script_of_the_report_may_run_and_no_request_leaves(tmp_path):
     text = page([read_history(write_run(tmp_path / "run"))])
     script = re.search(r"<script>(.*)</script>", text, re.DOTALL)
     assert script is not None
@@ -83,7 +83,7 @@ def test_only_the_script_of_the_report_may_run_and_no_request_leaves(tmp_path: P
     assert not re.search(r"https?://|url\(|@import", text)
 
 
-def test_it_tells_all_that_the_files_do(tmp_path: Path) -> None:
+def test_it_tells_all_that_the_files_do(tmp_path):
     text = page([read_history(write_run(tmp_path / "run", samples=SAMPLES))])
     for part in (
         "<span>steps</span><b>40 of 40</b>",
@@ -102,7 +102,7 @@ def test_it_tells_all_that_the_files_do(tmp_path: Path) -> None:
         assert part in text, part
 
 
-def test_scores_of_tasks_stand_side_by_side(tmp_path: Path) -> None:
+def test_scores_of_tasks_stand_side_by_side(tmp_path):
     folder = write_run(tmp_path / "run")
     score = {"task": "arc", "metric": "acc", "base": 0.25, "adapter": 0.5, "num_rows": 9}
     (folder / "tasks.json").write_text(json.dumps({"scores": [score]}))
@@ -113,7 +113,7 @@ def test_scores_of_tasks_stand_side_by_side(tmp_path: Path) -> None:
     assert "<h2>Tasks</h2>" not in page([read_history(folder)])
 
 
-def test_a_hundred_thousand_steps_are_less_than_a_megabyte() -> None:
+def test_a_hundred_thousand_steps_are_less_than_a_megabyte():
     run, rng = History(Path("run"), "run", started=STARTED), random.Random(0)
     for name in CURVES:
         run.curves[name] = {step: rng.random() for step in range(1, 100_001)}
@@ -123,7 +123,7 @@ def test_a_hundred_thousand_steps_are_less_than_a_megabyte() -> None:
     assert time.process_time() - began < 20  # a tenth of that on a quiet machine
 
 
-def test_few_points_keep_the_lowest_and_the_highest() -> None:
+def test_few_points_keep_the_lowest_and_the_highest():
     curve = {n: 1.0 + n % 7 for n in range(1, 50_001)} | {31_415: 100.0, 27_182: -5.0}
     thinned = points(curve)
     assert len(thinned) <= 2 * SPANS + 2
@@ -134,7 +134,7 @@ def test_few_points_keep_the_lowest_and_the_highest() -> None:
     assert thinned == sorted(thinned)
 
 
-def test_several_runs_are_one_picture_and_their_differences_a_table(tmp_path: Path) -> None:
+def test_several_runs_are_one_picture_and_their_differences_a_table(tmp_path):
     other = copy.deepcopy(FACTS)
     other["recipe"]["method"]["rank"] = 64
     other["recipe"]["train"]["output_dir"] = "runs/b"
@@ -146,7 +146,7 @@ def test_several_runs_are_one_picture_and_their_differences_a_table(tmp_path: Pa
     assert len({line.color for line in losses.lines}) == 2
 
 
-def test_figures_of_a_task_have_a_chart_each(tmp_path: Path) -> None:
+def test_figures_of_a_task_have_a_chart_each(tmp_path):
     lines = [
         STARTED,
         *(step(n, figures={"reward": n / 40, "reward_std": 0.1}) for n in range(1, 9)),
@@ -157,19 +157,19 @@ def test_figures_of_a_task_have_a_chart_each(tmp_path: Path) -> None:
     assert "Train: reward" in page([run, run])
 
 
-def test_a_report_of_no_step_and_of_an_empty_file_is_written(tmp_path: Path) -> None:
+def test_a_report_of_no_step_and_of_an_empty_file_is_written(tmp_path):
     for name, lines in (("begun", [STARTED]), ("empty", [])):
         folder = write_run(tmp_path / name, lines, facts={"tables": 3, "data": [], "row": "x"})
         assert "No step is done yet" in write_report([folder], tmp_path / "r.html").read_text()
 
 
-def test_a_run_that_goes_on_is_read_again_by_the_browser(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_is_read_again_by_the_browser(tmp_path):
     folder = write_run(tmp_path / "run", [{**STARTED, "time": time.time()}, step(1)])
     assert 'http-equiv="refresh"' in page([read_history(folder)])
     assert 'http-equiv="refresh"' not in page([read_history(write_run(tmp_path / "done"))])
 
 
-def test_only_a_run_that_saved_a_step_is_said_to_go_on(tmp_path: Path) -> None:
+def test_only_a_run_that_saved_a_step_is_said_to_go_on(tmp_path):
     folder = write_run(tmp_path / "run", [STARTED, step(1)])
     (folder / "checkpoints").mkdir()
     assert "--resume" not in page([read_history(folder)])
@@ -177,12 +177,12 @@ def test_only_a_run_that_saved_a_step_is_said_to_go_on(tmp_path: Path) -> None:
     assert "--resume" in page([read_history(folder)])
 
 
-def test_no_run_is_one_message(tmp_path: Path) -> None:
+def test_no_run_is_one_message(tmp_path):
     with pytest.raises(DataError, match="holds no run"):
         write_report([tmp_path], tmp_path / "report.html")
 
 
-def test_the_best_and_the_worst_answers_are_shown_with_their_rewards(tmp_path: Path) -> None:
+def test_the_best_and_the_worst_answers_are_shown_with_their_rewards(tmp_path):
     folder = write_run(tmp_path / "run", [STARTED, step(1), step(2)])
     answers = [
         (1, 0.1, "bad"),
@@ -208,7 +208,7 @@ def test_the_best_and_the_worst_answers_are_shown_with_their_rewards(tmp_path: P
     assert "img" not in Tags(shown).tags
 
 
-def test_what_is_nought_all_the_time_is_no_chart() -> None:
+def test_what_is_nought_all_the_time_is_no_chart():
     history = History(Path("runs/a"), "a")
     history.curves["loss"] = {1: 2.0, 2: 1.0}
     history.curves["train/cut"] = {1: 0.0, 2: 0.0}
@@ -216,7 +216,7 @@ def test_what_is_nought_all_the_time_is_no_chart() -> None:
     assert [chart.title for chart in charts([history])] == ["Loss", "Train: accuracy"]
 
 
-def test_ticks_have_the_figures_that_tell_them_apart_and_one_point_is_no_chart() -> None:
+def test_ticks_have_the_figures_that_tell_them_apart_and_one_point_is_no_chart():
     flat = [(step, 1.2e9 + step * 1.2e5) for step in range(9)]
     chart = Chart("Peak memory", "peak_bytes", [Line("", flat, 0)])
     shown = [text for _, text in chart.y_ticks()]

@@ -46,7 +46,7 @@ def alone(bank: AdapterBank, name: str | None, prompt: str, **more: Any) -> str:
 
 
 @pytest.mark.parametrize("model", ["one", "base"])
-def test_a_chat_is_answered_as_generate_does(model: str, client: Any, bank: AdapterBank) -> None:
+def test_a_chat_is_answered_as_generate_does(model, client, bank):
     name = None if model == "base" else model
     text = alone(bank, name, "the quick brown fox", max_new_tokens=8)
     done = client.post(CHAT, json=chat(model, "the quick brown fox"))
@@ -59,9 +59,7 @@ def test_a_chat_is_answered_as_generate_does(model: str, client: Any, bank: Adap
     assert choice["finish_reason"] == ("length" if usage["completion_tokens"] == 8 else "stop")
 
 
-def test_an_adapter_that_knows_no_chat_is_asked_as_it_learnt(
-    client: Any, bank: AdapterBank
-) -> None:
+def test_a_plain_adapter_is_prompted_as_trained(client, bank):
     text = alone(bank, "two", "the lazy dog", style=Style("plain"), max_new_tokens=8)
     (choice,) = client.post(CHAT, json=chat("two", "the lazy dog")).json()["choices"]
     assert choice["message"]["content"] == text
@@ -71,7 +69,7 @@ def test_an_adapter_that_knows_no_chat_is_asked_as_it_learnt(
     assert "trained on single prompts" in refused.json()["error"]["message"]
 
 
-def test_parts_of_text_and_the_developer_s_role_are_read(client: Any) -> None:
+def test_parts_of_text_and_the_developer_s_role_are_read(client):
     plain = [{"role": "system", "content": "the fox"}, {"role": "user", "content": "the dog"}]
     parts = [
         {"role": "developer", "content": [{"type": "text", "text": "the fox"}]},
@@ -88,7 +86,7 @@ def test_parts_of_text_and_the_developer_s_role_are_read(client: Any) -> None:
     assert answers[0] == answers[1]
 
 
-def test_variables_of_the_chat_template_are_the_clients(client: Any, bank: AdapterBank) -> None:
+def test_variables_of_the_chat_template_are_the_clients(client, bank):
     bank.base.tokenizer.chat_template += "{{ 'the fox' if enable_thinking else '' }}"
     body = chat("one", "the dog")
     plain, thinking = (
@@ -98,7 +96,7 @@ def test_variables_of_the_chat_template_are_the_clients(client: Any, bank: Adapt
     assert plain["usage"]["prompt_tokens"] < thinking["usage"]["prompt_tokens"]
 
 
-def test_a_stream_is_the_same_text_in_pieces(client: Any) -> None:
+def test_a_stream_is_the_same_text_in_pieces(client):
     body = chat("one", "the quick brown fox")
     whole = client.post(CHAT, json=body).json()
     done = client.post(
@@ -114,7 +112,7 @@ def test_a_stream_is_the_same_text_in_pieces(client: Any) -> None:
     assert (last["choices"], last["usage"]) == ([], whole["usage"])
 
 
-def test_texts_and_tokens_are_completed_as_they_stand(client: Any, bank: AdapterBank) -> None:
+def test_texts_and_tokens_are_completed_as_they_stand(client, bank):
     tokenizer = bank.base.tokenizer
     ids = tokenizer("the quick")["input_ids"]
     with bank.use("one"):
@@ -129,7 +127,7 @@ def test_texts_and_tokens_are_completed_as_they_stand(client: Any, bank: Adapter
     assert "".join(e["choices"][0]["text"] for e in events(stream.text)) == choice["text"]
 
 
-def test_several_answers_of_one_request_come_in_order(client: Any) -> None:
+def test_several_answers_of_one_request_come_in_order(client):
     body = {"model": "one", "prompt": ["the quick", "the lazy"], "max_tokens": 4}
     alone = [
         client.post(TEXT, json={**body, "prompt": prompt}).json()["choices"][0]["text"]
@@ -143,7 +141,7 @@ def test_several_answers_of_one_request_come_in_order(client: Any) -> None:
     assert len({choice["text"] for choice in first}) > 1
 
 
-def test_sampled_answers_leave_the_generators_of_a_run_alone(client: Any) -> None:
+def test_sampled_answers_leave_the_generators_of_a_run_alone(client):
     body = {"model": "one", "prompt": "the", "n": 4, "temperature": 2.0, "max_tokens": 4}
     torch.manual_seed(0)  # as at the start of a run
     before = torch.get_rng_state()
@@ -153,7 +151,7 @@ def test_sampled_answers_leave_the_generators_of_a_run_alone(client: Any) -> Non
     assert client.post(TEXT, json=body).json()["choices"] != first
 
 
-def test_a_stop_text_ends_an_answer_before_it(client: Any) -> None:
+def test_a_stop_text_ends_an_answer_before_it(client):
     body = {"model": "one", "prompt": "the quick brown", "max_tokens": 8}
     whole = client.post(TEXT, json=body).json()["choices"][0]["text"]
     stop = whole[3:6]
@@ -164,7 +162,7 @@ def test_a_stop_text_ends_an_answer_before_it(client: Any) -> None:
     assert "".join(e["choices"][0]["text"] for e in events(stream.text)) == before
 
 
-def test_log_probabilities_are_told_as_openai_tells_them(client: Any, bank: AdapterBank) -> None:
+def test_log_probabilities_are_told_as_openai_tells_them(client, bank):
     body = chat("one", "the quick", max_tokens=4, logprobs=True, top_logprobs=2)
     (choice,) = client.post(CHAT, json=body).json()["choices"]
     content = choice["logprobs"]["content"]
@@ -207,7 +205,7 @@ def test_log_probabilities_are_told_as_openai_tells_them(client: Any, bank: Adap
         },
     ],
 )
-def test_an_answer_is_held_to_json(response_format: Any, client: Any) -> None:
+def test_an_answer_is_held_to_json(response_format, client):
     pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
     body = chat("one", "the fox", response_format=response_format, max_tokens=90, seed=3)
     texts = []
@@ -221,7 +219,7 @@ def test_an_answer_is_held_to_json(response_format: Any, client: Any) -> None:
         assert [text["size"] in ("small", "large") for text in texts] == [True, True]
 
 
-def test_tokens_that_a_format_rules_out_are_not_among_the_likeliest(client: Any) -> None:
+def test_tokens_that_a_format_rules_out_are_not_among_the_likeliest(client):
     pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
     body = chat("one", "the fox", response_format={"type": "json_object"}, max_tokens=6)
     answer = client.post(CHAT, json={**body, "logprobs": True, "top_logprobs": 20})
@@ -232,7 +230,7 @@ def test_tokens_that_a_format_rules_out_are_not_among_the_likeliest(client: Any)
     assert len(content[0]["top_logprobs"]) < 20  # few tokens can start an object
 
 
-def test_the_end_token_counts_as_one_of_the_answer(client: Any, bank: AdapterBank) -> None:
+def test_the_end_token_counts_as_one_of_the_answer(client, bank):
     ids = bank.base.tokenizer("the quick")["input_ids"]
     with bank.engine() as engine:
         ((free,),) = engine.answers([ids], Sampling(max_new_tokens=6))
@@ -245,9 +243,7 @@ def test_the_end_token_counts_as_one_of_the_answer(client: Any, bank: AdapterBan
     assert answer["usage"]["completion_tokens"] == first + 1
 
 
-def test_others_are_answered_while_a_prompt_is_read(
-    client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoding_interleaves_with_prefill(client, monkeypatch):
     began, go_on = threading.Event(), threading.Event()
     plain = app.prompt_ids
 
@@ -274,9 +270,7 @@ def test_others_are_answered_while_a_prompt_is_read(
     assert not has_waited
 
 
-def test_prompts_are_counted_before_they_are_read(
-    client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_count_before_prefill(client, monkeypatch):
     def never(*args: Any, **named: Any) -> Any:
         raise AssertionError
 
@@ -287,7 +281,7 @@ def test_prompts_are_counted_before_they_are_read(
     assert "6 completions" in refused.json()["error"]["message"]
 
 
-def test_models_are_the_adapters_and_the_base(client: Any) -> None:
+def test_models_are_the_adapters_and_the_base(client):
     listed = client.get("/v1/models").json()["data"]
     assert [model["id"] for model in listed] == ["one", "two", "base"]
     assert client.get("/v1/models/two").json() == listed[1]

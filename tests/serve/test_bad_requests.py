@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from peftkit.errors import AdapterError, ConfigError
-from peftkit.inference.bank import AdapterBank
 from peftkit.serve.requests import ChatBody, RequestError, TextBody, read_body
 from peftkit.serve.server import listening, serve_adapters, vllm_command
 from peftkit.serve.tinker.bodies import Sample, Sampling, checked, fields_of
@@ -84,9 +81,7 @@ ASKED: Any = {"model": "one", "messages": [{"role": "user", "content": "Hi"}]}
         ),
     ],
 )
-def test_a_request_that_cannot_be_answered(
-    path: str, body: Any, status: int, message: str, client: Any
-) -> None:
+def test_an_invalid_request(path, body, status, message, client):
     sent = {"content": body} if isinstance(body, bytes) else {"json": body}
     done = client.post(path, **sent)
     assert done.status_code == status, done.text
@@ -107,7 +102,7 @@ def test_a_request_that_cannot_be_answered(
         {"properties": {"n": {}}, "required": 5},
     ],
 )
-def test_parameters_that_are_no_schema(schema: Any, client: Any) -> None:
+def test_parameters_that_are_no_schema(schema, client):
     function = {"name": "add", "parameters": schema}
     body = {**ASKED, "tools": [{"type": "function", "function": function}]}
     done = client.post(CHAT, json=body)
@@ -115,7 +110,7 @@ def test_parameters_that_are_no_schema(schema: Any, client: Any) -> None:
     assert "tools.0.function.parameters: Value error, not a JSON schema" in done.text
 
 
-def test_fields_that_ask_for_nothing_are_no_error(client: Any) -> None:
+def test_fields_that_ask_for_nothing_are_no_error(client):
     nothing = {"presence_penalty": 0.0, "logprobs": None, "user": "me", "suffix": None}
     assert client.post(TEXT, json={**GOOD, **nothing}).status_code == 200
 
@@ -124,7 +119,7 @@ def test_fields_that_ask_for_nothing_are_no_error(client: Any) -> None:
     ("method", "path", "status"),
     [("GET", "/v2", 404), ("GET", TEXT, 405), ("POST", "/health", 405)],
 )
-def test_a_path_that_is_not_there(method: str, path: str, status: int, client: Any) -> None:
+def test_a_path_that_is_not_there(method, path, status, client):
     done = client.request(method, path)
     assert done.status_code == status
     assert path in done.json()["error"]["message"]
@@ -141,9 +136,7 @@ def test_a_path_that_is_not_there(method: str, path: str, status: int, client: A
         ({"host": "example.org"}, 403),
     ],
 )
-def test_without_a_key_no_web_page_gets_in(
-    headers: dict[str, str], status: int, client: Any
-) -> None:
+def test_web_pages_require_a_key(headers, status, client):
     assert client.get("/v1/models", headers=headers).status_code == status
     assert client.get("/health", headers=headers).status_code == 200
 
@@ -152,7 +145,7 @@ def test_without_a_key_no_web_page_gets_in(
     ("header", "status"),
     [("Bearer sesame", 200), ("bearer sesame", 200), ("Bearer Sesame", 401), ("sesame", 401)],
 )
-def test_a_key_opens_to_any_host(header: str, status: int, bank: AdapterBank) -> None:
+def test_a_key_opens_to_any_host(header, status, bank):
     from starlette.testclient import TestClient
 
     from peftkit.serve.app import make_app
@@ -163,26 +156,26 @@ def test_a_key_opens_to_any_host(header: str, status: int, bank: AdapterBank) ->
         assert client.get("/health").status_code == 200
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_loaded(paths: dict[str, Path]) -> None:
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded(paths):
     with listening("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port}"):
             serve_adapters(paths, "no/base", port=port)
 
 
-def test_a_host_that_is_not_here_is_told() -> None:
+def test_a_host_that_is_not_here_is_told():
     with pytest.raises(ConfigError, match="cannot listen on 192"):
         listening("192.0.2.1", 0).close()
     with listening("localhost", 0) as listener:
         assert isinstance(listener, socket.socket)
 
 
-def test_no_adapter_is_named_as_the_base(paths: dict[str, Path]) -> None:
+def test_no_adapter_is_named_as_the_base(paths):
     with pytest.raises(AdapterError, match="'base'"):
         serve_adapters({"base": paths["one"]}, port=0)
 
 
-def test_it_says_how_vllm_loads_the_same_folders(bank: AdapterBank, paths: dict[str, Path]) -> None:
+def test_it_says_how_vllm_loads_the_same_folders(bank, paths):
     command = vllm_command(bank)
     assert command is not None
     assert "--max-lora-rank 8 " in command
@@ -204,9 +197,7 @@ MANY = 1000
         (Sample, "prompt", {"chunks": [0] * MANY}),
     ],
 )
-def test_of_the_wrong_elements_of_a_long_list_one_is_looked_at(
-    kind: Any, field: str, value: Any
-) -> None:
+def test_one_wrong_element_of_a_long_list_is_checked(kind, field, value):
     with pytest.raises(ValidationError) as told:
         kind.model_validate({field: value})
     assert sum(error["loc"][0] == field for error in told.value.errors()) < 6
@@ -215,13 +206,13 @@ def test_of_the_wrong_elements_of_a_long_list_one_is_looked_at(
 @pytest.mark.parametrize(
     "read", [partial(read_body, kind=TextBody), lambda data: checked(fields_of(data), Sample)]
 )
-def test_fields_that_are_wrong_by_the_thousand_are_counted(read: Callable[[bytes], Any]) -> None:
+def test_fields_that_are_wrong_by_the_thousand_are_counted(read):
     with pytest.raises(RequestError, match=r"1,0.* errors"):
         read(json.dumps({f"field{n}": 1 for n in range(MANY)}).encode())
 
 
 @pytest.mark.parametrize("stop", ["a" * 257, ["a" * 257]])
-def test_stop_texts_of_tinker_s_clients_are_bounded(stop: Any) -> None:
+def test_stop_texts_of_tinker_s_clients_are_bounded(stop):
     with pytest.raises(RequestError, match="at most 256 characters"):
         checked({"stop": stop}, Sampling)
     assert checked({"stop": "a" * 256}, Sampling)

@@ -81,7 +81,7 @@ def accepts(matcher: Any, own: Any, text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_what_a_template_writes_is_what_its_grammar_takes(name: str, tokenizer: Any) -> None:
+def test_what_a_template_writes_is_what_its_grammar_takes(name, tokenizer):
     found = held(name, tokenizer)
     assert found is not None
     matcher, calls, own = found
@@ -96,7 +96,7 @@ def test_what_a_template_writes_is_what_its_grammar_takes(name: str, tokenizer: 
     assert not accepts(matcher, own, "Hello")
 
 
-def test_a_format_whose_arguments_are_not_json_has_no_grammar(tokenizer: Any) -> None:
+def test_a_format_whose_arguments_are_not_json_has_no_grammar(tokenizer):
     pythonic = "{{ '<tool_call>[' + f.name + '(city=1)]</tool_call>' }}"
     own = with_template(tokenizer, TEMPLATES["hermes"])
     calls = CallStyle(own, Style("chat"))
@@ -105,7 +105,7 @@ def test_a_format_whose_arguments_are_not_json_has_no_grammar(tokenizer: Any) ->
 
 
 @pytest.mark.parametrize("name", ["hermes", "coder"])
-def test_reasoning_that_the_prompt_opened_comes_before_the_call(name: str, tokenizer: Any) -> None:
+def test_reasoning_that_the_prompt_opened_comes_before_the_call(name, tokenizer):
     found = held(name, tokenizer, thinks=True)
     assert found is not None
     matcher, calls, own = found
@@ -114,7 +114,7 @@ def test_reasoning_that_the_prompt_opened_comes_before_the_call(name: str, token
     assert not accepts(matcher, own, f"it is\n{call}")
 
 
-def test_a_grammar_says_its_field_where_it_is_refused(tokenizer: Any) -> None:
+def test_a_grammar_says_its_field_where_it_is_refused(tokenizer):
     from peftkit.serve.requests import RequestError
 
     own = with_template(tokenizer, TEMPLATES["hermes"])

@@ -28,9 +28,7 @@ def bank(tokenizer: Any) -> AdapterBank:
     return AdapterBank(tiny_base(model.eval(), tokenizer))
 
 
-def test_a_short_request_beside_a_long_one_begins_before_the_long_prompt_is_computed(
-    bank: AdapterBank,
-) -> None:
+def test_a_short_request_starts_before_a_long_prefill_ends(bank):
     seen: list[tuple[str, int]] = []
 
     def job(name: str, size: int, num_new: int) -> Generation:
@@ -56,9 +54,7 @@ def test_a_short_request_beside_a_long_one_begins_before_the_long_prompt_is_comp
 
 
 @pytest.mark.parametrize("number", [80, pytest.param(1000, marks=pytest.mark.slow)])
-def test_of_many_clients_that_vanish_at_random_nobody_is_lost_and_nothing_is_stuck(
-    number: int, bank: AdapterBank
-) -> None:
+def test_clients_that_vanish_at_random_leave_nothing_stuck(number, bank):
     rng = random.Random(1)
     app = make_app(bank)
     answered: list[int] = []

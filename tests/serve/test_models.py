@@ -41,9 +41,7 @@ def ask(client: TestClient, model: str, **headers: str) -> Any:
     return client.post("/v1/completions", json=body, headers=headers)
 
 
-def test_a_published_adapter_answers_its_owner_alone_and_after_a_restart(
-    llama: Any, tokenizer: Any, folder: Path, tmp_path: Path
-) -> None:
+def test_published_adapters_belong_to_an_owner(llama, tokenizer, folder, tmp_path):
     store = Store(tmp_path / "state")
     Models(AdapterBank(tiny_base(llama, tokenizer)), store).publish(PUBLIC, folder, owner_of(ANN))
     store.close()
@@ -66,9 +64,7 @@ def test_a_published_adapter_answers_its_owner_alone_and_after_a_restart(
         assert client.get("/v1/models").status_code == 401
 
 
-def test_adapters_that_were_published_without_their_inner_name_as_parent_are_found(
-    llama: Any, tokenizer: Any, folder: Path, tmp_path: Path
-) -> None:
+def test_published_adapters_are_found_by_id(llama, tokenizer, folder, tmp_path):
     store, bank = Store(tmp_path / "state"), AdapterBank(tiny_base(llama, tokenizer))
     body = {"name": PUBLIC, "inner": "published-1", "folder": str(folder)}
     store.put(published.KIND, PUBLIC, body, owner="ann")  # as older servers stored it
@@ -79,8 +75,8 @@ def test_adapters_that_were_published_without_their_inner_name_as_parent_are_fou
 
 
 def test_few_of_many_published_adapters_are_in_memory(
-    llama: Any, tokenizer: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    llama, tokenizer, folder, tmp_path, monkeypatch
+):
     monkeypatch.setattr(published, "MAX_LOADED", 2)
     bank = AdapterBank(tiny_base(llama, tokenizer))
     models = Models(bank, Store(tmp_path / "state"))
@@ -102,8 +98,8 @@ def test_few_of_many_published_adapters_are_in_memory(
 
 
 def test_an_adapter_that_is_being_loaded_is_not_everybodys(
-    llama: Any, tokenizer: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    llama, tokenizer, folder, tmp_path, monkeypatch
+):
     bank = AdapterBank(tiny_base(llama, tokenizer))
     models = Models(bank, Store(tmp_path / "state"))
     models.publish("m", folder, "ann")
@@ -129,8 +125,8 @@ def test_an_adapter_that_is_being_loaded_is_not_everybodys(
 
 
 def test_an_adapter_that_leaves_the_bank_is_not_everybodys(
-    llama: Any, tokenizer: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    llama, tokenizer, folder, tmp_path, monkeypatch
+):
     models = Models(AdapterBank(tiny_base(llama, tokenizer)), Store(tmp_path / "state"))
     models.publish("m", folder, "ann")
     models.load(inner := models.inner("m", "ann"))
@@ -149,7 +145,7 @@ def test_an_adapter_that_leaves_the_bank_is_not_everybodys(
         models.inner(str(inner), "bob")
 
 
-def test_the_operators_adapters_are_everybodys(bank: AdapterBank, tmp_path: Path) -> None:
+def test_the_operators_adapters_are_everybodys(bank, tmp_path):
     app = make_app(bank, keys=[ANN, BOB], training=options(tmp_path))
     with TestClient(app, base_url=HERE) as client:
         for key in (ANN, BOB):

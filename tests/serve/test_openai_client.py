@@ -34,7 +34,7 @@ def alone(bank: AdapterBank, name: str) -> str:
     return text
 
 
-def test_a_chat_whole_and_streamed_is_what_generate_answers(client: Any, bank: AdapterBank) -> None:
+def test_a_chat_whole_and_streamed_is_what_generate_answers(client, bank):
     expected = alone(bank, "one")  # before the server uses the bank
     whole = client.chat.completions.create(model="one", messages=ASKED)
     assert whole.choices[0].message.content == expected != ""
@@ -53,7 +53,7 @@ def test_a_chat_whole_and_streamed_is_what_generate_answers(client: Any, bank: A
     assert pieces[-2].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
-def test_errors_are_the_client_s_own(client: Any) -> None:
+def test_errors_are_the_client_s_own(client):
     for error, status, arguments in (
         (openai.NotFoundError, 404, {"model": "three", "messages": ASKED}),
         (openai.BadRequestError, 400, {"model": "one", "messages": ASKED, "temperature": -1}),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +34,7 @@ class Busy:
         self.goes_on.wait(20)
 
 
-def test_a_second_signal_does_not_wait_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_does_not_wait_for_a_step(monkeypatch):
     codes: list[int] = []
     said: list[tuple[int, bytes]] = []
     system = SimpleNamespace(_exit=codes.append, write=lambda *given: said.append(given))
@@ -60,9 +59,7 @@ def test_a_second_signal_does_not_wait_for_a_step(monkeypatch: pytest.MonkeyPatc
     asyncio.run(ends())
 
 
-def test_adapters_beside_a_base_that_trains_are_checked_as_others(
-    llama: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_servers_check_adapters(llama, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(server, "load_base", lambda *_, **__: tiny_base(llama, tokenizer))
     options = TrainingOptions(folder=tmp_path, base=BaseConfig(model="tiny"))
     told: list[Any] = []

@@ -6,7 +6,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from peftkit.serve.tuning.documents import CHECKPOINT, JOB, rename_old_fields
 from tests.helpers.command_line import environment
 
 
-def test_documents_have_owners_and_parents_and_keep_their_order(tmp_path: Path) -> None:
+def test_documents_have_owners_and_parents_and_keep_their_order(tmp_path):
     store = Store(tmp_path)
     for number in (3, 1, 2):
         store.put("job", f"j{number}", {"n": number}, owner="ann" if number < 3 else "bob")
@@ -34,7 +33,7 @@ def test_documents_have_owners_and_parents_and_keep_their_order(tmp_path: Path) 
     assert store.get("job", "j1") is None
 
 
-def test_a_transaction_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_transaction_is_written_whole_or_not_at_all(tmp_path):
     store = Store(tmp_path)
 
     def fails() -> None:
@@ -53,7 +52,7 @@ def test_a_transaction_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert store.entries("j") == [{"message": "begun"}]
 
 
-def test_a_full_disk_is_told_and_costs_what_did_not_fit(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_and_costs_what_did_not_fit(tmp_path):
     store = Store(tmp_path)
     store.put("job", "old", {"n": 1})
     (pages,) = store._database.execute("PRAGMA page_count").fetchone()
@@ -73,7 +72,7 @@ def test_a_full_disk_is_told_and_costs_what_did_not_fit(tmp_path: Path) -> None:
     assert Store(tmp_path).all("job") == [{"n": 1}, {"n": 2}]
 
 
-def test_what_comes_after_a_commit_that_failed_is_written(tmp_path: Path) -> None:
+def test_what_comes_after_a_commit_that_failed_is_written(tmp_path):
     store = Store(tmp_path)
     database = store._database
 
@@ -99,14 +98,14 @@ def test_what_comes_after_a_commit_that_failed_is_written(tmp_path: Path) -> Non
     assert Store(tmp_path).all("job") == [{"id": "kept"}]
 
 
-def test_a_store_that_is_closed_is_no_broken_disk(tmp_path: Path) -> None:
+def test_a_store_that_is_closed_is_no_broken_disk(tmp_path):
     store = Store(tmp_path)
     store.close()
     with pytest.raises(sqlite3.ProgrammingError):
         store.put("job", "late", {})
 
 
-def test_threads_write_side_by_side(tmp_path: Path) -> None:
+def test_threads_write_side_by_side(tmp_path):
     store = Store(tmp_path)
 
     def write(name: str) -> None:
@@ -122,7 +121,7 @@ def test_threads_write_side_by_side(tmp_path: Path) -> None:
         assert [entry["n"] for entry in store.entries(name)] == list(range(20))
 
 
-def test_what_a_killed_server_wrote_is_there(tmp_path: Path) -> None:
+def test_what_a_killed_server_wrote_is_there(tmp_path):
     program = (
         "import os, pathlib, sys; from peftkit.serve.store import Store\n"
         "store = Store(pathlib.Path(sys.argv[1])); store.put('job', 'j', {'step': 7})\n"
@@ -132,7 +131,7 @@ def test_what_a_killed_server_wrote_is_there(tmp_path: Path) -> None:
     assert Store(tmp_path).get("job", "j") == {"step": 7}
 
 
-def test_a_folder_belongs_to_one_server(tmp_path: Path) -> None:
+def test_a_folder_belongs_to_one_server(tmp_path):
     first = Store(tmp_path)
     with pytest.raises(OutputError, match="Another server uses the folder"):
         Store(tmp_path)
@@ -140,18 +139,18 @@ def test_a_folder_belongs_to_one_server(tmp_path: Path) -> None:
     Store(tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot store its state"):
         Store(tmp_path / "file")
 
 
-def test_ids_are_names_of_files() -> None:
+def test_ids_are_names_of_files():
     assert new_id("file-").removeprefix("file-").isalnum()
     assert new_id("file-") != new_id("file-")
 
 
-def test_fields_of_older_servers_are_renamed(tmp_path: Path) -> None:
+def test_fields_of_older_servers_are_renamed(tmp_path):
     store = Store(tmp_path)
     checkpoint = {"id": "c", "fine_tuning_job_id": "j"}
     store.put(JOB, "j", {"told": {"id": "j"}, "asked": {"model": "base"}, "name": "m"}, owner="a")

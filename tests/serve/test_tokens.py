@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from peftkit.inference.bank import AdapterBank
 from peftkit.inference.sampling import end_tokens
 
 pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
@@ -39,7 +38,7 @@ def choice(answer: Any) -> Any:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_log_probabilities_are_the_models_own(bank: AdapterBank, temperature: float) -> None:
+def test_log_probabilities_are_the_models_own(bank, temperature):
     with TestClient(make_app(bank), base_url=HERE) as client:
         one = choice(ask(client, temperature=temperature, seed=3))
     ids, model = one["token_ids"], bank.base.model
@@ -52,7 +51,7 @@ def test_log_probabilities_are_the_models_own(bank: AdapterBank, temperature: fl
         assert ids == logits.argmax(-1).tolist()[: len(ids)]
 
 
-def test_the_end_token_is_among_the_ids(client: Any, bank: AdapterBank) -> None:
+def test_the_end_token_is_among_the_ids(client, bank):
     whole = choice(ask(client))
     assert whole["finish_reason"] == "length"
     assert len(whole["token_ids"]) == 6
@@ -64,7 +63,7 @@ def test_the_end_token_is_among_the_ids(client: Any, bank: AdapterBank) -> None:
     assert end not in end_tokens(bank.base.model, bank.base.tokenizer)
 
 
-def test_by_default_answers_are_sampled_and_a_seed_repeats_them(client: Any) -> None:
+def test_by_default_answers_are_sampled_and_a_seed_repeats_them(client):
     settings = {"temperature": None, "max_tokens": 8}
     one = choice(ask(client, seed=1, **settings))
     assert one == choice(ask(client, seed=1, **settings))
@@ -73,27 +72,23 @@ def test_by_default_answers_are_sampled_and_a_seed_repeats_them(client: Any) -> 
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 1 << 63}, {"temperature": 1e-46}])
-def test_numbers_that_no_tensor_holds_are_the_nearest_that_one_does(
-    client: Any, settings: dict[str, Any]
-) -> None:
+def test_numbers_are_rounded_to_the_dtype(client, settings):
     one = choice(ask(client, **{"temperature": 1.0, "seed": 3, **settings}))
     same = {"temperature": 0.0} if "temperature" in settings else {"temperature": 1.0, "top_k": 999}
     assert one["token_ids"] == choice(ask(client, **{"seed": 3, **same}))["token_ids"]
 
 
-def test_top_k_of_one_is_greedy_and_minus_one_is_off(client: Any) -> None:
+def test_top_k_of_one_is_greedy_and_minus_one_is_off(client):
     greedy = choice(ask(client))["token_ids"]
     assert choice(ask(client, temperature=1.0, top_k=1))["token_ids"] == greedy
     assert choice(ask(client, top_k=-1))["token_ids"] == greedy
 
 
-def test_what_clients_send_along_changes_nothing(client: Any) -> None:
+def test_what_clients_send_along_changes_nothing(client):
     body = {"model": "one", "token_ids": PROMPT, "cache_salt": "7", "priority": 0}
     settings = {"max_tokens": 6, "temperature": 0.0, "skip_special_tokens": False}
     sent = client.post(
-        PATH,
-        json={**body, "sampling_params": settings},
-        headers={"X-Session-ID": "a"},
+        PATH, json={**body, "sampling_params": settings}, headers={"X-Session-ID": "a"}
     )
     assert choice(sent) == choice(ask(client))
 
@@ -117,13 +112,13 @@ def test_what_clients_send_along_changes_nothing(client: Any) -> None:
     ],
     ids=str,
 )
-def test_what_is_wrong_is_said(client: Any, body: dict[str, Any], words: str) -> None:
+def test_what_is_wrong_is_said(client, body, words):
     answer = client.post(PATH, json={"model": "one", "token_ids": PROMPT, **body})
     assert answer.status_code in (400, 404)
     assert words in answer.json()["error"]["message"]
 
 
-def test_models_tell_their_context(client: Any, bank: AdapterBank) -> None:
+def test_models_tell_their_context(client, bank):
     models = client.get("/v1/models").json()["data"]
     limit = bank.base.model.config.max_position_embeddings
     assert {model["max_model_len"] for model in models} == {limit}

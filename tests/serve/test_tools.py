@@ -124,9 +124,7 @@ def same(one: Any, other: Any) -> bool:
         ),
     ],
 )
-def test_a_forced_call_is_made_answered_and_gone_on_from(
-    choice: Any, names: set[str], reason: str, client: Any
-) -> None:
+def test_a_forced_call_is_continued(choice, names, reason, client):
     answer = ask(client, tool_choice=choice).choices[0]
     (call,) = answer.message.tool_calls
     assert answer.message.content is None
@@ -154,8 +152,8 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"n": 1}}\n</tool_call>'
     ],
 )
 def test_what_a_model_says_is_text_reasoning_and_calls(
-    text: str, content: str, thought: str, calls: int, reason: str, client: Any, says: Any
-) -> None:
+    text, content, thought, calls, reason, client, says
+):
     says(text)
     answer = ask(client).choices[0]
     message = answer.message.to_dict()
@@ -170,7 +168,7 @@ def test_what_a_model_says_is_text_reasoning_and_calls(
     assert plain.finish_reason == "stop"
 
 
-def test_without_parallel_calls_an_answer_ends_after_the_first(client: Any, says: Any) -> None:
+def test_without_parallel_calls_an_answer_ends_after_the_first(client, says):
     says(f"{CALL}\n{CALL}")
     answer = ask(client, parallel_tool_calls=False)
     assert len(answer.choices[0].message.tool_calls) == 1
@@ -180,7 +178,7 @@ def test_without_parallel_calls_an_answer_ends_after_the_first(client: Any, says
     assert both.usage.completion_tokens > answer.usage.completion_tokens
 
 
-def test_a_call_that_was_cut_is_text(client: Any, says: Any) -> None:
+def test_a_call_that_was_cut_is_text(client, says):
     says(CALL)
     answer = ask(client, max_tokens=20).choices[0]
     assert answer.finish_reason == "length"
@@ -220,20 +218,20 @@ MADE = {
         ({"model": "mute", "messages": [*ASKED, MADE], "tools": []}, "writes no calls"),
     ],
 )
-def test_what_cannot_be_done_is_one_clear_refusal(options: Any, message: str, client: Any) -> None:
+def test_what_cannot_be_done_is_one_clear_refusal(options, message, client):
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, **options)
     assert message in str(refused.value)
 
 
-def test_arguments_that_are_no_object_are_refused(client: Any) -> None:
+def test_arguments_that_are_no_object_are_refused(client):
     for wrong in ("[1]", "{", "7"):
         call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": wrong}}
         with pytest.raises(openai.BadRequestError, match="JSON object"):
             ask(client, [*ASKED, {"role": "assistant", "tool_calls": [call]}])
 
 
-def test_calls_and_replies_stand_as_templates_take_them() -> None:
+def test_calls_and_replies_stand_as_templates_take_them():
     def made(*keys: str) -> list[ToolCall]:
         return [
             ToolCall.model_validate({"id": key, "function": {"name": "f", "arguments": '{"a": 1}'}})
@@ -254,12 +252,7 @@ def test_calls_and_replies_stand_as_templates_take_them() -> None:
         assert done[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
 
-def test_the_guides_program_runs_as_it_stands(
-    client: Any,
-    tool_bank: AdapterBank,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_guides_program_runs_as_it_stands(client, tool_bank, monkeypatch, capsys):
     guide = (Path(__file__).parents[2] / "docs/tools.md").read_text(encoding="utf-8")
     program = guide.split("```python\n")[1].split("```")[0]
     call = '<tool_call>\n{"name": "multiply", "arguments": {"a": 37, "b": 84}}\n</tool_call>'

@@ -66,9 +66,7 @@ def alone(bank: AdapterBank, name: str | None, ids: list[int]) -> list[int]:
     return completion.ids
 
 
-def test_a_run_beside_answers_learns_to_the_bit_what_it_learns_alone(
-    bank: AdapterBank, tmp_path: Path
-) -> None:
+def test_requests_leave_a_run_bit_equal(bank, tmp_path):
     prompts = {"one": [7, 8, 9], "two": [10, 11], None: [12, 13, 14, 15]}
     expected = {name: alone(bank, name, ids) for name, ids in prompts.items()}
     with bank.lifted():
@@ -103,9 +101,7 @@ def test_a_run_beside_answers_learns_to_the_bit_what_it_learns_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["preference", "grpo"])
-def test_answers_at_any_event_change_nothing_of_a_run(
-    kind: str, bank: AdapterBank, tmp_path: Path
-) -> None:
+def test_requests_at_any_event_keep_a_run(kind, bank, tmp_path):
     tasks = {
         "preference": {"type": "preference"},
         "grpo": {
@@ -157,7 +153,7 @@ def test_answers_at_any_event_change_nothing_of_a_run(
     assert adapter_bytes(tmp_path / "beside") == adapter_bytes(tmp_path / "alone")
 
 
-def test_an_answer_waits_for_a_step_not_for_the_run(bank: AdapterBank, tmp_path: Path) -> None:
+def test_an_answer_waits_for_a_step_not_for_the_run(bank, tmp_path):
     working = Working(bank, recipe(tmp_path, "run"))
     answered_at: list[int] = []
     steps: list[int] = []
@@ -185,9 +181,7 @@ def test_an_answer_waits_for_a_step_not_for_the_run(bank: AdapterBank, tmp_path:
     assert set(answered_at) == {2}
 
 
-def test_a_stopped_run_is_saved_and_goes_on_to_the_same_bits(
-    bank: AdapterBank, tmp_path: Path
-) -> None:
+def test_a_stopped_run_resumes_bit_equal(bank, tmp_path):
     with bank.lifted():
         run(recipe(tmp_path, "alone"), base=bank.base)
     stopped = Working(bank, recipe(tmp_path, "run"))
@@ -203,9 +197,7 @@ def test_a_stopped_run_is_saved_and_goes_on_to_the_same_bits(
     assert adapter_bytes(tmp_path / "run") == adapter_bytes(tmp_path / "alone")
 
 
-def test_the_end_of_the_server_saves_the_run_and_refuses_what_waits(
-    bank: AdapterBank, tmp_path: Path
-) -> None:
+def test_shutdown_saves_the_run_and_refuses_waiting_ones(bank, tmp_path):
     working = Working(bank, recipe(tmp_path, "run", max_steps=400))
     begun, calls = threading.Event(), []
 
@@ -227,7 +219,7 @@ def test_the_end_of_the_server_saves_the_run_and_refuses_what_waits(
         working.worker.call(lambda: 3)
 
 
-def test_operations_run_in_order_and_tell_what_fails(bank: AdapterBank) -> None:
+def test_operations_run_in_order_and_tell_what_fails(bank):
     worker = Worker(bank)
     order: list[int] = []
     calls = [worker.call(lambda n=n: order.append(n) or n) for n in range(5)]
@@ -247,7 +239,7 @@ def test_operations_run_in_order_and_tell_what_fails(bank: AdapterBank) -> None:
 
 
 @pytest.mark.parametrize("outside", [False, True])
-def test_code_of_a_job_that_exits_stops_nothing_else(bank: AdapterBank, outside: bool) -> None:
+def test_code_of_a_job_that_exits_stops_nothing_else(bank, outside):
     worker = Worker(bank)
 
     def work(give_way: Callable[[], None]) -> None:
@@ -264,9 +256,7 @@ def test_code_of_a_job_that_exits_stops_nothing_else(bank: AdapterBank, outside:
         worker.stop()
 
 
-def test_nobody_waits_for_a_thread_that_broke(
-    bank: AdapterBank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_request_waits_on_a_dead_one(bank, monkeypatch):
     def broken() -> Any:
         raise MemoryError("no more")
 

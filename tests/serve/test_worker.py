@@ -23,7 +23,7 @@ from peftkit.serve.worker import Worker
 from tests.helpers.worker import Submitted, run_jobs
 
 
-def test_two_adapters_and_the_base_share_a_batch(bank: AdapterBank) -> None:
+def test_two_adapters_and_the_base_share_a_batch(bank):
     prompts = [[7, 8, 9], [10, 11], [12, 13, 14, 15], [7, 8, 9]]
     names = ["one", "two", None, "two"]
     lengths = [6, 3, 5, 4]
@@ -42,7 +42,7 @@ def test_two_adapters_and_the_base_share_a_batch(bank: AdapterBank) -> None:
     assert [answer.num_tokens for answer in answers] == lengths
 
 
-def test_a_full_queue_takes_all_prompts_of_a_request_or_none(bank: AdapterBank) -> None:
+def test_a_full_queue_takes_all_prompts_of_a_request_or_none(bank):
     worker = Worker(bank, max_waiting=3)
     worker.submit([Submitted("one", [7]).job] * 2)
     with pytest.raises(RequestError, match="too many") as error:
@@ -51,9 +51,7 @@ def test_a_full_queue_takes_all_prompts_of_a_request_or_none(bank: AdapterBank) 
     assert worker.num_waiting == 2
 
 
-def test_prompts_wait_for_an_operation_that_comes_first_and_hear_of_its_failure(
-    bank: AdapterBank,
-) -> None:
+def test_prompts_wait_for_an_earlier_operation_and_its_failure(bank):
     worker, told = Worker(bank, max_waiting=3), list[str]()
     after, failed = Submitted("one", [7]), Submitted("one", [7])
     worker.submit([after.job], first=lambda: told.append(str(worker.num_waiting)))
@@ -71,9 +69,7 @@ def test_prompts_wait_for_an_operation_that_comes_first_and_hear_of_its_failure(
     assert worker.num_waiting == 0
 
 
-def test_the_base_is_as_it_was_when_an_operation_has_its_result(
-    bank: AdapterBank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_operation_restores_the_base(bank, monkeypatch):
     is_bare, plain = threading.Event(), bank.lifted
 
     @contextmanager
@@ -97,9 +93,7 @@ def test_the_base_is_as_it_was_when_an_operation_has_its_result(
         worker.stop()
 
 
-def test_what_fails_is_told_and_those_after_it_are_answered(
-    bank: AdapterBank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_affects_one_request(bank, monkeypatch):
     bank.engine()  # probes the model with a step
     real = CachedEngine.step
 
@@ -119,9 +113,7 @@ def test_what_fails_is_told_and_those_after_it_are_answered(
     assert "no more" in str(failed)
 
 
-def test_a_model_that_cannot_begin_to_answer_fails_what_waits(
-    bank: AdapterBank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_fails_to_start_fails_waiting_requests(bank, monkeypatch):
     real = AdapterBank.engine
 
     def fails(self: AdapterBank, limits: Limits) -> Any:
@@ -142,7 +134,7 @@ def test_a_model_that_cannot_begin_to_answer_fails_what_waits(
         worker.stop()
 
 
-def test_stopping_tells_those_who_wait(bank: AdapterBank) -> None:
+def test_stopping_tells_those_who_wait(bank):
     worker, request = Worker(bank), Submitted("one", [7])
     worker.submit([request.job])
     worker._ended = True  # before its thread starts
@@ -153,7 +145,7 @@ def test_stopping_tells_those_who_wait(bank: AdapterBank) -> None:
         worker.submit([request.job])
 
 
-def test_a_text_that_may_become_a_stop_text_is_held_back(tokenizer: Any) -> None:
+def test_a_text_that_may_become_a_stop_text_is_held_back(tokenizer):
     ids = tokenizer("the quick the quiet")["input_ids"]
     completion = Completion(Request([1]), 50, frozenset())
     text, pieces = TextStream(tokenizer, ["quiet", "quit"]), []
@@ -164,7 +156,7 @@ def test_a_text_that_may_become_a_stop_text_is_held_back(tokenizer: Any) -> None
     assert completion.ended_by == "stop"
 
 
-def test_an_answer_that_cannot_be_read_fails_alone(bank: AdapterBank) -> None:
+def test_an_answer_that_cannot_be_read_fails_alone(bank):
     class Reads:
         def take(self, text: str, completion: Completion) -> Any:
             raise AttributeError("no such field")
@@ -177,7 +169,7 @@ def test_an_answer_that_cannot_be_read_fails_alone(bank: AdapterBank) -> None:
     assert answer.num_tokens == 6
 
 
-def test_an_adapter_that_memory_does_not_take_fails_its_own_answers(bank: AdapterBank) -> None:
+def test_an_adapter_that_memory_does_not_take_fails_its_own_answers(bank):
     def ready(adapter: str | None) -> None:
         if adapter == "two":
             raise MemoryError("no more")
@@ -189,9 +181,7 @@ def test_an_adapter_that_memory_does_not_take_fails_its_own_answers(bank: Adapte
     assert one.num_tokens == base.num_tokens == 4
 
 
-def test_answers_that_failed_leave_no_adapter_in_use(
-    bank: AdapterBank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_frees_its_adapter(bank, monkeypatch):
     real, steps = CachedEngine.step, [0]
 
     def fails_late(self: CachedEngine) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from tests.helpers.varlen_reference import reference_varlen_attn
 from tests.simulated_gpu.recipes import recipe_for
 from tests.simulated_gpu.same import make_rows
 from tests.simulated_gpu.simulation import simulated
-from tests.simulated_gpu.tensors import Card
 
 
 def missing(*args: Any, **more: Any) -> Any:
@@ -43,8 +41,8 @@ def task_on(device: str, family: str) -> tuple[Any, CausalLM]:
     ],
 )
 def test_documents_are_taken_apart_by_the_kernel_that_the_header_names(
-    family: str, kernel: Any, name: str, card: Card, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    family, kernel, name, card, monkeypatch
+):
     monkeypatch.setattr(varlen, "kernel", lambda: kernel)
     monkeypatch.setattr(varlen, "is_available", lambda device: device.type == "cuda")
     model, task = task_on("cuda", family)
@@ -60,9 +58,7 @@ def test_documents_are_taken_apart_by_the_kernel_that_the_header_names(
         assert found == pytest.approx(float(own.loss(alone, own.collate(rows))[0]), rel=0.01)
 
 
-def test_nothing_waits_for_where_documents_begin(
-    card: Card, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_document_starts_need_no_wait(card, monkeypatch):
     sizes: list[tuple[int, int]] = []
 
     def passing(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> Any:
@@ -90,9 +86,7 @@ def test_nothing_waits_for_where_documents_begin(
         pytest.param(missing, True, "sdpa", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_in_16_bits_learns_what_the_cpu_does(
-    kernel: Any, packing: bool, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_in_16_bits_learns_what_the_cpu_does(kernel, packing, name, tmp_path, monkeypatch):
     recipe = recipe_for("causal_lm", tmp_path)
     recipe = recipe.model_copy(
         update={

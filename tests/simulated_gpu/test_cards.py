@@ -85,9 +85,7 @@ def served(adapter: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("cards", [CARDS[:1], pytest.param(CARDS[1:], marks=pytest.mark.slow)])
-def test_a_server_answers_all_on_any_card(
-    cards: tuple[int, ...], base: Path, weights: int, tmp_path: Path
-) -> None:
+def test_servers_use_any(cards, base, weights, tmp_path):
     loaded = load_base(str(base), dtype="fp32", device="cpu")
     adapter = write_adapter(loaded.model, LoRA(rank=4), tmp_path / "a", 0, base=str(base))
     with simulated() as card:
@@ -136,9 +134,7 @@ def learnt(folder: Path, base: Path) -> tuple[list[float], list[str]]:
 @pytest.mark.parametrize(
     "gigabytes", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (12, 16)), 24]
 )
-def test_grpo_learns_the_same_on_any_card(
-    gigabytes: int, base: Path, weights: int, tmp_path: Path
-) -> None:
+def test_grpo_is_equal_on_all_cards(gigabytes, base, weights, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [{"prompt": f"what is {n}?"} for n in range(8)])
     expected, _ = learnt(tmp_path, base)
     with simulated(card_of(gigabytes, weights)) as card:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -21,7 +20,7 @@ from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
 
 
-def test_a_card_without_a_number_is_the_current_one(model_folder: Path) -> None:
+def test_a_card_without_a_number_is_the_current_one(model_folder):
     with simulated(Card(count=2)) as card:
         assert as_current(torch.device("cuda", 1)) == torch.device("cuda", 1)
         assert card.current == 1
@@ -50,9 +49,7 @@ def test_a_card_without_a_number_is_the_current_one(model_folder: Path) -> None:
         ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"},) * 2,
     ],
 )
-def test_allocator_settings_join_those_of_the_user(
-    given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_allocator_settings_join_those_of_the_user(given, expected, monkeypatch):
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
@@ -71,9 +68,7 @@ def test_allocator_settings_join_those_of_the_user(
 
 
 @pytest.mark.parametrize("names", [("gated",), ("gated_backward", "rotated"), None])
-def test_without_a_c_compiler_torch_computes_instead_of_triton(
-    names: tuple[str, ...] | None, tmp_path: Path
-) -> None:
+def test_torch_replaces_triton_without_cc(names, tmp_path):
     """Triton compiles a helper in C at the first launch; slim images have no compiler."""
     expected, _ = train("cpu", tmp_path)
     every = ("gated", "gated_backward", "rotated")
@@ -87,7 +82,7 @@ def test_without_a_c_compiler_torch_computes_instead_of_triton(
     assert "Failed to find C compiler" in notice
 
 
-def test_a_kernel_whose_dtype_an_old_card_lacks_says_which_one_it_has() -> None:
+def test_a_kernel_whose_dtype_an_old_card_lacks_says_which_one_it_has():
     with simulated(Card(capability=(7, 5), broken=frozenset({"gated"}))):
         gate = torch.randn(3, 8, dtype=torch.bfloat16, device="cuda")
         found = fused.gated(gate, gate, "silu")
@@ -97,7 +92,7 @@ def test_a_kernel_whose_dtype_an_old_card_lacks_says_which_one_it_has() -> None:
     assert torch.equal(on_cpu(found), torch.nn.functional.silu(values) * values)
 
 
-def test_kernels_are_launched_on_the_card_of_their_tensors() -> None:
+def test_kernels_are_launched_on_the_card_of_their_tensors():
     """Triton takes the thread's current card, which is the first one in a new thread."""
     seen: list[int] = []
 
@@ -114,7 +109,7 @@ def test_kernels_are_launched_on_the_card_of_their_tensors() -> None:
     assert seen == [1, 1]
 
 
-def test_memory_that_runs_out_is_no_broken_kernel() -> None:
+def test_memory_that_runs_out_is_no_broken_kernel():
     class Full:
         def gated(self, *args: Any) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -138,15 +133,9 @@ def call(device: str, key_heads: int, mask: Any = None) -> Call:
 
 @pytest.mark.parametrize(
     ("capability", "key_heads", "name"),
-    [
-        ((7, 5), 2, "sdpa, heads repeated"),
-        ((7, 5), 4, "sdpa"),
-        ((8, 0), 2, "sdpa"),
-    ],
+    [((7, 5), 2, "sdpa, heads repeated"), ((7, 5), 4, "sdpa"), ((8, 0), 2, "sdpa")],
 )
-def test_grouped_heads_are_repeated_where_no_fast_kernel_takes_them(
-    capability: tuple[int, int], key_heads: int, name: str
-) -> None:
+def test_slow_kernels_repeat_heads(capability, key_heads, name):
     expected = KERNELS[-1].run(call("cpu", key_heads))
     with simulated(Card(capability=capability)):
         asked = call("cuda", key_heads)
@@ -155,7 +144,7 @@ def test_grouped_heads_are_repeated_where_no_fast_kernel_takes_them(
         torch.testing.assert_close(on_cpu(kernel.run(asked)), expected)
 
 
-def test_processes_wait_for_each_other_for_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_wait_for_each_other_for_hours(monkeypatch):
     """NCCL's own ten minutes are less than an evaluation that generates."""
     seen: dict[str, Any] = {}
     real = accelerate.Accelerator
@@ -170,9 +159,7 @@ def test_processes_wait_for_each_other_for_hours(monkeypatch: pytest.MonkeyPatch
     assert handler.timeout.total_seconds() >= 3600
 
 
-def test_waiting_names_no_card_by_a_number_that_may_not_be_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_waiting_names_no_card_that_may_be_absent(monkeypatch):
     ranks = World(torch.device("cpu"))
 
     def refused() -> None:

@@ -85,7 +85,7 @@ def launch(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"report-{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_two_cards_learn_what_one_does_with_twice_the_rows(tmp_path: Path) -> None:
+def test_two_cards_learn_what_one_does_with_twice_the_rows(tmp_path):
     (tmp_path / "one").mkdir()
     method = LoRA(rank=3, alpha=6, init="pissa")
     alone, _ = train("cpu", tmp_path / "one", method=method, batch_size=4)
@@ -116,8 +116,8 @@ def fresh_accelerate() -> Iterator[None]:
     ],
 )
 def test_the_precision_that_the_launcher_was_told_is_in_the_header(
-    asked: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: Card
-) -> None:
+    asked, told, tmp_path, monkeypatch, card
+):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
     heard, _ = train("cuda", tmp_path, max_steps=3)
     parts = heard.paths.split("; ")
@@ -127,9 +127,7 @@ def test_the_precision_that_the_launcher_was_told_is_in_the_header(
 
 
 @pytest.mark.parametrize(("rank", "cards", "number"), [(0, 1, 0), (3, 1, 0), (3, 4, 3), (5, 4, 1)])
-def test_a_process_takes_the_card_that_accelerate_gives_it(
-    rank: int, cards: int, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_uses_its_card_of_accelerate(rank, cards, number, monkeypatch):
     """Under Slurm and Kubernetes each process may see one card alone."""
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     with simulated(Card(count=cards)) as card:

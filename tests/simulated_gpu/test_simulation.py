@@ -14,7 +14,7 @@ from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
 
 
-def test_tensors_compute_and_say_where_they_are(card: Card) -> None:
+def test_tensors_compute_and_say_where_they_are(card):
     x = torch.arange(6.0, device="cuda").view(2, 3).requires_grad_()
     (x * torch.ones(3).cuda()).square().sum().backward()
     assert x.device == torch.device("cuda", 0)
@@ -23,7 +23,7 @@ def test_tensors_compute_and_say_where_they_are(card: Card) -> None:
     assert torch.equal(x.grad.cpu(), 2 * torch.arange(6.0).view(2, 3))
 
 
-def test_a_module_is_moved_in_place_and_keeps_its_ties(card: Card) -> None:
+def test_a_module_is_moved_in_place_and_keeps_its_ties(card):
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     module[1].weight = module[0].weight
     kept = module[0].weight
@@ -45,7 +45,7 @@ MIXES: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_what_cuda_refuses_is_refused_with_file_and_line(mix: str) -> None:
+def test_what_cuda_refuses_is_refused_with_file_and_line(mix):
     with simulated(Card(count=2)), pytest.raises((RuntimeError, TypeError)) as caught:
         MIXES[mix](torch.ones(3, 3, device="cuda"))
     if "two devices" in str(caught.value):
@@ -69,7 +69,7 @@ WAITS: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_a_wait_is_seen_with_file_and_line(card: Card, wait: str) -> None:
+def test_a_wait_is_seen_with_file_and_line(card, wait):
     x = torch.ones(3, 3, device="cuda")
     card.reset()
     WAITS[wait](x)
@@ -77,7 +77,7 @@ def test_a_wait_is_seen_with_file_and_line(card: Card, wait: str) -> None:
     assert card.waits[0].where.startswith("tests/simulated_gpu/test_simulation.py:")
 
 
-def test_what_need_not_wait_does_not(card: Card) -> None:
+def test_what_need_not_wait_does_not(card):
     x = torch.ones(3, 3, device="cuda")
     card.reset()
     x[0] = 3.0
@@ -87,7 +87,7 @@ def test_what_need_not_wait_does_not(card: Card) -> None:
     assert card.launches > 5
 
 
-def test_memory_is_counted_and_runs_out() -> None:
+def test_memory_is_counted_and_runs_out():
     with simulated(Card(memory=10_000)) as card:
         x = torch.ones(500, device="cuda")
         view = x[:10]
@@ -99,7 +99,7 @@ def test_memory_is_counted_and_runs_out() -> None:
             torch.ones(5000, device="cuda")
 
 
-def test_a_copy_on_another_stream_comes_when_it_is_waited_for(card: Card) -> None:
+def test_a_copy_on_another_stream_comes_when_it_is_waited_for(card):
     x, stream = torch.ones(3, device="cuda"), torch.cuda.Stream()
     kept = torch.empty(3, pin_memory=True)
     with torch.cuda.stream(stream):
@@ -110,7 +110,7 @@ def test_a_copy_on_another_stream_comes_when_it_is_waited_for(card: Card) -> Non
     assert kept.tolist() == [2.0] * 3
 
 
-def test_pinned_memory_may_not_change_while_it_is_copied_from(card: Card) -> None:
+def test_pinned_memory_may_not_change_while_it_is_copied_from(card):
     kept = torch.zeros(3, pin_memory=True)
     moved = kept.to("cuda", non_blocking=True)
     kept.add_(1)
@@ -119,7 +119,7 @@ def test_pinned_memory_may_not_change_while_it_is_copied_from(card: Card) -> Non
     card.host_tasks.clear()
 
 
-def test_a_backward_pass_keeps_to_the_card(card: Card) -> None:
+def test_a_backward_pass_keeps_to_the_card(card):
     x = torch.randn(5, 3, device="cuda", requires_grad=True)
     y = (x * 1).index_select(0, torch.tensor([1, 2], device="cuda")).to("cpu")
     y.square().sum().backward()
@@ -128,7 +128,7 @@ def test_a_backward_pass_keeps_to_the_card(card: Card) -> None:
     assert torch.equal(on_cpu(x.grad), expected)
 
 
-def test_each_thread_has_a_current_card_of_its_own() -> None:
+def test_each_thread_has_a_current_card_of_its_own():
     seen: list[Tensor] = []
     with simulated(Card(count=2)):
         torch.cuda.set_device(1)
@@ -141,7 +141,7 @@ def test_each_thread_has_a_current_card_of_its_own() -> None:
     assert [tensor.device.index for tensor in seen] == [0, 0, 1]
 
 
-def test_a_recording_that_breaks_off_leaves_the_thread_on_its_stream(card: Card) -> None:
+def test_a_recording_that_breaks_off_leaves_the_thread_on_its_stream(card):
     """As torch.cuda.graph does, whose exit raises before it gives the stream back."""
     before, x = torch.cuda.current_stream(), torch.ones(3, device="cuda")
     with (
@@ -152,7 +152,7 @@ def test_a_recording_that_breaks_off_leaves_the_thread_on_its_stream(card: Card)
     assert torch.cuda.current_stream() is not before
 
 
-def test_pinned_memory_is_rounded_up_kept_and_limited(card: Card) -> None:
+def test_pinned_memory_is_rounded_up_kept_and_limited(card):
     kept = [torch.empty(300, pin_memory=True)]
     assert card.pinned.held == 2048
     kept.clear()
@@ -163,7 +163,7 @@ def test_pinned_memory_is_rounded_up_kept_and_limited(card: Card) -> None:
         torch.empty(300, pin_memory=True)
 
 
-def test_a_real_card_answers_what_tests_ask(card: Card) -> None:
+def test_a_real_card_answers_what_tests_ask(card):
     """Played by the simulated one: what is asked of torch.cuda, not what a card says."""
     with real_card(memory=card.memory // 2) as found:
         before = found.allocated

@@ -19,7 +19,6 @@ from peftkit.methods.lora import LoRA
 from peftkit.quant import copies
 from tests.helpers.families import ARCHITECTURES, FAMILIES, tiny_tokenizer
 from tests.simulated_gpu.simulation import on_cpu, simulated
-from tests.simulated_gpu.tensors import Card
 
 LAYERS = 4
 
@@ -72,9 +71,7 @@ def steps(folder: Path, device: str, way: str, stored: bool, count: int = 2) -> 
         pytest.param("mixtral", "offload", False, marks=pytest.mark.slow),
     ],
 )
-def test_steps_are_those_of_a_resident_base(
-    folders: dict[str, Path], family: str, way: str, stored: bool
-) -> None:
+def test_steps_of_a_streamed_base_equal_a_resident_base(folders, family, way, stored):
     if stored:
         pack_base(str(folders[family]), dtype="fp32")
     _, *expected = steps(folders[family], "cpu", "recompute", stored)
@@ -101,7 +98,7 @@ def test_steps_are_those_of_a_resident_base(
     assert stream.experts.most_resident == (2 if family == "mixtral" else 0)
 
 
-def test_two_blocks_are_all_that_the_card_holds_of_them(folders: dict[str, Path]) -> None:
+def test_two_blocks_are_all_that_the_card_holds_of_them(folders):
     with simulated() as card:
         ran = steps(folders["llama"], "cuda", "recompute", False, count=1)
         model = next(ran)
@@ -112,9 +109,7 @@ def test_two_blocks_are_all_that_the_card_holds_of_them(folders: dict[str, Path]
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_a_wait_that_is_forgotten_is_found(
-    folders: dict[str, Path], stored: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_wait_is_detected(folders, stored, monkeypatch):
     """The simulation would show copies that are not waited for."""
     if stored:
         pack_base(str(folders["llama"]), dtype="fp32")
@@ -124,7 +119,7 @@ def test_a_wait_that_is_forgotten_is_found(
     assert not all(bool(gradient.isfinite().all()) for gradient in gradients.values())
 
 
-def test_a_unit_goes_through_a_ring_that_is_smaller(card: Card) -> None:
+def test_a_unit_goes_through_a_ring_that_is_smaller(card):
     host = [torch.arange(n, dtype=torch.float32) for n in (1500, 3, 777)]
     host.append(torch.tensor(3.5))
     unit = transfer.Unit(0, host)
@@ -135,7 +130,7 @@ def test_a_unit_goes_through_a_ring_that_is_smaller(card: Card) -> None:
     assert shelf.bytes_moved == sum(t.nbytes for t in host) < unit.num_bytes
 
 
-def test_weights_share_pinned_memory_instead_of_being_rounded_up_each(card: Card) -> None:
+def test_weights_share_pinned_memory_instead_of_being_rounded_up_each(card):
     """torch pins powers of two: 41 MB would take 64."""
     sizes = [41_000, 1_300, 70_000, 33_000, 3] * 40
     tensors = [torch.randn(n) for n in sizes]
@@ -148,9 +143,7 @@ def test_weights_share_pinned_memory_instead_of_being_rounded_up_each(card: Card
         assert torch.equal(tensor, values)
 
 
-def test_a_streamed_base_whose_memory_cannot_be_pinned_goes_through_the_ring(
-    folders: dict[str, Path],
-) -> None:
+def test_an_unpinnable_streamed_base_uses_the_ring_buffer(folders):
     _, expected = steps(folders["llama"], "cpu", "recompute", False, count=1)
     with simulated() as card:
         card.pinned.limit = 3 * transfer.SLOT

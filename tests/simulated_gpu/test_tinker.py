@@ -20,7 +20,6 @@ from peftkit.serve.tinker.losses import LOSSES, TARGETS, Settings
 from peftkit.serve.tinker.rows import Datum
 from peftkit.serve.tinker.tenant import Tenant
 from tests.simulated_gpu.simulation import simulated
-from tests.simulated_gpu.tensors import Card
 
 LENGTHS = (40, 24, 9)
 METHOD = LoRA(rank=3, alpha=32, targets=("attention", "ffn", "head"))
@@ -63,9 +62,7 @@ def learnt(folder: Path, context: AbstractContextManager[Any], **loading: Any) -
 
 
 @pytest.mark.parametrize("loading", [{}, {"quantize": "nf4"}], ids=["fp32", "nf4"])
-def test_models_learn_on_a_card_what_they_learn_on_a_cpu(
-    model_folder: Path, loading: dict[str, Any]
-) -> None:
+def test_training_is_equal_on_card_and_cpu(model_folder, loading):
     expected = learnt(model_folder, nullcontext(), **loading)
     found = learnt(model_folder, simulated(), **loading)
     for one, other in zip(found, expected, strict=True):
@@ -75,8 +72,8 @@ def test_models_learn_on_a_card_what_they_learn_on_a_cpu(
 
 @pytest.mark.parametrize(("free", "ends_in"), [(300_000, "recompute"), (250_000, "offload")])
 def test_a_card_that_is_nearly_full_gives_the_same_gradient(
-    card: Card, model_folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, ends_in: str
-) -> None:
+    card, model_folder, monkeypatch, free, ends_in
+):
     learner = Learner(load_base(str(model_folder), dtype="fp32"))
     tenant, loss = learner.new(METHOD, 1, fresh=True), LOSSES["cross_entropy"]
     _, expected = learner.forward(tenant, rows(""), loss, Settings(), True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,7 +50,7 @@ def opened(folder: Path, **how: Any) -> Any:
     return open_adapter(folder, **how)
 
 
-def test_generating_gives_the_same_words(trained: Path) -> None:
+def test_generating_gives_the_same_words(trained):
     def answers() -> tuple[list[str], list[str]]:
         found = opened(trained).base
         greedy = generate(found.model, found.tokenizer, PROMPTS, max_new_tokens=6)
@@ -64,7 +65,7 @@ def test_generating_gives_the_same_words(trained: Path) -> None:
         assert card.launches > 1000
 
 
-def test_streaming_from_a_thread_gives_the_same_words(trained: Path) -> None:
+def test_streaming_from_a_thread_gives_the_same_words(trained):
     def words() -> str:
         base = opened(trained).base
         return "".join(stream_ids(base.model, base.tokenizer, [7, 8, 9], max_new_tokens=6))
@@ -75,7 +76,7 @@ def test_streaming_from_a_thread_gives_the_same_words(trained: Path) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["nf4"])
-def test_measuring_gives_the_same_figures(trained: Path, quantize: str) -> None:
+def test_measuring_gives_the_same_figures(trained, quantize):
     def figures() -> dict[str, float]:
         found = opened(trained, quantize=quantize)
         return evaluate(found.base, trained.parent / "rows.jsonl", task=found.task)
@@ -85,7 +86,7 @@ def test_measuring_gives_the_same_figures(trained: Path, quantize: str) -> None:
         assert figures() == pytest.approx(expected, abs=1e-4)
 
 
-def test_the_bank_serves_each_row_its_adapter(trained: Path) -> None:
+def test_the_bank_serves_each_row_its_adapter(trained):
     def answers() -> list[str]:
         bank = open_bank({"a": trained, "b": trained / "checkpoints" / "step-3"})
         return bank.generate(PROMPTS, ["a", None, "b"], max_new_tokens=6)
@@ -97,8 +98,8 @@ def test_the_bank_serves_each_row_its_adapter(trained: Path) -> None:
 
 @pytest.mark.parametrize(("dtype", "room"), [("fp32", 1.3), ("bf16", 1e9)])
 def test_merging_verifies_in_float32_where_there_is_room(
-    trained: Path, tmp_path: Path, dtype: Any, room: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    trained, tmp_path, dtype, room, monkeypatch
+):
     monkeypatch.setattr("peftkit.merging.verify.FLOAT32_ROOM", room)
     with simulated():
         merged = merge(trained, tmp_path / "out", dtype=dtype)
@@ -109,29 +110,25 @@ def test_merging_verifies_in_float32_where_there_is_room(
         assert merged.agreement.max_difference < 1e-4
 
 
-def test_a_wrong_merge_is_found_on_a_small_card_too(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_cards_verify(trained, tmp_path, monkeypatch):
     right = LoRALinear.merged_weight
     monkeypatch.setattr(LoRALinear, "merged_weight", lambda *args: 2 * args[1] - right(*args))
     monkeypatch.setattr("peftkit.merging.verify.FLOAT32_ROOM", 1e9)
-    with simulated(), pytest.raises(RunError, match="does not compute"):
+    with simulated(), pytest.raises(RunError, match="does not match base and adapter"):
         merge(trained, tmp_path / "out", dtype="bf16")
 
 
-def test_a_merge_that_the_card_does_not_hold_ends_well_on_the_cpu(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_a_merge_too_large_for_the_card_uses_the_cpu(trained, tmp_path):
     told: list[str] = []
     with simulated(Card(memory=100_000)) as card:
         merged = merge(trained, tmp_path / "out", on_event=lambda event: told.append(str(event)))
         assert card.peak < 50_000
     assert merged.agreement is not None
     assert merged.agreement.max_difference < 1e-4
-    assert any("computed on the CPU" in text for text in told)
+    assert any("base runs on the CPU" in text for text in told)
 
 
-def test_a_quantised_base_is_merged_on_the_card(trained: Path, tmp_path: Path) -> None:
+def test_a_quantised_base_is_merged_on_the_card(trained, tmp_path):
     found = tmp_path / "adapter"
     asked = recipe_for("causal_lm", tmp_path)
     asked = asked.model_copy(
@@ -147,9 +144,7 @@ def test_a_quantised_base_is_merged_on_the_card(trained: Path, tmp_path: Path) -
     assert torch.isfinite(torch.tensor(merged.agreement.max_difference))
 
 
-def test_a_card_that_does_not_hold_both_models_leaves_the_merge_to_the_cpu(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_a_merge_of_two_large_models_runs_on_the_cpu(trained, tmp_path):
     adapter = open_adapter(trained, quantize="nf4", device="cpu")
     origin = adapter.file.provenance
     loading = {**origin.loading, "quantize": "nf4"}
@@ -164,13 +159,11 @@ def test_a_card_that_does_not_hold_both_models_leaves_the_merge_to_the_cpu(
     assert merged.agreement is not None
     assert merged.agreement.max_difference < 1e-4
     (notice,) = (e.text for e in events if isinstance(e, Notice) and "CPU" in e.text)
-    assert "take 0.00 GB together; 0.00 GB are free on the GPU" in notice
+    assert re.search(r"take [\d.]+ kB together; the GPU has [\d.]+ kB free", notice)
 
 
 @pytest.mark.parametrize("kind", ["none", pytest.param("nf4", marks=pytest.mark.slow)])
-def test_base_that_the_card_cannot_hold_is_one_error_and_nothing_stays(
-    model_folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_base_too_large_for_the_card_is_one_error(model_folder, kind, monkeypatch):
     # transformers' reserves memory first, and asks for less than none on a card so small
     monkeypatch.setattr(transformers.modeling_utils, "caching_allocator_warmup", lambda *asked: 0)
     with simulated() as card:
@@ -188,7 +181,7 @@ def test_base_that_the_card_cannot_hold_is_one_error_and_nothing_stays(
 END = "<end>"
 
 
-def test_a_served_base_trains_between_answers(trained: Path, tmp_path: Path) -> None:
+def test_a_served_base_trains_between_answers(trained, tmp_path):
     def losses_and_answers(folder: Path, *, asks: bool) -> tuple[list[float], list[str]]:
         bank = open_bank({"a": trained})
         worker, losses, texts = Worker(bank), list[float](), SimpleQueue[str]()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,9 +55,7 @@ FAST = ("kept", "packed", "nf4")
 @pytest.mark.parametrize(
     "way", [way if way in FAST else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 )
-def test_a_step_waits_once(
-    way: str, card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_waits_only_once(way, card, tmp_path, monkeypatch):
     steps = Steps(card)
     monkeypatch.setattr(same, "Heard", lambda: steps)
     train("cuda", tmp_path, eval_every=None, max_steps=3, **WAYS[way])
@@ -69,7 +66,7 @@ def test_a_step_waits_once(
         assert len(waits) - len(ours) <= 2  # of two micro-batches
 
 
-def test_a_wait_beyond_that_is_told_with_file_and_line(card: Card, tmp_path: Path) -> None:
+def test_a_wait_beyond_that_is_told_with_file_and_line(card, tmp_path):
     loss = torch.ones((), device="cuda")
     card.reset()
     float(loss)
@@ -87,7 +84,7 @@ class Collating(ToyTask):
         return super().collate(rows)
 
 
-def test_the_rows_of_the_next_step_are_collated_ahead_and_once(card: Card) -> None:
+def test_the_rows_of_the_next_step_are_collated_ahead_and_once(card):
     task, rows = Collating(), make_rows(6)
     feed = BatchPrefetcher(task, torch.device("cuda", 0))
     now, coming = [rows[:2], rows[2:4]], [rows[4:]]
@@ -101,7 +98,7 @@ def test_the_rows_of_the_next_step_are_collated_ahead_and_once(card: Card) -> No
     assert task.seen.count(tuple(row.source for row in now[0])) == 1
 
 
-def test_the_thread_pins_memory_for_the_card_of_its_process() -> None:
+def test_the_thread_pins_memory_for_the_card_of_its_process():
     seen: list[int] = []
 
     class Looking(ToyTask):
@@ -117,7 +114,7 @@ def test_the_thread_pins_memory_for_the_card_of_its_process() -> None:
     assert seen == [1]
 
 
-def test_what_draws_random_numbers_is_collated_when_it_is_its_turn(card: Card) -> None:
+def test_what_draws_random_numbers_is_collated_when_it_is_its_turn(card):
     task = Collating()
     task.collates_ahead = False
     BatchPrefetcher(task, torch.device("cuda", 0)).prefetch([make_rows(2)])
@@ -125,7 +122,7 @@ def test_what_draws_random_numbers_is_collated_when_it_is_its_turn(card: Card) -
     BatchPrefetcher(Collating(), torch.device("cpu")).prefetch([make_rows(2)])
 
 
-def test_an_error_of_the_thread_is_raised_where_the_rows_are_needed(card: Card) -> None:
+def test_an_error_of_the_thread_is_raised_where_the_rows_are_needed(card):
     feed = BatchPrefetcher(Collating(), torch.device("cuda", 0))
     feed.prefetch([[object()]])
     with pytest.raises(AttributeError):
@@ -133,7 +130,7 @@ def test_an_error_of_the_thread_is_raised_where_the_rows_are_needed(card: Card) 
     feed.close()
 
 
-def test_only_what_is_read_is_moved(card: Card) -> None:
+def test_only_what_is_read_is_moved(card):
     batch: dict[str, Tensor] = {name: torch.ones(3).pin_memory() for name in ("read", "unread")}
     moved = OnDevice(batch, torch.device("cuda", 0))
     card.reset()

@@ -33,9 +33,7 @@ def trained(model: nn.Module, mask: Tensor) -> tuple[Tensor, list[Tensor]]:
     ("family", "padded"),
     [("llama", False), ("bert", False), *((name, True) for name in FAMILIES + VALUES_APART)],
 )
-def test_loss_and_gradients_are_those_of_torchs_attention(
-    family: str, padded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_matches_torch(family, padded, monkeypatch):
     torch.manual_seed(0)
     model = {**ARCHITECTURES, **FURTHER}[family]()
     model.eval()  # dropout would go to torch's attention; gradients are asked for all the same
@@ -60,7 +58,7 @@ def test_loss_and_gradients_are_those_of_torchs_attention(
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-def test_what_gains_nothing_is_left_to_torch() -> None:
+def test_what_gains_nothing_is_left_to_torch():
     plan = ExecutionPlan(dtype="float32")
     with training_attention(ARCHITECTURES["llama"](), plan, documents=False) as used:
         assert used is None

@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.data.generation import prompt_ids
 from peftkit.data.row_text import last_answer
@@ -59,9 +54,7 @@ def counts(events: list[Event]) -> dict[str, str]:
     return {row[0]: row[1] for row in table.rows}
 
 
-def test_a_tokenizer_of_another_model_is_refused(
-    llama: PreTrainedModel, tokenizer: Tokenizer
-) -> None:
+def test_another_tokenizer_is_refused(llama, tokenizer):
     other = copy.deepcopy(tokenizer)
     words = llama.get_input_embeddings().weight.shape[0]
     other.add_tokens([f"<{n}>" for n in range(words)])
@@ -73,9 +66,7 @@ def test_a_tokenizer_of_another_model_is_refused(
         CausalLM(llama, other, DataConfig(train=""))
 
 
-def test_prompts_without_a_template_are_told(
-    llama: PreTrainedModel, tokenizer: Tokenizer, tmp_path: Path, events: list[Event]
-) -> None:
+def test_prompts_without_a_template_are_told(llama, tokenizer, tmp_path, events):
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None
     where = write(tmp_path / "a.jsonl", {"instruction": "a", "output": "b"})
@@ -87,7 +78,7 @@ def test_prompts_without_a_template_are_told(
         events.clear()
 
 
-def test_every_row_is_counted(tmp_path: Path, task: Build, events: list[Event]) -> None:
+def test_every_row_is_counted(tmp_path, task, events):
     rows = [said("the fox", "the dog")] * 17
     rows += [said("the fox", "a b c d e f " * 20)]  # line 18: cut
     rows += [said("a b c d e f " * 20, "the dog")]  # line 19: the answer is beyond the cut
@@ -112,9 +103,7 @@ def test_every_row_is_counted(tmp_path: Path, task: Build, events: list[Event]) 
     assert any(isinstance(event, Progress) for event in events)
 
 
-def test_dropping_more_than_was_allowed_is_an_error_that_names_the_rows(
-    tmp_path: Path, task: Build, events: list[Event]
-) -> None:
+def test_too_many_dropped_rows_are_named(tmp_path, task, events):
     rows = [said("the fox", "the dog")] * 8 + [said("the fox", "")] + [said("a " * 99, "b")]
     where = write(tmp_path / "a.jsonl", *rows)
     with pytest.raises(DataError) as caught:
@@ -128,7 +117,7 @@ def test_dropping_more_than_was_allowed_is_an_error_that_names_the_rows(
     assert len(task(max_dropped=0.2).rows.encode(where)) == 8
 
 
-def test_no_row_left_is_an_error_whatever_was_allowed(tmp_path: Path, task: Build) -> None:
+def test_no_row_left_is_an_error_whatever_was_allowed(tmp_path, task):
     where = write(tmp_path / "a.jsonl", said("the fox", " "))
     with pytest.raises(DataError, match="no row has a target token"):
         task(max_dropped=1.0).rows.encode(where)
@@ -138,9 +127,7 @@ def test_no_row_left_is_an_error_whatever_was_allowed(tmp_path: Path, task: Buil
         task(max_dropped=1.0).rows.encode(write(tmp_path / "a.jsonl", masked))
 
 
-def test_load_packs_and_tells_how_full_the_rows_are(
-    tmp_path: Path, task: Build, events: list[Event]
-) -> None:
+def test_load_packs_and_logs_the_fill(tmp_path, task, events):
     where = write(tmp_path / "a.jsonl", *[said("the fox", "the dog")] * 9)
     plain = task(packing=False).load(where)
     assert len(plain) == 9
@@ -152,9 +139,7 @@ def test_load_packs_and_tells_how_full_the_rows_are(
     assert notices[-1].startswith(f"Packed 9 documents into {len(packed)} rows of up to 64 tokens")
 
 
-def test_the_last_answer_and_its_prompt_are_what_generation_gives(
-    tmp_path: Path, task: Build, tokenizer: Tokenizer
-) -> None:
+def test_the_last_turn_matches_generation(tmp_path, task, tokenizer):
     maker = task()
     turns = said("the fox", "the dog")["messages"] + said("and", "the answer")["messages"]
     (row,) = maker.rows.encode(write(tmp_path / "a.jsonl", {"messages": turns}))
@@ -163,9 +148,7 @@ def test_the_last_answer_and_its_prompt_are_what_generation_gives(
     assert prompt == prompt_ids(tokenizer, turns[:3], maker.rows.style)
 
 
-def test_the_end_of_turn_is_learnt_though_it_pads_too(
-    tmp_path: Path, llama: PreTrainedModel, tokenizer: Tokenizer
-) -> None:
+def test_eos_is_a_target_even_as_padding(tmp_path, llama, tokenizer):
     own = copy.deepcopy(tokenizer)
     own.pad_token = own.eos_token
     config = DataConfig(train="", max_length=64, packing=False)
@@ -179,7 +162,7 @@ def test_the_end_of_turn_is_learnt_though_it_pads_too(
     assert int((batch["input_ids"] == own.eos_token_id).sum()) > 4  # the padding and user turns
 
 
-def test_the_style_is_that_of_the_rows(tmp_path: Path, task: Build) -> None:
+def test_the_style_is_that_of_the_rows(tmp_path, task):
     chat = write(tmp_path / "chat.jsonl", said("the fox", "the dog"))
     plain = write(tmp_path / "plain.jsonl", {"prompt": "the fox", "completion": " the dog"})
     for where, style in ((chat, Style("chat")), (plain, Style("plain"))):
@@ -192,7 +175,7 @@ def test_the_style_is_that_of_the_rows(tmp_path: Path, task: Build) -> None:
         task(style=Style("chat")).rows.encode(plain)
 
 
-def test_a_template_of_ones_own_is_part_of_the_style(tmp_path: Path, task: Build) -> None:
+def test_a_template_of_ones_own_is_part_of_the_style(tmp_path, task):
     template = tmp_path / "mine.jinja"
     template.write_text(
         "{% for m in messages %}{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
@@ -212,14 +195,14 @@ def test_a_template_of_ones_own_is_part_of_the_style(tmp_path: Path, task: Build
     [(64, 256, 64), (None, 256, 256), (None, 10**30, 256), (None, 100, 100), (256, 100, 256)],
 )
 def test_a_row_is_as_long_as_asked_or_as_the_model_can_read(
-    llama: PreTrainedModel, tokenizer: Tokenizer, asked: int | None, tokenizers: int, found: int
-) -> None:
+    llama, tokenizer, asked, tokenizers, found
+):
     own = copy.deepcopy(tokenizer)
     own.model_max_length = tokenizers
     assert CausalLM(llama, own, DataConfig(train="", max_length=asked)).rows.max_length == found
 
 
-def test_a_row_longer_than_the_model_reads_is_refused(task: Build, tokenizer: Tokenizer) -> None:
+def test_a_row_longer_than_the_model_reads_is_refused(task, tokenizer):
     with pytest.raises(DataError, match=r"(?s)data\.max_length: 257.*at most 256 tokens"):
         task(max_length=257)
     own = copy.deepcopy(tokenizer)

@@ -42,7 +42,7 @@ def continued(plain: Finished, events: list[Event] | None = None, **sections: An
     return prepare(recipe(told), on_event=(events if events is not None else []).append)
 
 
-def test_prompts_alone_are_formatted_as_the_adapter_learnt(plain: Finished, tmp_path: Path) -> None:
+def test_prompts_alone_are_formatted_as_the_adapter_learnt(plain, tmp_path):
     file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "the dog "}] * 4)
     data = {"train": file}
     record = continued(plain, task=GRPO, data=data)
@@ -51,10 +51,10 @@ def test_prompts_alone_are_formatted_as_the_adapter_learnt(plain: Finished, tmp_
     events: list[Event] = []
     record = continued(plain, events, task=GRPO, data={**data, "chat_template": "chatml"})
     assert record.task.rows.style.kind == "chat"
-    assert "another prompt style" in str([e.text for e in events if isinstance(e, Notice)])
+    assert "changes the prompt style" in str([e.text for e in events if isinstance(e, Notice)])
 
 
-def test_rows_of_another_style_are_refused_with_the_cure(plain: Finished, tmp_path: Path) -> None:
+def test_rows_of_another_style_are_refused_with_the_cure(plain, tmp_path):
     file = write_rows(tmp_path / "chat.jsonl", [turn("the dog", "and the fox")] * 4)
     with pytest.raises(DataError) as refused:
         continued(plain, data={"train": file})
@@ -62,7 +62,7 @@ def test_rows_of_another_style_are_refused_with_the_cure(plain: Finished, tmp_pa
     assert "data.format" in str(refused.value)
 
 
-def test_another_style_that_is_asked_for_is_told(plain: Finished, tmp_path: Path) -> None:
+def test_another_style_that_is_asked_for_is_told(plain, tmp_path):
     file = write_rows(tmp_path / "chat.jsonl", [turn("the dog", "and the fox")] * 4)
     events: list[Event] = []
     record = continued(plain, events, data={"train": file, "format": "messages"})
@@ -71,7 +71,7 @@ def test_another_style_that_is_asked_for_is_told(plain: Finished, tmp_path: Path
     assert [text for text in texts if text.endswith("chat instead of plain.")]
 
 
-def test_rows_of_the_same_style_go_on_without_a_word(plain: Finished) -> None:
+def test_rows_of_the_same_style_go_on_without_a_word(plain):
     events: list[Event] = []
     assert continued(plain, events).task.rows.style.kind == "plain"
     assert not [e for e in events if isinstance(e, Notice) and "style" in e.text]

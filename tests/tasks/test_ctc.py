@@ -63,7 +63,7 @@ def made_of(family: str) -> tuple[Any, Any]:
 
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")  # WavLM's own
 @pytest.mark.parametrize("family", ["Wav2Vec2", "Hubert", "WavLM", *HEARS_FRAMES])
-def test_loss_and_gradients_are_the_models_own(family: str, rows: Path) -> None:
+def test_loss_and_gradients_are_the_models_own(family, rows):
     model, processor = made_of(family)
     task = task_on((model, processor))
     read = task.load(str(rows))
@@ -91,7 +91,7 @@ def test_loss_and_gradients_are_the_models_own(family: str, rows: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["Wav2Vec2", *HEARS_FRAMES])
-def test_padding_changes_no_loss(family: str, rows: Path) -> None:
+def test_padding_changes_no_loss(family, rows):
     model, processor = made_of(family)
     task = task_on((model, processor))
     read = task.load(str(rows))
@@ -100,7 +100,7 @@ def test_padding_changes_no_loss(family: str, rows: Path) -> None:
     torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-3)
 
 
-def test_what_cannot_be_said_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_said_is_named(tmp_path):
     path = write_speech_rows(
         tmp_path, [{"audio": [440.0], "text": "FOX"}, {"audio": [440.0], "text": "a"}]
     )
@@ -116,7 +116,7 @@ def test_what_cannot_be_said_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["Wav2Vec2", *HEARS_FRAMES])
-def test_a_sound_too_short_for_its_model_is_told(family: str, tmp_path: Path) -> None:
+def test_a_sound_too_short_for_its_model_is_told(family, tmp_path):
     (tmp_path / "a.wav").write_bytes(encoded(tones(440.0, seconds=0.003)))
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"audio": "a.wav", "text": "a"}) + "\n")
@@ -130,9 +130,7 @@ def test_a_sound_too_short_for_its_model_is_told(family: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "family", ["Wav2Vec2", pytest.param("Parakeet", marks=pytest.mark.slow)]
 )  # its norms are of batches
-def test_a_new_vocabulary_is_learnt_measured_merged_and_opened(
-    family: str, rows: Path, tmp_path: Path
-) -> None:
+def test_a_new_vocabulary_trains_merges_and_opens(family, rows, tmp_path):
     made = made_of(family)
     base, run = saved(tmp_path / "base", made), tmp_path / "run"
     result = run_recipe(
@@ -160,7 +158,7 @@ def test_a_new_vocabulary_is_learnt_measured_merged_and_opened(
     assert family == "Parakeet" or heard == said
 
 
-def test_a_bases_own_vocabulary_and_head_are_gone_on_with(rows: Path, tmp_path: Path) -> None:
+def test_a_bases_own_vocabulary_and_head_are_gone_on_with(rows, tmp_path):
     base = saved(tmp_path / "base", wav2vec2())
     loaded = load_base(str(base), dtype="fp32", quantize="nf4", purpose=CTCConfig().purpose)
     assert loaded.head == ("lm_head",)
@@ -170,7 +168,7 @@ def test_a_bases_own_vocabulary_and_head_are_gone_on_with(rows: Path, tmp_path: 
     assert {"wer", "cer", "wer_normalized", "cer_normalized"} <= set(found)
 
 
-def test_sounds_are_told_by_their_labels(tmp_path: Path) -> None:
+def test_sounds_are_told_by_their_labels(tmp_path):
     folder, run = tmp_path / "data", tmp_path / "run"
     for name, hertz in (("high", 3000.0), ("low", 200.0)):
         (folder / name).mkdir(parents=True)
@@ -207,7 +205,7 @@ def test_sounds_are_told_by_their_labels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a text", "nothing to hear"])
-def test_a_sound_without_use_ends_the_reading(kind: str, tmp_path: Path) -> None:
+def test_a_sound_without_use_ends_the_reading(kind, tmp_path):
     for name in ("a", "b"):
         (tmp_path / "data" / name).mkdir(parents=True)
         (tmp_path / "data" / name / "1.wav").write_bytes(

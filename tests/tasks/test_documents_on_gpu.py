@@ -79,7 +79,7 @@ def assert_same(task: Any, model: nn.Module, rows: Any, field: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPANS)
-def test_spans_teach_what_rows_teach(name: str, calls: Counter[str], tokenizer: Tokenizer) -> None:
+def test_spans_teach_what_rows_teach(name, calls, tokenizer):
     model = MODELS[name]().eval()
     task = task_on(model, tokenizer)
     for rows in (ROWS, SHARED_PREFIXES):
@@ -95,14 +95,12 @@ def test_spans_teach_what_rows_teach(name: str, calls: Counter[str], tokenizer: 
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral_swa"])
-def test_packed_documents_need_no_mask(
-    name: str, calls: Counter[str], tokenizer: Tokenizer
-) -> None:
+def test_packing_needs_no_mask(name, calls, tokenizer):
     model = MODELS[name]().eval()
     assert_same(task_on(model, tokenizer, packing=True), model, PACKED, "span_queries")
 
 
-def test_of_an_encoder_all_is_seen(calls: Counter[str], tokenizer: Tokenizer) -> None:
+def test_of_an_encoder_all_is_seen(calls, tokenizer):
     own = copy.deepcopy(tokenizer)
     own.mask_token = "<unk>"
     model: Any = ARCHITECTURES["bert"]().eval()
@@ -113,9 +111,7 @@ def test_of_an_encoder_all_is_seen(calls: Counter[str], tokenizer: Tokenizer) ->
 
 
 @pytest.mark.parametrize("way", ["recompute", "keep"])
-def test_recomputed_blocks_find_their_spans(
-    way: Any, calls: Counter[str], tokenizer: Tokenizer
-) -> None:
+def test_recomputed_blocks_keep_spans(way, calls, tokenizer):
     model = MODELS["llama"]().train()
     blocks = Blocks(model)
     blocks.set_activations(way)
@@ -124,9 +120,7 @@ def test_recomputed_blocks_find_their_spans(
 
 
 @pytest.mark.parametrize("name", GRID)
-def test_what_spans_cannot_serve_takes_another_way_by_name(
-    name: str, calls: Counter[str], tokenizer: Tokenizer
-) -> None:
+def test_unsupported_spans_fall_back(name, calls, tokenizer):
     model = MODELS[name]().eval()
     task = task_on(model, tokenizer)
     with task.training(model):
@@ -138,9 +132,7 @@ def test_what_spans_cannot_serve_takes_another_way_by_name(
         assert not calls["varlen"]
 
 
-def test_dropout_of_attention_is_no_work_for_spans(
-    calls: Counter[str], tokenizer: Tokenizer
-) -> None:
+def test_attention_dropout_excludes_spans(calls, tokenizer):
     model = MODELS["llama"]()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
@@ -154,9 +146,7 @@ def test_dropout_of_attention_is_no_work_for_spans(
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_causal_documents_in_rows_of_their_own_need_no_mask(
-    name: str, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
-) -> None:
+def test_causal_documents_in_separate_rows_need_no_mask(name, monkeypatch, tokenizer):
     masks: list[Tensor | None] = []
     monkeypatch.setattr(
         TrainingAttention, "needs_mask", property(lambda self: not self.is_causal)
@@ -179,7 +169,7 @@ def test_causal_documents_in_rows_of_their_own_need_no_mask(
     assert all(mask is None for mask in masks) == (not windows)
 
 
-def test_generating_meanwhile_sees_its_own_masks(calls: Counter[str], tokenizer: Tokenizer) -> None:
+def test_generating_meanwhile_sees_its_own_masks(calls, tokenizer):
     model: Any = MODELS["llama"]().eval()
     ids = torch.tensor([[0, 0, 5, 6, 7], [3, 4, 5, 6, 7]])
     mask = (ids > 0).long()
@@ -206,13 +196,11 @@ def test_generating_meanwhile_sees_its_own_masks(calls: Counter[str], tokenizer:
         (lambda b, h, q, k: torch.zeros(1, 9)[b, q] > 0, None, None),
     ],
 )
-def test_masks_are_known_by_what_they_let_through(
-    function: Any, window: int | None, kind: MaskKind | None
-) -> None:
+def test_masks_are_recognised(function, window, kind):
     assert kind_of(function, window) == kind
 
 
-def test_tokens_of_spans_are_counted_as_they_are(calls: Counter[str], tokenizer: Tokenizer) -> None:
+def test_tokens_of_spans_are_counted_as_they_are(calls, tokenizer):
     model = MODELS["llama"]()
     task = task_on(model, tokenizer)
     with task.training(model):

@@ -66,7 +66,7 @@ def vector(model: nn.Module, ids: tuple[int, ...]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_the_loss_is_its_formula(symmetric: bool, folder: Path) -> None:
+def test_the_loss_is_its_formula(symmetric, folder):
     model, task, rows = embedding(folder, ROWS, symmetric=symmetric)
     texts = [[vector(model, text.input_ids) for text in row.texts] for row in rows]
     anchors = torch.stack([row[0] for row in texts])
@@ -83,7 +83,7 @@ def test_the_loss_is_its_formula(symmetric: bool, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
-def test_parts_of_a_step_have_the_gradient_of_the_whole(dropout: bool, folder: Path) -> None:
+def test_parts_of_a_step_have_the_gradient_of_the_whole(dropout, folder):
     found = []
     for size in (5, 2) if not dropout else (2, 2):
         model, task, rows = embedding(folder, ROWS)
@@ -102,7 +102,7 @@ def test_parts_of_a_step_have_the_gradient_of_the_whole(dropout: bool, folder: P
             assert ((a - b).abs() < 1e-4).float().mean() > 0.95
 
 
-def test_equal_texts_are_no_wrong_answers(folder: Path) -> None:
+def test_equal_texts_are_no_wrong_answers(folder):
     twice = [ROWS[0], {**ROWS[1], "anchor": ROWS[0]["anchor"]}, {**ROWS[2], "positive": "a pizza"}]
     twice.append(ROWS[4])  # its positive is that of the row before
     model, task, rows = embedding(folder, twice)
@@ -116,19 +116,16 @@ def test_equal_texts_are_no_wrong_answers(folder: Path) -> None:
     [
         ({"anchor": "a"}, r"rows\.jsonl:2: positive: missing"),
         ({"anchor": " ", "positive": "b"}, r"rows\.jsonl:2: anchor"),
-        (
-            {"anchor": "a", "positive": "b", "negatives": ["b"]},
-            "one is equal to positive",
-        ),
+        ({"anchor": "a", "positive": "b", "negatives": ["b"]}, "one is equal to positive"),
         ({"anchor": "a", "positive": "b"}, r"rows\.jsonl:2 has 0"),
     ],
 )
-def test_what_is_no_row_is_named(row: dict[str, Any], found: str, folder: Path) -> None:
+def test_what_is_no_row_is_named(row, found, folder):
     with pytest.raises(DataError, match=found):
         embedding(folder, [ROWS[0], row])
 
 
-def test_pooling_is_the_bases_own(folder: Path) -> None:
+def test_pooling_is_the_bases_own(folder):
     model, _, _ = embedding(folder, ROWS)
     assert pooling_of(model, "auto", "auto") == pooling_of(model, "mean", True)
     pool = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
@@ -142,7 +139,7 @@ def test_pooling_is_the_bases_own(folder: Path) -> None:
         pooling_of(model, "auto", "auto")
 
 
-def test_a_run_learns_to_find_and_writes_vectors(folder: Path, tmp_path: Path) -> None:
+def test_a_run_learns_to_find_and_writes_vectors(folder, tmp_path):
     file = write_rows(tmp_path / "train.jsonl", ROWS)
     told = {
         "task": {"type": "embedding"},
@@ -167,7 +164,7 @@ def test_a_run_learns_to_find_and_writes_vectors(folder: Path, tmp_path: Path) -
     torch.testing.assert_close(vectors.norm(dim=1), torch.ones(5))
 
 
-def test_a_merged_model_is_a_folder_of_sentence_transformers(folder: Path, tmp_path: Path) -> None:
+def test_a_merged_model_is_a_folder_of_sentence_transformers(folder, tmp_path):
     file = write_rows(tmp_path / "train.jsonl", ROWS)
     told = {
         "task": {"type": "embedding", "pooling": "cls", "normalize": False},

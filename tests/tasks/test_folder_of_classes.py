@@ -27,7 +27,7 @@ from peftkit.tasks.classes.sequence_classification import SequenceClassification
 from tests.helpers.classifiers import LABELS, TAGS, TEXTS, save_base, write_texts, write_words
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT asks by an old name
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # PEFT asks by an old name
 )
 TOLERANCE = 1e-5
 """float32 sums in another order; logits are of order one."""
@@ -50,12 +50,7 @@ def settings(folder: Path, task: str, family: str = "bert", **method: Any) -> Re
     return Recipe(
         task=task,
         base={"model": str(save_base(folder / "base", family)), "dtype": "fp32"},
-        method={
-            "type": "lora",
-            "rank": 2,
-            "targets": ["q", "v"],
-            **method,
-        },
+        method={"type": "lora", "rank": 2, "targets": ["q", "v"], **method},
         data={"train": data, "eval": data, "max_length": 64},
         train={
             "output_dir": folder / "out",
@@ -77,7 +72,7 @@ def logits(model: Any, opened: Opened) -> Tensor:
 
 
 @pytest.mark.parametrize(("task", "family"), PAIRS, ids=lambda value: value[:8])
-def test_trained_head_is_saved_opened_again_and_loaded_by_peft(task, family, tmp_path) -> None:
+def test_trained_head_is_saved_opened_again_and_loaded_by_peft(task, family, tmp_path):
     recipe = settings(tmp_path, task, family)
     result = run_recipe(recipe)
     assert result.metrics["eval_accuracy"] >= 0.8  # rows learnt by heart
@@ -99,7 +94,7 @@ def test_trained_head_is_saved_opened_again_and_loaded_by_peft(task, family, tmp
     torch.testing.assert_close(logits(theirs, opened), ours, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_pefts_auto_class_finds_base_and_head(tmp_path) -> None:
+def test_pefts_auto_class_finds_base_and_head(tmp_path):
     run_recipe(settings(tmp_path, SEQUENCE))
     opened = open_adapter(tmp_path / "out")
     theirs = peft.AutoPeftModelForSequenceClassification.from_pretrained(
@@ -112,7 +107,7 @@ def test_pefts_auto_class_finds_base_and_head(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("task", "family"), [p for p in PAIRS if p[1] in ("bert", "llama", "gpt2")]
 )
-def test_a_folder_of_pefts_is_opened_with_its_logits(task, family, tmp_path) -> None:
+def test_a_folder_of_pefts_is_opened_with_its_logits(task, family, tmp_path):
     folder = save_base(tmp_path / "base", family)
     kind = {SEQUENCE: "SEQ_CLS", TOKEN: "TOKEN_CLS"}[task]
     targets = {"bert": ["query", "value"], "llama": ["q_proj"], "gpt2": ["c_attn"]}[family]
@@ -136,7 +131,7 @@ def test_a_folder_of_pefts_is_opened_with_its_logits(task, family, tmp_path) -> 
 
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
 @pytest.mark.parametrize("kind", ["dora", "ia3", "ln_tuning", "vera"])
-def test_the_head_is_trained_beside_every_method(kind, tmp_path) -> None:
+def test_the_head_is_trained_beside_every_method(kind, tmp_path):
     recipe = settings(tmp_path, SEQUENCE)
     how = {"ia3": {"targets": ["k", "v"]}, "ln_tuning": {}}.get(kind, {"targets": ["q", "v"]})
     recipe = Recipe(**{**recipe.model_dump(), "method": {"type": kind, **how}})
@@ -151,7 +146,7 @@ def test_the_head_is_trained_beside_every_method(kind, tmp_path) -> None:
     assert "The eval rows" in titles
 
 
-def test_disabled_is_the_base_with_its_new_head(tmp_path) -> None:
+def test_disabled_is_the_base_with_its_new_head(tmp_path):
     recipe = settings(tmp_path, SEQUENCE)
     fresh = prepare(recipe)
     before = logits(fresh.base.model, Opened(fresh.base, fresh.adapter, None, fresh.settings))
@@ -162,7 +157,7 @@ def test_disabled_is_the_base_with_its_new_head(tmp_path) -> None:
         assert torch.equal(logits(opened.base.model, opened), before)
 
 
-def test_over_4_bits_the_head_is_trained_and_comes_back(tmp_path) -> None:
+def test_over_4_bits_the_head_is_trained_and_comes_back(tmp_path):
     recipe = settings(tmp_path, SEQUENCE)
     base = recipe.base.model_copy(update={"quantize": "nf4"})
     result = run_recipe(recipe.model_copy(update={"base": base}))
@@ -172,7 +167,7 @@ def test_over_4_bits_the_head_is_trained_and_comes_back(tmp_path) -> None:
     assert measured["loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-5)
 
 
-def test_predictions_name_labels_with_their_probability(tmp_path) -> None:
+def test_predictions_name_labels_with_their_probability(tmp_path):
     run_recipe(settings(tmp_path, SEQUENCE))
     opened = open_adapter(tmp_path / "out")
     found = predict(opened, [text for text, _ in TEXTS])
@@ -184,7 +179,7 @@ def test_predictions_name_labels_with_their_probability(tmp_path) -> None:
         opened.style  # noqa: B018 - the property raises
 
 
-def test_a_folder_can_be_told_its_labels(tmp_path) -> None:
+def test_a_folder_can_be_told_its_labels(tmp_path):
     run_recipe(settings(tmp_path, SEQUENCE))
     (tmp_path / "out" / NOTES).unlink()
     assert open_adapter(tmp_path / "out").task.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
@@ -200,7 +195,7 @@ def test_a_folder_can_be_told_its_labels(tmp_path) -> None:
         ({"task_type": "SOMETHING_ELSE"}, "SOMETHING_ELSE"),
     ],
 )
-def test_a_task_of_pefts_that_is_none_here_is_named(changes, words, tmp_path) -> None:
+def test_a_task_of_pefts_that_is_none_here_is_named(changes, words, tmp_path):
     run_recipe(settings(tmp_path, SEQUENCE))
     (tmp_path / "out" / NOTES).unlink()
     file = tmp_path / "out" / "adapter_config.json"
@@ -209,7 +204,7 @@ def test_a_task_of_pefts_that_is_none_here_is_named(changes, words, tmp_path) ->
         open_adapter(tmp_path / "out")
 
 
-def test_settings_that_a_task_does_not_use_are_refused(tmp_path) -> None:
+def test_settings_that_a_task_does_not_use_are_refused(tmp_path):
     recipe = settings(tmp_path, SEQUENCE).model_dump()
     for name, value in {"packing": False, "format": "text", "chat_template": "chatml"}.items():
         with pytest.raises(ConfigError, match=rf"data\.{name} is not used by the task .*") as error:
@@ -217,7 +212,7 @@ def test_settings_that_a_task_does_not_use_are_refused(tmp_path) -> None:
         assert "causal_lm" in str(error.value)
 
 
-def test_a_task_is_a_word_or_a_section(tmp_path) -> None:
+def test_a_task_is_a_word_or_a_section(tmp_path):
     recipe = settings(tmp_path, SEQUENCE)
     section = {"type": SEQUENCE, "text": "body"}
     assert recipe.task == SequenceClassificationConfig()
@@ -230,7 +225,7 @@ def test_a_task_is_a_word_or_a_section(tmp_path) -> None:
             Recipe(**{**recipe.model_dump(), "task": wrong})
 
 
-def test_schema_takes_both_for_editors() -> None:
+def test_schema_takes_both_for_editors():
     field = json_schema(Recipe)["properties"]["task"]
     kinds = [option.get("type") or option.get("discriminator") for option in field["anyOf"]]
     assert "string" in kinds
@@ -238,7 +233,7 @@ def test_schema_takes_both_for_editors() -> None:
 
 
 @pytest.mark.parametrize(("task", "family"), [p for p in PAIRS if p[1] in ("bert", "llama")])
-def test_merged_model_is_an_ordinary_classifier(task, family, tmp_path) -> None:
+def test_merged_model_is_an_ordinary_classifier(task, family, tmp_path):
     run_recipe(settings(tmp_path, task, family))
     opened = open_adapter(tmp_path / "out")
     merged = merge(tmp_path / "out", tmp_path / "merged")

@@ -65,7 +65,7 @@ def grade(grader: dict[str, Any], text: str, item: dict[str, Any] = ROW, ask: An
         ("ilike", "it is red", 0.0),
     ],
 )
-def test_texts_are_compared(operation: str, text: str, worth: float) -> None:
+def test_texts_are_compared(operation, text, worth):
     texts = {"input": "{{ sample.output_text }}", "reference": "{{item.answer}}"}
     assert grade({**CHECK, **texts, "operation": operation}, text).value == worth
 
@@ -81,12 +81,12 @@ def test_texts_are_compared(operation: str, text: str, worth: float) -> None:
         ("{ {item.size} }", "", "{ {item.size} }"),
     ],
 )
-def test_templates_are_filled_once(template: str, text: str, filled: str) -> None:
+def test_templates_are_filled_once(template, text, filled):
     same = {**CHECK, "input": template, "reference": "{{item.filled}}"}
     assert grade(same, text, {**ROW, "filled": filled}).value == 1.0
 
 
-def test_an_answer_that_lacks_a_value_has_0_and_a_row_that_lacks_one_ends_the_run() -> None:
+def test_an_answer_that_lacks_a_value_has_0_and_a_row_that_lacks_one_ends_the_run():
     asks = {**CHECK, "input": "{{sample.output_json.a}}", "reference": "1"}
     for text in ("no JSON", '{"b": 1}', "[1]"):
         assert grade(asks, text) == Grade(0.0, "sample_parse_error")
@@ -94,7 +94,7 @@ def test_an_answer_that_lacks_a_value_has_0_and_a_row_that_lacks_one_ends_the_ru
         grade({**CHECK, "input": "{{item.absent}}", "reference": "1"}, "a")
 
 
-def test_the_fields_that_a_grader_reads_are_known() -> None:
+def test_the_fields_that_a_grader_reads_are_known():
     read = {**CHECK, "input": "{{item.facts.colours[0]}}", "reference": "{{sample.output_text}}"}
     term = RewardTerm(
         use="grader",
@@ -109,7 +109,7 @@ def test_the_fields_that_a_grader_reads_are_known() -> None:
     assert fields_of(term.grader) == {"facts", "answer"}
 
 
-def test_a_text_is_bounded() -> None:
+def test_a_text_is_bounded():
     long = {"answer": "a" * (MAX_TEXT // 2)}
     twice = {**CHECK, "input": "{{item.answer}}{{item.answer}}", "reference": ""}
     with pytest.raises(RunError, match=r"more than 100,000 characters(.|\n)*a\.jsonl:1"):
@@ -117,7 +117,7 @@ def test_a_text_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_similarities_are_those_of_others(seed: int) -> None:
+def test_similarities_are_those_of_others(seed):
     fuzz, nltk = pytest.importorskip("rapidfuzz.fuzz"), pytest.importorskip("nltk.translate")
     chance = random.Random(seed)
     one, other = (
@@ -147,7 +147,7 @@ def test_similarities_are_those_of_others(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), [("", ""), ("a", ""), ("", "a"), ("...", "a")])
-def test_similarities_of_empty_texts_are_numbers(one: str, other: str) -> None:
+def test_similarities_of_empty_texts_are_numbers(one, other):
     for name, similarity in SIMILARITIES.items():
         expected = float(name == "fuzzy_match" and one == other)
         assert similarity(one, other) == expected, name
@@ -164,7 +164,7 @@ def test_similarities_of_empty_texts_are_numbers(one: str, other: str) -> None:
         ("floor(10*a) + ceil(b) + abs(-1) + sqrt(4) + exp(0) + log(1)", 11.0),
     ],
 )
-def test_a_formula_is_computed(formula: str, value: float) -> None:
+def test_a_formula_is_computed(formula, value):
     values = {"a": 2 / 3, "b": 2 / 3}
     assert computed(parsed(formula, values), values) == pytest.approx(value)
 
@@ -187,7 +187,7 @@ def test_a_formula_is_computed(formula: str, value: float) -> None:
         ("(" * 240 + "a" + ")" * 240, "parentheses"),
     ],
 )
-def test_what_is_no_formula_is_refused(formula: str, told: str) -> None:
+def test_what_is_no_formula_is_refused(formula, told):
     with pytest.raises(ConfigError, match=told):
         parsed(formula, ["a", "b"])
 
@@ -203,7 +203,7 @@ BOTH = {
 }
 
 
-def test_a_formula_of_graders_and_the_base_s_numbers() -> None:
+def test_a_formula_of_graders_and_the_base_s_numbers():
     asked = []
 
     def ask(prompts: Any, settings: Any) -> list[str]:
@@ -220,7 +220,7 @@ def test_a_formula_of_graders_and_the_base_s_numbers() -> None:
     assert settings == {"max_new_tokens": 32, "temperature": 0.0, "top_p": 1.0, "seed": 0}
 
 
-def test_a_formula_without_a_value_ends_the_run() -> None:
+def test_a_formula_without_a_value_ends_the_run():
     divides = {
         **BOTH,
         "calculate_output": "1 / right",
@@ -248,7 +248,7 @@ def python(folder: Path, name: str) -> dict[str, Any]:
     return {"type": "python", "name": name, "source": f"{folder}/mine.py:{name}"}
 
 
-def test_a_function_grades_sample_and_item(tmp_path: Path) -> None:
+def test_a_function_grades_sample_and_item(tmp_path):
     assert grade(python(tmp_path, "reads"), '{"n": 4}').value == 1.0
     with pytest.raises(RunError, match=r"reads failed: KeyError: 'output_json'"):
         grade(python(tmp_path, "reads"), "four")
@@ -258,7 +258,7 @@ def test_a_function_grades_sample_and_item(tmp_path: Path) -> None:
         grading(python(tmp_path, "absent"))
 
 
-def test_the_file_of_a_function_has_no_longer_than_the_function(tmp_path: Path) -> None:
+def test_the_file_of_a_function_has_no_longer_than_the_function(tmp_path):
     (tmp_path / "own.py").write_text("import time\ntime.sleep(3)\ngrade = len\n")
     grader = {"type": "python", "name": "own", "source": f"{tmp_path / 'own.py'}:grade"}
     with pytest.raises(ConfigError, match=r"own.py cannot be imported: .* longer than 0.05 sec"):
@@ -266,9 +266,7 @@ def test_the_file_of_a_function_has_no_longer_than_the_function(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("number", ["10 ** 400", "10 ** 5000", "[10 ** 5000]"])
-def test_a_number_that_no_float_holds_or_that_cannot_be_shown_ends_the_run(
-    tmp_path: Path, number: str
-) -> None:
+def test_an_infinite_or_unprintable_number_ends_the_run(tmp_path, number):
     (tmp_path / "own.py").write_text(f"def grade(sample, item):\n    return {number}\n")
     grader = {"type": "python", "name": "own", "source": f"{tmp_path / 'own.py'}:grade"}
     with pytest.raises(RunError, match=r"returned .* for an answer to a\.jsonl:1"):
@@ -278,16 +276,19 @@ def test_a_number_that_no_float_holds_or_that_cannot_be_shown_ends_the_run(
 @pytest.mark.parametrize(
     ("grader", "told"),
     [
-        ({**CHECK, "input": "{{output}}", "reference": ""}, "asks for {{output}}"),
-        ({**CHECK, "input": "{{sample.tools}}", "reference": ""}, "asks for {{sample.tools}}"),
-        ({**CHECK, "input": "{{item[0]}}", "reference": ""}, "asks for"),
-        ({**CHECK, "input": "{{item.__class__()}}", "reference": ""}, "asks for"),
+        (
+            {**CHECK, "input": "{{output}}", "reference": ""},
+            "{{output}} of the template is invalid",
+        ),
+        (
+            {**CHECK, "input": "{{sample.tools}}", "reference": ""},
+            "{{sample.tools}} of the template is invalid",
+        ),
+        ({**CHECK, "input": "{{item[0]}}", "reference": ""}, "of the template is invalid"),
+        ({**CHECK, "input": "{{item.__class__()}}", "reference": ""}, "of the template is invalid"),
         ({**CHECK, "input": "a", "reference": "b", "operation": "is"}, "operation"),
         ({**CHECK, "input": "a"}, "reference"),
-        (
-            {**CHECK, "type": "text_similarity", "evaluation_metric": "cosine"},
-            "evaluation_metric",
-        ),
+        ({**CHECK, "type": "text_similarity", "evaluation_metric": "cosine"}, "evaluation_metric"),
         ({**ASKS, "model": "o4-mini"}, "model"),
         ({**ASKS, "range": [1, 0]}, "range"),
         ({**ASKS, "sampling_params": {"max_completions_tokens": 10**6}}, "max_completions_tokens"),
@@ -299,7 +300,7 @@ def test_a_number_that_no_float_holds_or_that_cannot_be_shown_ends_the_run(
         ({"type": "label_model", "name": "a"}, "type"),
     ],
 )
-def test_what_is_no_grader_is_refused_by_its_field(grader: dict[str, Any], told: str) -> None:
+def test_what_is_no_grader_is_refused_by_its_field(grader, told):
     with pytest.raises(ConfigError) as error:
         RewardTerm(use="grader", grader=grader)
     assert told in str(error.value)
@@ -309,7 +310,7 @@ def test_what_is_no_grader_is_refused_by_its_field(grader: dict[str, Any], told:
     "content",
     ["abc", [{"type": "input_text", "text": "a"}, "b", {"type": "output_text", "text": "c"}]],
 )
-def test_parts_of_text_are_one_text(content: Any) -> None:
+def test_parts_of_text_are_one_text(content):
     seen: list[Any] = []
 
     def ask(prompts: Any, settings: Any) -> list[str]:
@@ -321,15 +322,15 @@ def test_parts_of_text_are_one_text(content: Any) -> None:
     assert seen == [[{"role": "user", "content": "abc"}]]
 
 
-def test_a_reward_needs_a_grader_to_grade() -> None:
+def test_a_reward_needs_a_grader_to_grade():
     with pytest.raises(ConfigError, match="the reward grader needs grader"):
         RewardTerm(use="grader")
-    with pytest.raises(ConfigError, match="the reward exact_match takes no grader"):
+    with pytest.raises(ConfigError, match="the reward exact_match has no setting grader"):
         RewardTerm(use="exact_match", grader={**CHECK, "input": "a", "reference": "b"})
     assert "string_check" in json.dumps(json_schema(Recipe))
 
 
-def test_a_grader_is_one_of_the_weighted_rewards() -> None:
+def test_a_grader_is_one_of_the_weighted_rewards():
     check = {**CHECK, "input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
     terms = [RewardTerm(use="grader", grader=check, weight=2.0), RewardTerm(use="exact_match")]
     completions = [[{"role": "assistant", "content": "blue"}], "red"]
@@ -339,7 +340,7 @@ def test_a_grader_is_one_of_the_weighted_rewards() -> None:
     assert (totals, parts) == ([2.0, 1.0], {"check": [1.0, 0.0], "exact_match": [0.0, 1.0]})
 
 
-def test_each_reward_has_a_metric_of_its_own(tmp_path: Path) -> None:
+def test_each_reward_has_a_metric_of_its_own(tmp_path):
     names = ("score", "score", "score_2", "std")
     for number, name in enumerate(names):
         code = f"def {name}(completions, **_):\n    return [{number}.0] * len(completions)\n"
@@ -358,9 +359,7 @@ def graded(folder: Path, model_folder: Path, *graders: dict[str, Any]) -> dict[s
     return told
 
 
-def test_a_run_learns_from_graders_and_its_recipe_says_so(
-    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_learns_from_graders_and_its_recipe_says_so(tmp_path, model_folder, capsys):
     like = {"type": "text_similarity", "name": "like it", "evaluation_metric": "fuzzy_match"}
     texts = {"input": "{{sample.output_text}}", "reference": "{{item.answer}} {{item.prompt}}"}
     number = {**ASKS, "range": [0, 9]}
@@ -386,9 +385,7 @@ def test_a_run_learns_from_graders_and_its_recipe_says_so(
     assert "with --run-rewards; left out: grader" in " ".join(printed.err.split())
 
 
-def test_a_number_in_reasoning_that_the_template_opened_is_no_grade(
-    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reasoning_is_no_grade(llama, tokenizer, monkeypatch):
     opens = CHATML.replace("assistant\\n' }}{%- endif %}", "assistant\\n<think>\\n' }}{%- endif %}")
     assert opens != CHATML
     monkeypatch.setattr(tokenizer, "chat_template", opens)
@@ -408,15 +405,13 @@ def test_a_number_in_reasoning_that_the_template_opened_is_no_grade(
     assert grade == Grade(0.25)
 
 
-def test_a_recipe_with_graders_is_written_and_read(tmp_path: Path, model_folder: Path) -> None:
+def test_a_recipe_with_graders_is_written_and_read(tmp_path, model_folder):
     told = recipe(graded(tmp_path, model_folder, BOTH))
     (tmp_path / "recipe.yaml").write_text(dump_yaml(told))
     assert load(tmp_path / "recipe.yaml") == told
 
 
-def test_the_base_itself_scores_whatever_the_adapter_has_learnt(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_score_models_use_the_bare_base_weights(tmp_path, model_folder):
     base = load_base(str(model_folder), dtype="fp32")
     prompts = [[{"role": "user", "content": text}] for text in ("the dog", "a fox and")]
     settings = {"max_new_tokens": 8}
@@ -429,5 +424,5 @@ def test_the_base_itself_scores_whatever_the_adapter_has_learnt(
     told = recipe(graded(tmp_path, model_folder, ASKS))
     task: Any = told.task.on(base.model, base.tokenizer, DataConfig(train="p.jsonl", max_length=64))
     with task.training(base.model):
-        assert task._asked(base.model, prompts, settings) == expected
+        assert task._base_answers(base.model, prompts, settings) == expected
     assert all(module.enabled for module in adapter.modules.values())

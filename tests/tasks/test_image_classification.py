@@ -61,7 +61,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_class_folders_are_labels(folder: Path) -> None:
+def test_class_folders_are_labels(folder):
     (folder / "red" / ".DS_Store").write_bytes(b"x")
     events: list[Event] = []
     config = ImageClassificationConfig()
@@ -86,7 +86,7 @@ def test_class_folders_are_labels(folder: Path) -> None:
     assert task.spans(rows[1]) == [("image", "10 x 41 pixels"), ("learnt", "blue")]
 
 
-def test_rows_name_files_beside_them(folder: Path) -> None:
+def test_rows_name_files_beside_them(folder):
     path = folder.parent / "rows.jsonl"
     lines = [{"file": "data/red/0.png", "kind": "red"}, {"file": "data/blue/1.png", "kind": "blue"}]
     write_rows(path, lines)
@@ -97,7 +97,7 @@ def test_rows_name_files_beside_them(folder: Path) -> None:
         task_on(model_of(), label="kind").load(str(path))
 
 
-def test_data_sets_hold_bytes_and_name_their_classes(tmp_path: Path) -> None:
+def test_data_sets_hold_bytes_and_name_their_classes(tmp_path):
     path = tmp_path / "a.parquet"
     parquet(path, [solid_png("green"), solid_png("blue")], [1, 0])
     rows = task_on(model_of()).load(str(path))
@@ -115,7 +115,7 @@ def parquet(path: Path, images: list[bytes], labels: list[int]) -> None:
     rows.to_parquet(str(path))
 
 
-def test_an_image_that_does_not_decode_is_named(tmp_path: Path, folder: Path) -> None:
+def test_an_image_that_does_not_decode_is_named(tmp_path, folder):
     path = tmp_path / "a.parquet"
     parquet(path, [solid_png("red"), b"nothing"], [2, 2])
     with pytest.raises(DataError, match=r"a.parquet:2\.\n  It is in no image format") as caught:
@@ -134,13 +134,13 @@ def test_an_image_that_does_not_decode_is_named(tmp_path: Path, folder: Path) ->
         task_on(model_of()).load(str(rows))
 
 
-def test_deep_pixels_are_not_cut_off(folder: Path) -> None:
+def test_deep_pixels_are_not_cut_off(folder):
     (folder / "red" / "2.png").write_bytes(solid_png(40000, mode="I;16"))
     with pytest.raises(DataError, match=r"red/2.png(.|\n)*more than 8 bits"):
         task_on(model_of()).load(str(folder))
 
 
-def test_photos_are_turned_upright(tmp_path: Path) -> None:
+def test_photos_are_turned_upright(tmp_path):
     (tmp_path / "red").mkdir()
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn
@@ -150,18 +150,18 @@ def test_photos_are_turned_upright(tmp_path: Path) -> None:
     assert task.spans(row)[0] == ("image", "10 x 20 pixels")
 
 
-def test_a_label_that_the_head_lacks_is_named(folder: Path) -> None:
+def test_a_label_that_the_head_lacks_is_named(folder):
     with pytest.raises(DataError, match=r"green/0.png(.|\n)*head does not know(.|\n)*'green'"):
         task_on(model_of(labels=("blue", "yellow", "red"))).load(str(folder))
 
 
-def test_a_folder_of_empty_folders_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_of_empty_folders_is_an_error(tmp_path):
     (tmp_path / "cat").mkdir()
     with pytest.raises(DataError, match="no files in them"):
         task_on(model_of()).load(str(tmp_path))
 
 
-def test_without_pillow_the_error_says_how_to_get_it(folder: Path, monkeypatch: Any) -> None:
+def test_without_pillow_the_error_says_how_to_get_it(folder, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "PIL" else find(n))
     with pytest.raises(DataError, match=r"pip install .peftkit\[images\]"):
@@ -170,7 +170,7 @@ def test_without_pillow_the_error_says_how_to_get_it(folder: Path, monkeypatch: 
         task_on(model_of()).load(str(folder))
 
 
-def test_rows_are_the_same_wherever_they_lie(folder: Path) -> None:
+def test_rows_are_the_same_wherever_they_lie(folder):
     before = fingerprint(task_on(model_of()).load(str(folder)))
     moved = folder.rename(folder.parent / "moved")
     assert fingerprint(task_on(model_of()).load(str(moved))) == before
@@ -179,9 +179,7 @@ def test_rows_are_the_same_wherever_they_lie(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_loss_is_the_models_own_and_training_lowers_it(
-    name: str, folder: Path, tmp_path: Path
-) -> None:
+def test_loss_is_the_model_s_and_decreases(name, folder, tmp_path):
     model = model_of(name)
     task = task_on(model)
     rows = task.load(str(folder))
@@ -215,7 +213,7 @@ def test_loss_is_the_models_own_and_training_lowers_it(
     assert after["accuracy"] == after["f1_macro"] == 1.0
 
 
-def test_a_base_brings_its_processor_or_gets_one_of_its_size(tmp_path: Path) -> None:
+def test_a_base_brings_its_processor_or_gets_one_of_its_size(tmp_path):
     model_of("swin").save_pretrained(tmp_path)
     purpose = ImageClassificationConfig(labels=tuple(COLOURS)).purpose
     plain = load_base(str(tmp_path), purpose=purpose).processor
@@ -229,7 +227,7 @@ def test_a_base_brings_its_processor_or_gets_one_of_its_size(tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
-def test_a_recipe_trains_a_new_head_saves_it_and_is_measured(folder: Path, tmp_path: Path) -> None:
+def test_a_recipe_trains_a_new_head_saves_it_and_is_measured(folder, tmp_path):
     base = ARCHITECTURES["vit"]()  # of three labels without names
     base.save_pretrained(tmp_path / "base")
     settings = Recipe(
@@ -255,7 +253,7 @@ def test_a_recipe_trains_a_new_head_saves_it_and_is_measured(folder: Path, tmp_p
     torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_one_channel_is_read_as_grey(folder: Path) -> None:
+def test_one_channel_is_read_as_grey(folder):
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(

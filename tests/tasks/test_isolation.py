@@ -17,10 +17,7 @@ from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM
 from tests.helpers.families import ARCHITECTURES, FAMILIES, FURTHER, VOCAB, tiny_tokenizer
 
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    **ARCHITECTURES,
-    **FURTHER,
-}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {**ARCHITECTURES, **FURTHER}
 BY_POSITIONS = ["llama", "gpt2", "qwen3", "gemma2", "phi3", "mixtral", "mistral_swa"]
 CASES = [
     (name, "sdpa" if n % 2 and name != "gemma2" else "eager") for n, name in enumerate(BY_POSITIONS)
@@ -37,9 +34,7 @@ def documents() -> list[Row]:
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
-def test_a_packed_batch_gives_the_loss_and_gradients_of_its_rows_alone(
-    name: str, attention: str
-) -> None:
+def test_packing_keeps_the_loss_and_gradients_of_rows(name, attention):
     model = MODELS[name]().eval()
     model.set_attn_implementation(attention)
     task = CausalLM(model, tiny_tokenizer(), DataConfig(train="", packing=True, max_length=32))
@@ -60,7 +55,7 @@ def test_a_packed_batch_gives_the_loss_and_gradients_of_its_rows_alone(
 
 
 @pytest.mark.parametrize("name", ["bloom", "mamba"])
-def test_a_model_that_cannot_isolate_documents_is_refused_by_name(name: str) -> None:
+def test_a_model_that_cannot_isolate_documents_is_refused_by_name(name):
     model = MODELS[name]()
     with pytest.raises(DataError, match=rf"(?s){type(model).__name__}.*data\.packing: false"):
         check_packing(model)
@@ -79,7 +74,7 @@ def test_a_model_that_cannot_isolate_documents_is_refused_by_name(name: str) -> 
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama", torch.bfloat16), ("mixtral", torch.float32)])
-def test_the_probe_holds_in_16_bit_and_changes_nothing(name: str, dtype: torch.dtype) -> None:
+def test_the_probe_holds_in_16_bit_and_changes_nothing(name, dtype):
     model = FAMILIES[name]().train()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -93,14 +88,14 @@ def test_the_probe_holds_in_16_bit_and_changes_nothing(name: str, dtype: torch.d
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_model_that_is_not_causal_is_refused() -> None:
+def test_a_model_that_is_not_causal_is_refused():
     with pytest.raises(BaseError, match=r"(?s)BertForMaskedLM.*with the tokens after it"):
         check_causal(FAMILIES["bert"]())
     with pytest.raises(BaseError, match=r"(?s)T5ForConditionalGeneration.*encoder-decoder"):
         check_causal(FAMILIES["t5"]())
 
 
-def test_a_model_that_makes_no_numbers_is_refused() -> None:
+def test_a_model_that_makes_no_numbers_is_refused():
     model = FAMILIES["llama"]()
     with torch.no_grad():
         model.lm_head.weight[3, 3] = float("nan")

@@ -60,9 +60,7 @@ def loss(model: nn.Module, data: dict[str, Tensor], head: Head | None = None) ->
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_whole_and_in_chunks_loss_and_gradients_are_the_definitions(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_and_gradients_match_definitions(name, monkeypatch):
     model, data = model_of(name).eval(), batch()  # eval: GPT-2's dropout is on by default
     use_small_chunks(monkeypatch)
     expected = by_definition(model, data)
@@ -78,7 +76,7 @@ def test_whole_and_in_chunks_loss_and_gradients_are_the_definitions(
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_only_learnt_rows_reach_the_head(name: str) -> None:
+def test_only_learnt_rows_reach_the_head(name):
     model, data = model_of(name).eval(), batch()
     seen: list[torch.Size] = []
     model.get_output_embeddings().register_forward_hook(
@@ -93,7 +91,7 @@ def test_only_learnt_rows_reach_the_head(name: str) -> None:
     torch.testing.assert_close(logits, whole.flatten(0, 1)[data["target_index"]])
 
 
-def test_no_hook_stays_behind_even_after_an_error() -> None:
+def test_no_hook_stays_behind_even_after_an_error():
     model, data = model_of("llama"), batch()
     loss(model, data)
     with pytest.raises(IndexError):
@@ -117,13 +115,13 @@ class _NoHead(nn.Module):
 
 
 @pytest.mark.parametrize("called", ["no head", "a head that is never called"])
-def test_without_a_head_to_hook_all_logits_are_made(called: str) -> None:
+def test_without_a_head_to_hook_all_logits_are_made(called):
     inner, data = model_of("llama"), batch()
     model = _NoHead(inner, None if called == "no head" else inner.lm_head)
     torch.testing.assert_close(loss(model, data), by_definition(inner, data))
 
 
-def test_a_head_that_does_more_than_its_config_says_is_not_used() -> None:
+def test_a_head_that_does_more_than_its_config_says_is_not_used():
     model = ARCHITECTURES["llama"]().eval()
     model.lm_head.register_forward_hook(lambda module, args, output: 2 * output)
     assert head_of(model) is not None  # a hook is part of the module

@@ -76,9 +76,7 @@ def unpadded(batch: Mapping[str, Tensor]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("name", "chunked"), [(f, n % 2 > 0) for n, f in enumerate(FAMILIES)])
-def test_loss_and_gradients_are_the_definitions(
-    name: str, chunked: bool, tmp_path: Path, masking: Tokenizer, monkeypatch: Any
-) -> None:
+def test_loss_and_gradients_are_the_definitions(name, chunked, tmp_path, masking, monkeypatch):
     if chunked:
         use_small_chunks(monkeypatch)
     model = ARCHITECTURES[name]().eval()
@@ -99,7 +97,7 @@ def test_loss_and_gradients_are_the_definitions(
             torch.testing.assert_close(found[key], parameter.grad, rtol=1e-3, atol=2e-4, msg=key)
 
 
-def test_shares_are_those_asked_for(tmp_path: Path, bert: Any, masking: Tokenizer) -> None:
+def test_shares_are_those_asked_for(tmp_path, bert, masking):
     bert.train()
     task = task_on(bert, masking)
     rows = task.load(write(tmp_path, ["fox dog " * 12] * 400))
@@ -121,9 +119,7 @@ def test_shares_are_those_asked_for(tmp_path: Path, bert: Any, masking: Tokenize
     assert set(places) == set(rows[0].maskable), "some places are never hidden"
 
 
-def test_targets_are_what_stood_at_the_chosen_places(
-    tmp_path: Path, bert: Any, masking: Tokenizer
-) -> None:
+def test_targets_are_the_masked_tokens(tmp_path, bert, masking):
     task = task_on(bert, masking, as_mask=1.0, as_random=0.0)
     rows = task.load(write(tmp_path, TEXTS))
     batch = task.collate(rows)
@@ -135,9 +131,7 @@ def test_targets_are_what_stood_at_the_chosen_places(
     assert task.num_targets(task.collate(rows[3:])) == 1, "a short text teaches something too"
 
 
-def test_training_hides_other_tokens_each_time_whatever_the_batches(
-    tmp_path: Path, bert: Any, masking: Tokenizer
-) -> None:
+def test_training_masks_change_each_time(tmp_path, bert, masking):
     bert.train()
     task = task_on(bert, masking)
     rows = task.load(write(tmp_path, TEXTS))
@@ -148,9 +142,7 @@ def test_training_hides_other_tokens_each_time_whatever_the_batches(
     assert [ids for row in rows for ids in unpadded(task.collate([row]))] == once
 
 
-def test_evaluation_hides_the_same_each_time_and_draws_nothing(
-    tmp_path: Path, bert: Any, masking: Tokenizer
-) -> None:
+def test_evaluation_masks_are_fixed(tmp_path, bert, masking):
     task = task_on(bert, masking)
     rows = task.load(write(tmp_path, TEXTS))
     before = torch.get_rng_state()
@@ -192,7 +184,7 @@ def train(folder: Path, masking: Tokenizer, **options: Any) -> tuple[list[float]
     return losses, {name: tensor.clone() for name, tensor in adapter.state().items()}
 
 
-def test_a_resumed_run_is_equal_to_the_bit(tmp_path: Path, masking: Tokenizer) -> None:
+def test_a_resumed_run_is_equal_to_the_bit(tmp_path, masking):
     losses, weights = train(tmp_path / "whole", masking)
     before, _ = train(tmp_path / "parts", masking, crash=3)
     after, resumed = train(tmp_path / "parts", masking, resume=True)
@@ -201,7 +193,7 @@ def test_a_resumed_run_is_equal_to_the_bit(tmp_path: Path, masking: Tokenizer) -
     assert all(torch.equal(resumed[name], tensor) for name, tensor in weights.items())
 
 
-def test_metrics_are_of_the_hidden_tokens(tmp_path: Path, bert: Any, masking: Tokenizer) -> None:
+def test_metrics_are_of_the_hidden_tokens(tmp_path, bert, masking):
     task = task_on(bert, masking, share=0.5)
     rows = task.load(write(tmp_path, TEXTS))
     batch = task.collate(rows)
@@ -219,9 +211,7 @@ def test_metrics_are_of_the_hidden_tokens(tmp_path: Path, bert: Any, masking: To
     assert task.metrics(bert, rows)["accuracy"] == right > 0
 
 
-def test_a_recipe_trains_saves_and_is_measured(
-    tmp_path: Path, bert: Any, masking: Tokenizer
-) -> None:
+def test_a_recipe_trains_and_evaluates(tmp_path, bert, masking):
     bert.save_pretrained(tmp_path / "base")
     masking.save_pretrained(tmp_path / "base")
     where = write(tmp_path, TEXTS)
@@ -242,7 +232,7 @@ def test_a_recipe_trains_saves_and_is_measured(
     assert fields["task_type"] is None
 
 
-def test_long_texts_are_split_or_cut(tmp_path: Path, bert: Any, masking: Tokenizer) -> None:
+def test_long_texts_are_split_or_cut(tmp_path, bert, masking):
     where = write(tmp_path, ["abcdefghij" * 2])
     ids = masking("abcdefghij" * 2, add_special_tokens=False)["input_ids"]
     split = task_on(bert, masking, {"max_length": 10}).load(where)
@@ -252,9 +242,7 @@ def test_long_texts_are_split_or_cut(tmp_path: Path, bert: Any, masking: Tokeniz
     assert cut.input_ids == (BOS, *ids[:8], EOS)
 
 
-def test_texts_without_words_are_dropped_and_counted(
-    tmp_path: Path, bert: Any, masking: Tokenizer
-) -> None:
+def test_empty_texts_are_counted(tmp_path, bert, masking):
     where = write(tmp_path, ["the fox", "", "<s>"])
     events: list[Event] = []
     config = DataConfig(train="", max_length=64, max_dropped=0.7)
@@ -266,7 +254,7 @@ def test_texts_without_words_are_dropped_and_counted(
         task_on(bert, masking).load(where)
 
 
-def test_what_cannot_be_is_an_error(tmp_path: Path, bert: Any, masking: Tokenizer) -> None:
+def test_what_cannot_be_is_an_error(tmp_path, bert, masking):
     with pytest.raises(ConfigError, match="more than 1"):
         MaskedLMConfig(as_mask=0.8, as_random=0.3)
     with pytest.raises(DataError, match="puts 2 tokens around"):
@@ -277,6 +265,6 @@ def test_what_cannot_be_is_an_error(tmp_path: Path, bert: Any, masking: Tokenize
         task_on(bert, masking).load(str(path))
 
 
-def test_a_tokenizer_without_a_mask_is_an_error(bert: Any, tokenizer: Tokenizer) -> None:
+def test_a_tokenizer_without_a_mask_is_an_error(bert, tokenizer):
     with pytest.raises(BaseError, match="no mask token"):
         task_on(bert, tokenizer)

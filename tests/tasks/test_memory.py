@@ -34,9 +34,7 @@ def rows_of(tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel, folder: 
     return task, task.load(str(folder / "rows.jsonl"))
 
 
-def test_a_loss_is_measured_in_smaller_batches_where_memory_is_short(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_evaluation_uses_smaller_batches_if_memory_is_short(llama, tokenizer, tmp_path):
     task, rows = rows_of(tokenizer, llama, tmp_path)
     expected = task.metrics(llama, rows)
     longest = max(len(row.input_ids) for row in rows)
@@ -47,8 +45,8 @@ def test_a_loss_is_measured_in_smaller_batches_where_memory_is_short(
 
 
 def test_a_row_that_does_not_fit_by_itself_is_named_and_so_is_what_would_fit(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+    llama, tokenizer, tmp_path
+):
     task, rows = rows_of(tokenizer, llama, tmp_path)
     fitting = max(len(row.input_ids) for row in rows if len(row.input_ids) <= 16)
     short_of_memory(llama, 16)  # rows are padded to multiples of some size

@@ -21,7 +21,7 @@ from peftkit.tasks.metrics import (
 
 
 @pytest.mark.parametrize(("num_rows", "num_labels"), [(1, 2), (41, 5)])
-def test_metrics_of_classes_are_scikit_learns(num_rows, num_labels) -> None:
+def test_metrics_of_classes_are_scikit_learns(num_rows, num_labels):
     generator = torch.Generator().manual_seed(num_rows)
     predicted = torch.randint(num_labels, (num_rows,), generator=generator)
     true = torch.randint(num_labels - 1, (num_rows,), generator=generator)  # one is never true
@@ -33,7 +33,7 @@ def test_metrics_of_classes_are_scikit_learns(num_rows, num_labels) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 41])
-def test_metrics_of_several_labels_are_scikit_learns(num_rows) -> None:
+def test_metrics_of_several_labels_are_scikit_learns(num_rows):
     generator = torch.Generator().manual_seed(num_rows)
     predicted = torch.rand(num_rows, 5, generator=generator) > 0.6
     true = torch.rand(num_rows, 5, generator=generator) > 0.6
@@ -45,7 +45,7 @@ def test_metrics_of_several_labels_are_scikit_learns(num_rows) -> None:
         assert found[f"f1_{kind}"] == pytest.approx(expected), kind
 
 
-def test_metrics_of_numbers_are_scikit_learns_and_scipys() -> None:
+def test_metrics_of_numbers_are_scikit_learns_and_scipys():
     generator = torch.Generator().manual_seed(0)
     true = torch.randn(41, generator=generator)
     predicted = 3 * true + torch.randn(41, generator=generator) + 100
@@ -66,11 +66,11 @@ def test_metrics_of_numbers_are_scikit_learns_and_scipys() -> None:
         ("B-PER I-PER", {("PER", 0, 2)}),  # up to the end
     ],
 )
-def test_entities_are_read_as_conlls_evaluation_reads_them(tags, found) -> None:
+def test_entities_are_read_as_conlls_evaluation_reads_them(tags, found):
     assert entities(tags.split()) == found
 
 
-def test_entities_are_right_only_with_place_and_kind() -> None:
+def test_entities_are_right_only_with_place_and_kind():
     true = [["B-PER", "I-PER", "O", "B-LOC"], ["B-LOC", "O"]]
     guess = [["B-PER", "I-PER", "O", "B-PER"], ["B-LOC", "I-LOC"]]
     # one of three is right: the second has the wrong kind, the third is too long
@@ -84,7 +84,7 @@ def test_entities_are_right_only_with_place_and_kind() -> None:
     assert entity_metrics([["O"]], [["B-X"]])["entity_recall"] == 0.0
 
 
-def test_plain_tags_count_word_by_word_without_o() -> None:
+def test_plain_tags_count_word_by_word_without_o():
     true, guess = [["NOUN", "O", "VERB"], ["O"]], [["NOUN", "VERB", "O"], ["O"]]
     flat = reference.f1_score(
         ["NOUN", "O", "VERB", "O"],
@@ -97,7 +97,7 @@ def test_plain_tags_count_word_by_word_without_o() -> None:
 
 
 @pytest.mark.parametrize("num_texts", [2, 25])
-def test_ndcg_at_10_is_scikit_learns(num_texts) -> None:
+def test_ndcg_at_10_is_scikit_learns(num_texts):
     generator = torch.Generator().manual_seed(num_texts)
     scores, relevances = torch.rand(2, 7, num_texts, generator=generator).double()
     found = ranking_metrics(

@@ -65,9 +65,7 @@ def plain_loss(loss: str, scores: list[torch.Tensor], row: RerankRow) -> tuple[t
 @pytest.mark.parametrize(
     ("loss", "family"), [("pointwise", "bert"), ("pairwise", "llama"), ("listwise", "llama")]
 )
-def test_loss_and_gradient_are_those_of_each_text_alone(
-    loss: Any, family: str, tmp_path: Path
-) -> None:
+def test_loss_and_gradient_equal_texts_alone(loss, family, tmp_path):
     folder = save_base(tmp_path / family, family)
     model, task, rows = made(folder, write_rows(tmp_path / "a.jsonl", ROWS), loss=loss)
     head = next(p for name, p in model.named_parameters() if p.shape[0] == 1 and p.ndim == 2)
@@ -86,7 +84,7 @@ def one(model: Any, task: Reranker, text: Any) -> torch.Tensor:
     return task.scores(model, task.texts.collate([text]))[0]
 
 
-def test_scored_pairs_of_a_query_are_one_ranking(folder: Path, tmp_path: Path) -> None:
+def test_scored_pairs_of_a_query_are_one_ranking(folder, tmp_path):
     first = write_rows(tmp_path / "a.jsonl", SCORED)
     listed = [
         {"query": q, "text": [r["text"] for r in SCORED if r["query"] == q],
@@ -100,7 +98,7 @@ def test_scored_pairs_of_a_query_are_one_ranking(folder: Path, tmp_path: Path) -
     assert len(together) == 3
 
 
-def test_a_template_keeps_its_end_where_texts_are_cut(tmp_path: Path) -> None:
+def test_a_template_keeps_its_end_where_texts_are_cut(tmp_path):
     folder = save_base(tmp_path / "base", "llama")
     template = "Query: {query}\nText: {text}\nRelevant:"
     row = {"query": "dog", "positive": "the dog " * 99, "negatives": ["a"]}
@@ -113,7 +111,7 @@ def test_a_template_keeps_its_end_where_texts_are_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_head_starts_as_yes_over_no(tied: bool, tmp_path: Path) -> None:
+def test_a_head_starts_as_yes_over_no(tied, tmp_path):
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     from tests.helpers.families import ARCHITECTURES
@@ -139,9 +137,7 @@ def test_a_head_starts_as_yes_over_no(tied: bool, tmp_path: Path) -> None:
         load_base(str(folder), purpose=RerankerConfig(answers=("a", "b")).purpose)
 
 
-def test_a_run_learns_to_rank_and_says_what_it_was_before(
-    folder: Path, tmp_path: Path, peftkit: Any
-) -> None:
+def test_a_run_improves_reported_ranking(folder, tmp_path, peftkit):
     file = write_rows(tmp_path / "a.jsonl", ROWS)
     told = {
         "task": {"type": "reranker", "loss": "listwise"},
@@ -188,9 +184,7 @@ def test_a_run_learns_to_rank_and_says_what_it_was_before(
         ({"positive": None, "text": ["a"], "score": [0, 1]}, {}, "score: 2 scores of 1 texts"),
     ],
 )
-def test_rows_that_cannot_be_ranked_are_named(
-    row: dict[str, Any], settings: dict[str, Any], found: str, folder: Path, tmp_path: Path
-) -> None:
+def test_rows_that_cannot_be_ranked_are_named(row, settings, found, folder, tmp_path):
     wrong = {**ROWS[0], **row}
     if wrong["positive"] is None:
         del wrong["positive"]
@@ -198,13 +192,13 @@ def test_rows_that_cannot_be_ranked_are_named(
         made(folder, write_rows(tmp_path / "a.jsonl", [ROWS[1], wrong]), **settings)
 
 
-def test_rows_kept_for_one_loss_are_read_anew_for_another(folder: Path, tmp_path: Path) -> None:
+def test_rows_kept_for_one_loss_are_read_anew_for_another(folder, tmp_path):
     file = write_rows(tmp_path / "a.jsonl", SCORED)
     made(folder, file, loss="pointwise")
     with pytest.raises(DataError, match="equally relevant, and the loss listwise"):
         made(folder, file, loss="listwise")
 
 
-def test_a_template_names_query_and_text() -> None:
+def test_a_template_names_query_and_text():
     with pytest.raises(ConfigError, match=r"lacks \{query\} or \{text\}"):
         RerankerConfig(template="Query: {query}")

@@ -46,7 +46,7 @@ def reward(folder: Path, file: str, **asked: Any) -> tuple[Any, Reward, list[Any
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
-def test_the_loss_is_its_formula(kind: str, model_folder: Path, tmp_path: Path) -> None:
+def test_the_loss_is_its_formula(kind, model_folder, tmp_path):
     folder = model_folder if kind == "decoder" else save_base(tmp_path / "bert")
     file = write_rows(tmp_path / "a.jsonl")
     model, task, rows = reward(folder, file, margin="by", centring=0.3)
@@ -61,9 +61,7 @@ def test_the_loss_is_its_formula(kind: str, model_folder: Path, tmp_path: Path) 
     assert task.num_targets(task.collate(rows)) == len(PAIRS)
 
 
-def test_a_run_learns_and_scores_texts_and_files(
-    model_folder: Path, tmp_path: Path, peftkit: Any
-) -> None:
+def test_a_run_scores_texts_and_files(model_folder, tmp_path, peftkit):
     file = write_rows(tmp_path / "train.jsonl")
     told = {
         "task": {"type": "reward"},
@@ -100,9 +98,7 @@ def test_a_run_learns_and_scores_texts_and_files(
         predict_file(opened, texts)
 
 
-def test_pairs_that_do_not_fit_and_rows_without_a_pair_are_named(
-    model_folder: Path, tmp_path: Path
-) -> None:
+def test_invalid_and_too_long_pairs_are_named(model_folder, tmp_path):
     rows = [{"prompt": "a ", "chosen": "b", "rejected": "c"}] * 9
     long = {"prompt": "a ", "chosen": "the dog " * 60, "rejected": "c"}
     _, _, kept = reward(model_folder, write(tmp_path / "a.jsonl", [*rows, long]))
@@ -113,9 +109,7 @@ def test_pairs_that_do_not_fit_and_rows_without_a_pair_are_named(
         reward(model_folder, write(tmp_path / "a.jsonl", [rows[0], {"prompt": "a", "chosen": "b"}]))
 
 
-def test_an_adapter_that_learnt_to_answer_becomes_a_reward_model(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_an_sft_adapter_starts_a_reward_model(tmp_path, model_folder):
     file = write_rows(tmp_path / "train.jsonl")
     told: dict[str, Any] = {
         "task": {"type": "preference", "loss": "orpo"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,9 +63,7 @@ def by_definition(model: Any, batch: dict[str, Tensor], labels: Tensor) -> Tenso
 @pytest.mark.parametrize(
     ("name", "chunked"), [("t5", False), ("t5_gated", True), ("bart", True), ("pegasus", False)]
 )
-def test_loss_and_gradients_are_the_models_own(
-    name: str, chunked: bool, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: Any
-) -> None:
+def test_loss_and_gradients_are_the_models_own(name, chunked, tmp_path, tokenizer, monkeypatch):
     if chunked:
         use_small_chunks(monkeypatch)
     model = build(name)
@@ -87,7 +84,7 @@ def test_loss_and_gradients_are_the_models_own(
         torch.testing.assert_close(found[key], gradient, rtol=1e-3, atol=2e-4, msg=key)
 
 
-def test_a_target_ends_and_its_decoder_begins(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_target_ends_and_its_decoder_begins(tmp_path, tokenizer):
     task = task_on(build("t5"), tokenizer, prefix="say: ")
     row = task.load(write(tmp_path / "a.jsonl", ROWS[:1]))[0]
     assert list(row.input_ids) == tokenizer("say: the quick brown fox")["input_ids"]
@@ -99,7 +96,7 @@ def test_a_target_ends_and_its_decoder_begins(tmp_path: Path, tokenizer: Tokeniz
     ]
 
 
-def test_what_is_cut_and_dropped_is_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_what_is_cut_and_dropped_is_counted(tmp_path, tokenizer):
     events: list[Event] = []
     config = DataConfig(train="", max_length=8, max_dropped=0.5)
     rows = [
@@ -122,7 +119,7 @@ def test_what_is_cut_and_dropped_is_counted(tmp_path: Path, tokenizer: Tokenizer
         task_on(build("t5"), tokenizer).load(where)
 
 
-def test_a_source_is_as_long_as_the_model_reads(tokenizer: Tokenizer) -> None:
+def test_a_source_is_as_long_as_the_model_reads(tokenizer):
     assert task_on(build("t5"), tokenizer, {"max_length": None}).max_source == 256  # tokenizer's
     endless = copy.deepcopy(tokenizer)
     endless.model_max_length = int(1e30)
@@ -130,7 +127,7 @@ def test_a_source_is_as_long_as_the_model_reads(tokenizer: Tokenizer) -> None:
     assert task_on(build("bart"), endless, {"max_length": None}).max_source == 1024
 
 
-def test_fields_can_be_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_fields_can_be_named(tmp_path, tokenizer):
     rows = [{"document": "the fox", "summary": "fox", "id": 1}]
     where = write(tmp_path / "a.jsonl", rows)
     task = task_on(build("t5"), tokenizer, source="document", target="summary")
@@ -142,12 +139,12 @@ def test_fields_can_be_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
         Seq2SeqConfig(source="document")
 
 
-def test_texts_and_conversations_are_no_pairs(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_texts_and_conversations_are_no_pairs(tmp_path, tokenizer):
     with pytest.raises(DataError, match=r"a.jsonl:1(.|\n)*It is a text"):
         task_on(build("t5"), tokenizer).load(write(tmp_path / "a.jsonl", [{"text": "the fox"}]))
 
 
-def test_a_decoder_is_no_base_for_seq2seq(model_folder: Path, llama: Any, tokenizer: Any) -> None:
+def test_a_decoder_is_no_base_for_seq2seq(model_folder, llama, tokenizer):
     with pytest.raises(BaseError, match="is not a seq2seq model") as caught:
         load_base(str(model_folder), purpose=Seq2SeqConfig().purpose)
     assert caught.value.exit_code == 2
@@ -155,16 +152,14 @@ def test_a_decoder_is_no_base_for_seq2seq(model_folder: Path, llama: Any, tokeni
         task_on(llama, tokenizer)
 
 
-def test_a_model_must_say_what_its_decoder_starts_with(tokenizer: Tokenizer) -> None:
+def test_a_model_must_say_what_its_decoder_starts_with(tokenizer):
     model = build("t5")
     model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = None
     with pytest.raises(BaseError, match="decoder_start_token_id"):
         task_on(model, tokenizer)
 
 
-def test_rows_are_answered_fewer_at_a_time_where_memory_runs_out(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_batches_shrink_if_memory_runs_out(tmp_path, tokenizer):
     model = ARCHITECTURES["t5"]().eval()
     task = task_on(model, tokenizer)
     rows = task.load(write(tmp_path / "a.jsonl", ROWS))
@@ -177,9 +172,7 @@ def test_rows_are_answered_fewer_at_a_time_where_memory_runs_out(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5", "bart"])
-def test_what_is_learnt_by_heart_is_answered(
-    name: str, tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_generation_repeats_training(name, tmp_path, tokenizer):
     model = ARCHITECTURES[name]()
     attach(model, LoRA(rank=16, alpha=32, targets="all-linear"))
     task = task_on(model, tokenizer)
@@ -199,7 +192,7 @@ def test_what_is_learnt_by_heart_is_answered(
     assert found["num_tokens"] == sum(len(row.labels) for row in rows)
 
 
-def test_a_recipe_trains_saves_and_is_measured(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_recipe_trains_and_evaluates(tmp_path, tokenizer):
     build("t5").save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     where = write(tmp_path / "a.jsonl", ROWS)
@@ -225,7 +218,7 @@ def test_a_recipe_trains_saves_and_is_measured(tmp_path: Path, tokenizer: Tokeni
     assert ("learnt", "the fox<|im_end|>") in [row for table in tables for row in table.rows]
 
 
-def test_rouge_l_is_the_packages() -> None:
+def test_rouge_l_is_the_packages():
     rng, scorer = random.Random(0), RougeScorer(["rougeL"], use_stemmer=False)
     words = ["the", "fox", "Dog,", "it's", "3.5", "--", "over", "a_b"]
     for _ in range(100):

@@ -54,7 +54,7 @@ def labelled(tmp_path: Path, values: list[Any], name: str = "rows.jsonl") -> str
         (["1.5", "2"], "regression", ()),
     ],
 )
-def test_problem_and_labels_are_found_in_the_data(values, problem, labels, tmp_path) -> None:
+def test_problem_and_labels_are_found_in_the_data(values, problem, labels, tmp_path):
     config = DataConfig(train=labelled(tmp_path, values))
     found = SequenceClassificationConfig().resolve(config)
     assert (found.problem, found.labels) == (problem, labels)
@@ -63,7 +63,7 @@ def test_problem_and_labels_are_found_in_the_data(values, problem, labels, tmp_p
 
 @pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_loss_is_that_of_transformers(problem, family, tmp_path) -> None:
+def test_loss_is_that_of_transformers(problem, family, tmp_path):
     data = labelled(tmp_path, PROBLEMS[problem])
     base, task = made(save_base(tmp_path / "base", family), data)
     batch = task.collate(task.load(data))
@@ -74,7 +74,7 @@ def test_loss_is_that_of_transformers(problem, family, tmp_path) -> None:
     torch.testing.assert_close(mean, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_metrics_are_those_of_the_rows(tmp_path, bert) -> None:
+def test_metrics_are_those_of_the_rows(tmp_path, bert):
     data = write_texts(tmp_path / "rows.jsonl")
     base, task = made(bert, data)
     rows = task.load(data)
@@ -90,7 +90,7 @@ def test_metrics_are_those_of_the_rows(tmp_path, bert) -> None:
     torch.testing.assert_close(task.predict(base.model, texts), logits.softmax(-1))
 
 
-def test_other_problems_have_their_own_metrics(tmp_path, bert) -> None:
+def test_other_problems_have_their_own_metrics(tmp_path, bert):
     for problem, names in {
         "multi_label": {"loss", "accuracy", "f1_micro", "f1_macro"},
         "regression": {"loss", "mse", "pearson"},
@@ -104,7 +104,7 @@ def test_other_problems_have_their_own_metrics(tmp_path, bert) -> None:
         assert problem == "regression" or bool(((probable > 0) & (probable < 1)).all())
 
 
-def test_pairs_are_tokenised_as_pairs(tmp_path, bert) -> None:
+def test_pairs_are_tokenised_as_pairs(tmp_path, bert):
     rows = [
         {"question": "what is it?", "answer": "the dog", "label": "yes"},
         {"question": "and the other?", "answer": "a pizza", "label": "no"},
@@ -121,7 +121,7 @@ def test_pairs_are_tokenised_as_pairs(tmp_path, bert) -> None:
             task.predict(base.model, [wrong])
 
 
-def test_long_texts_keep_their_frame_and_are_counted(tmp_path, bert) -> None:
+def test_long_texts_keep_their_frame_and_are_counted(tmp_path, bert):
     data = labelled(tmp_path, PROBLEMS["single_label"])
     base, task, seen = task_for(SequenceClassificationConfig, bert, data, max_length=6)
     rows = task.load(data)
@@ -133,7 +133,7 @@ def test_long_texts_keep_their_frame_and_are_counted(tmp_path, bert) -> None:
     assert ("rows per label", "a 1, b 2") in table.rows
 
 
-def test_a_length_beyond_the_model_is_the_models(bert, tmp_path) -> None:
+def test_a_length_beyond_the_model_is_the_models(bert, tmp_path):
     data = write_texts(tmp_path / "rows.jsonl")
     assert made(bert, data, max_length=4096)[1].texts.max_length == 256
     assert made(bert, data, max_length=None)[1].texts.max_length == 256
@@ -168,11 +168,7 @@ _SMALL = {
             r"1: expected a text or a whole number as label, found 1\.5",
         ),
         ([{"text": "a", "label": "x"}], {"problem": "regression"}, "1: expected a number, found"),
-        (
-            [{"text": "a", "label": "x"}],
-            {"problem": "multi_label"},
-            "label: expected a JSON list",
-        ),
+        ([{"text": "a", "label": "x"}], {"problem": "multi_label"}, "label: expected a JSON list"),
         (
             [{"text": "a", "label": "x"}, {"text": "b", "label": "z"}],
             {"labels": ("x", "y"), "problem": "single_label"},
@@ -181,7 +177,7 @@ _SMALL = {
         ([{"text": "a", "label": "x"}], {"pair": "second"}, "set task.pair|task.pair"),
     ],
 )
-def test_rows_that_cannot_be_used_are_named(rows, settings, words, bert, tmp_path) -> None:
+def test_rows_that_cannot_be_used_are_named(rows, settings, words, bert, tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", rows)
     with pytest.raises(DataError, match=words):
         made(bert, data, **{"labels": ("x", "y"), **settings} if "pair" in settings else settings)[
@@ -198,12 +194,12 @@ def test_rows_that_cannot_be_used_are_named(rows, settings, words, bert, tmp_pat
         ({"problem": "multi"}, "multi_label"),
     ],
 )
-def test_settings_that_contradict_are_refused(settings, words) -> None:
+def test_settings_that_contradict_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         SequenceClassificationConfig(**settings)
 
 
-def test_encoder_decoder_needs_the_end_token_that_it_reads(tmp_path) -> None:
+def test_encoder_decoder_needs_the_end_token_that_it_reads(tmp_path):
     data = write_texts(tmp_path / "rows.jsonl")
     base, task = made(save_base(tmp_path / "t5", "t5"), data)
     assert task.metrics(base.model, task.load(data))["loss"] > 0

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.adapter import attach
 from peftkit.data.records import Record
@@ -96,9 +94,7 @@ MOST = 5
 """Names that a task has to define."""
 
 
-def test_a_task_of_few_names_reads_learns_and_evaluates(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_task_of_few_names_reads_learns_and_evaluates(llama, tokenizer, tmp_path):
     names = [name for name in vars(Lines) if not name.startswith("_")]
     assert len(names) <= MOST, names
     file = tmp_path / "rows.jsonl"

@@ -65,7 +65,7 @@ def learn(folder: str, out: str, accumulation: int) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_learn_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_learn_what_one_does(tmp_path, monkeypatch):
     write_base(tmp_path)
     children = start_ranks(learn, str(tmp_path), "two", 1)
     monkeypatch.chdir(tmp_path)
@@ -77,9 +77,7 @@ def test_two_processes_learn_what_one_does(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_run_that_is_resumed_ends_as_the_whole_one(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resuming_is_bit_equal(name, tmp_path, monkeypatch):
     write_base(tmp_path)
     monkeypatch.chdir(tmp_path)
     run_recipe(asked(name, "whole"))

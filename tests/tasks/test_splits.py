@@ -34,9 +34,7 @@ def task_of(
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_share_is_held_out_by_what_rows_say(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, packing: bool
-) -> None:
+def test_a_share_is_held_out_by_what_rows_say(llama, tokenizer, tmp_path, packing):
     names = [f"row {n}" for n in range(200)]
     held = []
     for rows in (names, [*reversed(names), "one more"]):
@@ -51,17 +49,13 @@ def test_a_share_is_held_out_by_what_rows_say(
     assert held[0] <= held[1]  # whatever else is there
 
 
-def test_a_share_of_nothing_is_an_error(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_share_of_nothing_is_an_error(llama, tokenizer, tmp_path):
     data = DataConfig(train=write(tmp_path / "a.jsonl", ["a"]), eval=1e-9, max_length=64)
     with pytest.raises(DataError, match="No row is held out"):
         task_of(llama, tokenizer, data).rows.load_splits(data)
 
 
-def test_weights_and_patterns(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_weights_of_files_and_patterns(llama, tokenizer, tmp_path):
     for name in ("a1", "a2", "b"):
         write(tmp_path / f"{name}.jsonl", [f"{name} {n}" for n in range(4)])
     sources = (Source(path=f"{tmp_path}/a*.jsonl", weight=2.5), Source(path=f"{tmp_path}/b.jsonl"))
@@ -79,9 +73,7 @@ def test_weights_and_patterns(
         sources_of(DataConfig(train=f"{tmp_path}/c*.jsonl"))
 
 
-def test_repeated_rows_are_told(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_repeated_rows_are_logged(llama, tokenizer, tmp_path):
     train = write(tmp_path / "a.jsonl", ["a", "b", "a", "c"])
     data = DataConfig(train=train, eval=write(tmp_path / "b.jsonl", ["c", "d"]), max_length=64)
     events: list[Event] = []
@@ -96,9 +88,7 @@ def test_repeated_rows_are_told(
     assert any("4 of 4 rows of" in text and "the same file" in text for text in notices)
 
 
-def test_a_run_learns_from_several_files_and_holds_rows_out(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_a_run_splits_rows_of_several_files(tmp_path, model_folder):
     files = [write(tmp_path / f"{name}.jsonl", [f"{name} {n}" for n in range(40)]) for name in "ab"]
     train = [{"path": files[0], "weight": 2}, {"path": files[1]}]
     settings: dict[str, Any] = {

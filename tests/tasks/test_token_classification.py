@@ -42,7 +42,7 @@ def word_pieces() -> transformers.PreTrainedTokenizerFast:
     )
 
 
-def test_first_piece_of_each_word_carries_its_tag(bert, tmp_path) -> None:
+def test_first_piece_of_each_word_carries_its_tag(bert, tmp_path):
     _, task, _ = made(bert, write_words(tmp_path / "rows.jsonl"))
     assert task.labels == TAGS
     pieces = word_pieces()
@@ -57,7 +57,7 @@ def test_first_piece_of_each_word_carries_its_tag(bert, tmp_path) -> None:
     assert [task.labels[tag] for tag in row.tags] == tags
 
 
-def test_tags_follow_the_words_of_a_byte_level_tokenizer(bert, tmp_path) -> None:
+def test_tags_follow_the_words_of_a_byte_level_tokenizer(bert, tmp_path):
     base, task, _ = made(bert, write_words(tmp_path / "rows.jsonl"))
     row = task.load(str(tmp_path / "rows.jsonl"))[0]
     assert list(row.input_ids) == base.tokenizer("Anna wants pizza margherita")["input_ids"]
@@ -70,7 +70,7 @@ def test_tags_follow_the_words_of_a_byte_level_tokenizer(bert, tmp_path) -> None
     assert special[-1] == "<|im_end|>"
 
 
-def test_loss_is_that_of_transformers(bert, tmp_path) -> None:
+def test_loss_is_that_of_transformers(bert, tmp_path):
     data = write_words(tmp_path / "rows.jsonl")
     base, task, _ = made(bert, data)
     batch = task.collate(task.load(data))
@@ -82,7 +82,7 @@ def test_loss_is_that_of_transformers(bert, tmp_path) -> None:
     torch.testing.assert_close(mean, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_metrics_are_of_entities_or_of_plain_tags(bert, tmp_path) -> None:
+def test_metrics_are_of_entities_or_of_plain_tags(bert, tmp_path):
     data = write_words(tmp_path / "rows.jsonl")
     base, task, _ = made(bert, data)
     found = task.metrics(base.model, task.load(data))
@@ -97,7 +97,7 @@ def test_metrics_are_of_entities_or_of_plain_tags(bert, tmp_path) -> None:
     assert found["accuracy"] == found["f1_micro"] == right / 2
 
 
-def test_words_behind_the_cut_are_counted_and_not_learnt(bert, tmp_path) -> None:
+def test_words_behind_the_cut_are_counted_and_not_learnt(bert, tmp_path):
     data = write_words(tmp_path / "rows.jsonl")
     _, task, seen = made(bert, data, max_length=8)
     rows = task.load(data)
@@ -123,14 +123,14 @@ def test_words_behind_the_cut_are_counted_and_not_learnt(bert, tmp_path) -> None
         ({"words": ["a"]}, "tags: missing"),
     ],
 )
-def test_rows_that_cannot_be_used_are_named(row, words, bert, tmp_path) -> None:
+def test_rows_that_cannot_be_used_are_named(row, words, bert, tmp_path):
     good = {"words": ["a", "b"], "tags": ["X", "Y"]}
     data = write_rows(tmp_path / "rows.jsonl", [good, row])
     with pytest.raises(DataError, match=words):
         made(bert, data)[1].load(data)
 
 
-def test_a_tokenizer_that_knows_no_places_is_refused(bert, tmp_path) -> None:
+def test_a_tokenizer_that_knows_no_places_is_refused(bert, tmp_path):
     data = write_words(tmp_path / "rows.jsonl")
     base, _, _ = made(bert, data)
 

@@ -75,7 +75,7 @@ def recipes_labels(processor: Any, texts: Sequence[str], start: int) -> torch.Te
     return labels[:, 1:] if bool((labels[:, 0] == start).all()) else labels
 
 
-def test_labels_are_those_of_transformers_own_recipe(rows: Path) -> None:
+def test_labels_are_those_of_transformers_own_recipe(rows):
     model, processor = whisper()
     task = task_on((model, processor), **ENGLISH)
     read = task.load(str(rows))
@@ -103,7 +103,7 @@ def test_labels_are_those_of_transformers_own_recipe(rows: Path) -> None:
     ]
 
 
-def test_a_row_names_its_own_language_and_task(tmp_path: Path) -> None:
+def test_a_row_names_its_own_language_and_task(tmp_path):
     told = [{**ROWS[0], "language": "de", "task": "translate"}, ROWS[1]]
     path = write_speech_rows(tmp_path, told)
     task = task_on(whisper(), **ENGLISH)
@@ -117,7 +117,7 @@ def test_a_row_names_its_own_language_and_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["wav", "flac", "ogg", "mp3"])
-def test_formats_rates_and_channels_are_heard_alike(kind: str) -> None:
+def test_formats_rates_and_channels_are_heard_alike(kind):
     there = tones(440.0, seconds=0.5, rate=44_100)
     stereo = np.stack([there, there], axis=1)
     heard = Audio(encoded(stereo, 44_100, kind), "a:1").decode(RATE, 2.0)
@@ -157,9 +157,7 @@ def _no_numbers() -> bytes:
         (lambda: encoded(tones(440.0)), "fox " * 80, "Texts longer than 64 tokens: 1"),
     ],
 )
-def test_what_cannot_be_heard_is_one_error(
-    audio: Any, text: str, match: str, tmp_path: Path
-) -> None:
+def test_unreadable_audio_is_an_error(audio, text, match, tmp_path):
     (tmp_path / "a.wav").write_bytes(audio())
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"audio": "a.wav", "text": text}) + "\n")
@@ -167,7 +165,7 @@ def test_what_cannot_be_heard_is_one_error(
         task_on(whisper(), **ENGLISH).load(str(path))
 
 
-def test_what_is_no_sound_is_named(tmp_path: Path) -> None:
+def test_what_is_no_sound_is_named(tmp_path):
     path = tmp_path / "rows.jsonl"
     for value, match in (
         ("gone.wav", r"rows.jsonl:1(.|\n)*gone.wav"),
@@ -184,7 +182,7 @@ def test_what_is_no_sound_is_named(tmp_path: Path) -> None:
         task_on((ARCHITECTURES["llama"]().eval(), whisper()[1]))
 
 
-def test_folders_and_data_sets_read_the_same(rows: Path, tmp_path: Path) -> None:
+def test_folders_and_data_sets_read_the_same(rows, tmp_path):
     task = task_on(whisper(), **ENGLISH)
     wanted = [(repr(row.clip), row.labels) for row in task.load(str(rows))]
     folder = rows.parent
@@ -213,9 +211,7 @@ def test_folders_and_data_sets_read_the_same(rows: Path, tmp_path: Path) -> None
     ("name", "quantize"),
     [("whisper", "none"), ("moonshine", "none"), ("whisper", "nf4"), ("moonshine", "int8")],
 )
-def test_ten_steps_are_those_of_a_plain_loop(
-    name: str, quantize: str, rows: Path, tmp_path: Path
-) -> None:
+def test_steps_match_a_plain_loop(name, quantize, rows, tmp_path):
     """PEFT's LoRA on the same base, transformers' own loss and AdamW: the same losses."""
     folder = saved(tmp_path / "base", SEQ2SEQ[name]())
     settings = settings_of(name)
@@ -268,7 +264,7 @@ def _plain_losses(
     return losses
 
 
-def test_a_run_measures_saves_merges_and_opens_elsewhere(rows: Path, tmp_path: Path) -> None:
+def test_a_run_measures_saves_merges_and_opens_elsewhere(rows, tmp_path):
     base = saved(tmp_path / "base", whisper())
     run, events = tmp_path / "run", list[Event]()
     result = run_recipe(
@@ -319,7 +315,7 @@ def test_a_run_measures_saves_merges_and_opens_elsewhere(rows: Path, tmp_path: P
     )
 
 
-def test_error_rates_are_those_of_all_texts_together() -> None:
+def test_error_rates_are_those_of_all_texts_together():
     said, heard = ["a b c", "", "d"], ["a x c", "y", "d e f"]
     found = error_rates(said, heard)
     assert found == {

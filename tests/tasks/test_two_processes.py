@@ -72,9 +72,7 @@ def learn(folder: str, model: str, out: str, accumulation: int, names: Sequence[
     "names",
     [("kto",), *(pytest.param((name,), marks=pytest.mark.slow) for name in ("grpo", "teacher"))],
 )
-def test_two_processes_learn_what_one_does(
-    names: Sequence[str], tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_learn_what_one_does(names, tmp_path, model_folder, monkeypatch):
     write_verdicts(tmp_path / "rows.jsonl")
     write_prompt(tmp_path)
     here, model = str(tmp_path), str(model_folder)
@@ -123,9 +121,7 @@ def run_out(folder: str, model: str) -> None:
         Path(f"told-{rank}").write_text(f"{error}\n{is_silent(error)}")
 
 
-def test_memory_that_runs_out_in_one_process_ends_all_of_them_saved(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_out_of_memory_in_one_process_saves_all(tmp_path, model_folder):
     write_verdicts(tmp_path / "rows.jsonl")
     children = start_ranks(run_out, str(tmp_path), str(model_folder))
     assert [exit_code(each, 120) for each in children] == [0, 0]

@@ -81,7 +81,7 @@ def assert_same(task: TokenTask, model: nn.Module, rows: Sequence[Row]) -> None:
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_one_row_is_the_same_where_it_is_possible(name: str, tokenizer: Tokenizer) -> None:
+def test_one_row_is_the_same_where_it_is_possible(name, tokenizer):
     model = MODELS[name]().eval()
     if not any(kind in type(model).__name__ for kind in ("CausalLM", "LMHead")):
         pytest.skip("is no causal language model")
@@ -99,7 +99,7 @@ def test_one_row_is_the_same_where_it_is_possible(name: str, tokenizer: Tokenize
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert"])
-def test_of_an_encoder_too(name: str, tokenizer: Tokenizer) -> None:
+def test_of_an_encoder_too(name, tokenizer):
     own = copy.deepcopy(tokenizer)
     own.mask_token = "<unk>"
     model: Any = ARCHITECTURES[name]().eval()
@@ -109,14 +109,14 @@ def test_of_an_encoder_too(name: str, tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
-def test_rows_of_an_encoder_and_its_decoder_are_padded(name: str, tokenizer: Tokenizer) -> None:
+def test_rows_of_an_encoder_and_its_decoder_are_padded(name, tokenizer):
     model: Any = MODELS[name]().eval()
     task = Seq2Seq(model, tokenizer, Seq2SeqConfig(), DataConfig(train=""))
     with task.training(model):
         assert task.paths["rows"] == "padded"
 
 
-def test_what_counts_positions_its_own_way_is_padded(tokenizer: Tokenizer) -> None:
+def test_what_counts_positions_its_own_way_is_padded(tokenizer):
     model = ARCHITECTURES["roberta"]().eval()  # its first position is not the first
     with training_attention(model) as attention:
         assert attention is not None
@@ -124,7 +124,7 @@ def test_what_counts_positions_its_own_way_is_padded(tokenizer: Tokenizer) -> No
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_documents_that_share_rows_are_apart_too(name: str, tokenizer: Tokenizer) -> None:
+def test_documents_that_share_rows_are_apart_too(name, tokenizer):
     model = ARCHITECTURES[name]().eval()
     task = task_on(model, tokenizer, packing=True)
     assert_same(task, model, PACKED)
@@ -132,7 +132,7 @@ def test_documents_that_share_rows_are_apart_too(name: str, tokenizer: Tokenizer
 
 
 @pytest.mark.parametrize("way", ["keep", "recompute"])
-def test_recomputed_blocks_find_their_documents(way: Any, tokenizer: Tokenizer) -> None:
+def test_recomputed_blocks_find_their_documents(way, tokenizer):
     model = ARCHITECTURES["llama"]().eval()
     adapter = attach(model, LoRA(rank=2))
     for parameter in adapter.parameters():
@@ -148,7 +148,7 @@ def test_recomputed_blocks_find_their_documents(way: Any, tokenizer: Tokenizer) 
 @pytest.mark.parametrize(
     "method", [PromptTuning(num_virtual_tokens=3), PrefixTuning(num_virtual_tokens=3)]
 )
-def test_virtual_tokens_before_every_row_need_rows(method: Any) -> None:
+def test_virtual_tokens_before_every_row_need_rows(method):
     model = ARCHITECTURES["llama"]().eval()
     attach(model, method)
     with training_attention(model) as attention:
@@ -156,7 +156,7 @@ def test_virtual_tokens_before_every_row_need_rows(method: Any) -> None:
         assert not can_unpad(model, attention, share=True)
 
 
-def test_asking_leaves_the_model_and_the_generator_as_they_were(tokenizer: Tokenizer) -> None:
+def test_asking_leaves_the_model_and_the_generator_as_they_were(tokenizer):
     model: Any = ARCHITECTURES["gpt2"]().train()  # with dropout
     task = task_on(model, tokenizer)
     before, modes = torch.get_rng_state(), [m.training for m in model.modules()]
@@ -170,7 +170,7 @@ def test_asking_leaves_the_model_and_the_generator_as_they_were(tokenizer: Token
     assert "grid_tokens" not in task.collate(ROWS)
 
 
-def test_rows_of_one_length_stay_rows(tokenizer: Tokenizer) -> None:
+def test_rows_of_one_length_stay_rows(tokenizer):
     model = ARCHITECTURES["llama"]()
     task = task_on(model, tokenizer)
     with task.training(model):
@@ -180,7 +180,7 @@ def test_rows_of_one_length_stay_rows(tokenizer: Tokenizer) -> None:
         assert "grid_tokens" in task.collate([row_of(100, 100, 100)])  # attention alone is less
 
 
-def test_micro_batches_count_tokens_and_some_of_the_padding(tokenizer: Tokenizer) -> None:
+def test_micro_batches_count_tokens_and_some_of_the_padding(tokenizer):
     model = ARCHITECTURES["llama"]()
     task = task_on(model, tokenizer)
     padded = split_micro_batches(ROWS, task.num_positions, 8, 48)
@@ -192,7 +192,7 @@ def test_micro_batches_count_tokens_and_some_of_the_padding(tokenizer: Tokenizer
     assert num_positions([100, 10]) == 110 + (100**2 - 10**2) // 1000
 
 
-def test_sizes_are_few_and_little_is_lost() -> None:
+def test_sizes_are_few_and_little_is_lost():
     sizes = [rounded_size(size, 8, 16) for size in range(1, 2049)]
     assert all(0 <= found - size < max(8, size / 16) for size, found in enumerate(sizes, 1))
     assert all(found % 8 == 0 for found in sizes)

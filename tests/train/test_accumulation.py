@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,7 +45,7 @@ def assert_close(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [8, 4, 3, 1])
-def test_a_step_cut_into_batches_has_the_gradient_of_the_whole(batch_size: int) -> None:
+def test_a_step_cut_into_batches_has_the_gradient_of_the_whole(batch_size):
     accumulation = -(-8 // batch_size)
     gradients = gradients_of_a_step(
         Toy(), batch_size=batch_size, gradient_accumulation=accumulation, max_grad_norm=None
@@ -54,7 +53,7 @@ def test_a_step_cut_into_batches_has_the_gradient_of_the_whole(batch_size: int) 
     assert_close(gradients, reference_gradients())
 
 
-def test_a_mean_of_means_would_be_noticed_here() -> None:
+def test_a_mean_of_means_would_be_noticed_here():
     """The rows' lengths differ enough for the field's oldest bug to show."""
     model, task = Toy(), ToyTask()
     for row in ROWS:
@@ -65,7 +64,7 @@ def test_a_mean_of_means_would_be_noticed_here() -> None:
     assert any(not torch.allclose(wrong[name], right[name], rtol=1e-2) for name in right)
 
 
-def test_gradients_are_scaled_down_to_the_largest_norm_allowed() -> None:
+def test_gradients_are_scaled_down_to_the_largest_norm_allowed():
     free = gradients_of_a_step(Toy(), max_grad_norm=None)
     clipped = gradients_of_a_step(Toy(), max_grad_norm=0.01)
     norm = torch.stack([g.norm() for g in free.values()]).norm()
@@ -73,7 +72,7 @@ def test_gradients_are_scaled_down_to_the_largest_norm_allowed() -> None:
     assert_close(clipped, {name: gradient * 0.01 / norm for name, gradient in free.items()})
 
 
-def test_whole_runs_agree_however_the_steps_are_cut(tmp_path: Path) -> None:
+def test_whole_runs_agree_however_the_steps_are_cut(tmp_path):
     whole = play(tmp_path / "a", batch_size=4, gradient_accumulation=1)
     single = play(tmp_path / "b", batch_size=1, gradient_accumulation=4)
     # AdamW divides by the gradient's own size, which magnifies rounding where that is small.
@@ -82,7 +81,7 @@ def test_whole_runs_agree_however_the_steps_are_cut(tmp_path: Path) -> None:
         torch.testing.assert_close(single.weights[name], weight, rtol=1e-3, atol=1e-4)
 
 
-def test_a_run_is_a_plain_loop_over_its_groups(tmp_path: Path) -> None:
+def test_a_run_is_a_plain_loop_over_its_groups(tmp_path):
     rows, task, model = make_rows(14), ToyTask(), Toy()
     trained = [p for p in model.parameters() if p.requires_grad]
     plain = torch.optim.AdamW(trained, lr=0.02, weight_decay=0.0)
@@ -100,7 +99,7 @@ def test_a_run_is_a_plain_loop_over_its_groups(tmp_path: Path) -> None:
     assert run.losses == pytest.approx(losses, rel=1e-4)
 
 
-def test_a_gradient_that_is_a_transposed_view_is_read_right() -> None:
+def test_a_gradient_that_is_a_transposed_view_is_read_right():
     """The fused CPU AdamW reads a gradient with the parameter's strides, without a word."""
 
     def transposed(parameter: nn.Parameter) -> None:
@@ -117,7 +116,7 @@ def test_a_gradient_that_is_a_transposed_view_is_read_right() -> None:
     assert torch.equal(plain.lora_A.weight, twisted.lora_A.weight)
 
 
-def test_a_parameter_without_a_gradient_gets_zeros() -> None:
+def test_a_parameter_without_a_gradient_gets_zeros():
     model = Toy()
     model.unused = nn.Parameter(torch.ones(3, 3))
     trainer = trainer_of(model, ToyTask(), weight_decay=0.5)
@@ -127,7 +126,7 @@ def test_a_parameter_without_a_gradient_gets_zeros() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 13, 14])
-def test_every_epoch_has_every_row_once_and_in_its_own_order(num_rows: int) -> None:
+def test_every_epoch_has_every_row_once_and_in_its_own_order(num_rows):
     order = StatelessSampler(num_rows, 4, seed=3)
     epochs = [
         [
@@ -141,7 +140,7 @@ def test_every_epoch_has_every_row_once_and_in_its_own_order(num_rows: int) -> N
     assert num_rows == 1 or num_rows == 4 or len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_the_order_of_a_step_depends_on_nothing_but_seed_and_step() -> None:
+def test_the_order_of_a_step_depends_on_nothing_but_seed_and_step():
     forward, backward = StatelessSampler(14, 4, seed=3), StatelessSampler(14, 4, seed=3)
     steps = list(range(12))
     indices = {step: backward.step_indices(step) for step in reversed(steps)}
@@ -152,7 +151,7 @@ def test_the_order_of_a_step_depends_on_nothing_but_seed_and_step() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_processes_share_a_group_evenly_and_without_overlap(world_size: int) -> None:
+def test_processes_share_a_group_evenly_and_without_overlap(world_size):
     order = StatelessSampler(14, 4, seed=3)
     for step in range(4):
         shares = [order.step_indices(step, rank, world_size) for rank in range(world_size)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,19 +27,19 @@ def lengths(parts: list[Sequence[Row]]) -> list[list[int]]:
     return [[len(row.input_ids) for row in part] for part in parts]
 
 
-def test_without_a_limit_in_tokens_rows_keep_their_order() -> None:
+def test_without_a_limit_in_tokens_rows_keep_their_order():
     assert lengths(cut(rows_of(3, 9, 1, 40, 2), 2)) == [[3, 9], [1, 40], [2]]
     assert cut([], 2) == []
 
 
-def test_with_one_they_are_sorted_and_the_padding_counts() -> None:
+def test_with_one_they_are_sorted_and_the_padding_counts():
     parts = cut(rows_of(3, 9, 1, 40, 2, 17), 4, 40)
     assert lengths(parts) == [[40], [17], [9, 3], [1, 2]]
     assert lengths(cut(rows_of(3, 9, 1, 40, 2, 17), 4, 8)) == [[40], [17], [9], [3], [1], [2]]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_row_is_in_one_part_and_no_part_is_too_large(seed: int) -> None:
+def test_every_row_is_in_one_part_and_no_part_is_too_large(seed):
     draw = random.Random(seed)
     rows = rows_of(*(draw.randint(1, 99) for _ in range(draw.randint(1, 40))))
     max_rows, max_tokens = draw.randint(1, 9), draw.randint(1, 300)
@@ -51,7 +50,7 @@ def test_every_row_is_in_one_part_and_no_part_is_too_large(seed: int) -> None:
         assert len(part) == 1 or len(part) * max(map(padded, part)) <= max_tokens
 
 
-def test_the_half_of_a_model_that_reads_more_is_what_a_batch_is_cut_by() -> None:
+def test_the_half_of_a_model_that_reads_more_is_what_a_batch_is_cut_by():
     asks, tells = (PairRow((0,) * s, (0,) * t, "", "") for s, t in ((24, 8), (8, 30)))
     assert [num_tokens(asks), num_tokens(tells)] == [32, 38]
     assert [padded(asks), padded(tells), padded(asks, tells)] == [24, 32, 32]
@@ -61,12 +60,12 @@ def test_the_half_of_a_model_that_reads_more_is_what_a_batch_is_cut_by() -> None
     assert [len(part) for part in cut([asks] * 4, 4, 2 * 24)] == [2, 2]
 
 
-def test_rows_that_are_not_of_tokens_are_cut_by_rows() -> None:
+def test_rows_that_are_not_of_tokens_are_cut_by_rows():
     rows = [object()] * 5
     assert [len(part) for part in cut(rows, 2, 4096)] == [2, 2, 1]
 
 
-def test_a_run_by_tokens_learns_the_same_from_the_same_steps(tmp_path: Path) -> None:
+def test_a_run_by_tokens_learns_the_same_from_the_same_steps(tmp_path):
     plain = play(tmp_path / "a", batch_size=4, gradient_accumulation=1)
     # 4 rows of up to 9 tokens: the long ones apart, in parts of 1 and 2 rows
     by_tokens = play(tmp_path / "b", batch_size=4, gradient_accumulation=1, tokens_per_batch=16)
@@ -80,7 +79,7 @@ def test_a_run_by_tokens_learns_the_same_from_the_same_steps(tmp_path: Path) -> 
     assert ours.metrics["eval_loss"] == pytest.approx(theirs.metrics["eval_loss"], rel=1e-4)
 
 
-def test_a_run_by_tokens_resumes_to_the_bit(tmp_path: Path) -> None:
+def test_a_run_by_tokens_resumes_to_the_bit(tmp_path):
     whole = play(tmp_path / "a", model=Toy(0.3), tokens_per_batch=16)
     play(tmp_path / "b", model=Toy(0.3), tokens_per_batch=16, on_event=crash_after(5))
     rest = play(tmp_path / "b", model=Toy(0.3), tokens_per_batch=16, resume=True)
@@ -88,13 +87,13 @@ def test_a_run_by_tokens_resumes_to_the_bit(tmp_path: Path) -> None:
     assert same(rest.weights, whole.weights)
 
 
-def test_a_resumed_run_by_other_tokens_is_another_run(tmp_path: Path) -> None:
+def test_a_resumed_run_by_other_tokens_is_another_run(tmp_path):
     play(tmp_path, on_event=crash_after(1))
     error = play(tmp_path, resume=True, tokens_per_batch=16).error
     assert "train.tokens_per_batch: null -> 16" in str(error)
 
 
-def test_an_evaluation_keeps_to_the_limit_too(tmp_path: Path) -> None:
+def test_an_evaluation_keeps_to_the_limit_too(tmp_path):
     shapes: list[tuple[int, int]] = []
 
     class Measuring(Toy):
@@ -108,7 +107,7 @@ def test_an_evaluation_keeps_to_the_limit_too(tmp_path: Path) -> None:
     assert all(rows == 1 or width <= 8 for rows, width in shapes)
 
 
-def test_rows_of_different_kinds_share_no_micro_batch() -> None:
+def test_rows_of_different_kinds_share_no_micro_batch():
     rows = [3, 4, 5, 6, 7, 9, 11]
     parts = split_micro_batches(rows, len, 2, bucket_key=lambda row: row % 2)
     assert parts == [[3, 5], [7, 9], [11], [4, 6]]

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from peftkit.errors import CheckpointError
 from peftkit.train import checkpoint_files
 from peftkit.train.checkpoint_files import Checkpoints
-from tests.helpers.toy import Crash, Played, Row, Toy, begin, crash_after, go_on, names, play, same
+from tests.helpers.toy import Crash, Row, Toy, begin, crash_after, go_on, names, play, same
 
 FILES = ["weights.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"]
 
@@ -52,9 +51,7 @@ def replace_by_link(path: Path) -> None:
         (FILES[3], delete),
     ],
 )
-def test_a_harmed_checkpoint_is_skipped_with_its_reason(
-    tmp_path: Path, whole: Played, name: str, harm: Callable[[Path], None]
-) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path, whole, name, harm):
     begin(tmp_path)
     harm(tmp_path / "checkpoints" / "step-6" / name)
     run = go_on(tmp_path)
@@ -85,9 +82,7 @@ def other_schema(path: Path) -> None:
         (other_schema, "schema is 2"),
     ],
 )
-def test_a_harmed_manifest_makes_a_checkpoint_invalid(
-    tmp_path: Path, whole: Played, harm: Callable[[Path], None], reason: str
-) -> None:
+def test_a_damaged_manifest_makes_a_checkpoint_invalid(tmp_path, whole, harm, reason):
     begin(tmp_path)
     harm(tmp_path / "checkpoints" / "step-6" / "MANIFEST.json")
     run = go_on(tmp_path)
@@ -95,7 +90,7 @@ def test_a_harmed_manifest_makes_a_checkpoint_invalid(
     assert run.losses == whole.losses[5:]
 
 
-def test_a_checkpoint_under_another_name_is_invalid(tmp_path: Path, whole: Played) -> None:
+def test_a_checkpoint_under_another_name_is_invalid(tmp_path, whole):
     begin(tmp_path)
     folder = tmp_path / "checkpoints"
     shutil.copytree(folder / "step-6", folder / "step-11")
@@ -104,7 +99,7 @@ def test_a_checkpoint_under_another_name_is_invalid(tmp_path: Path, whole: Playe
     assert run.losses == whole.losses[6:]
 
 
-def test_without_any_valid_checkpoint_all_reasons_are_listed(tmp_path: Path) -> None:
+def test_without_any_valid_checkpoint_all_reasons_are_listed(tmp_path):
     begin(tmp_path)
     delete(tmp_path / "checkpoints" / "step-6" / "rng.safetensors")
     flip_last_bit(tmp_path / "checkpoints" / "step-5" / "optimizer.safetensors")
@@ -113,9 +108,7 @@ def test_without_any_valid_checkpoint_all_reasons_are_listed(tmp_path: Path) -> 
     assert [line.split(":")[0] for line in error.found.splitlines()] == ["step-6", "step-5"]
 
 
-def test_a_wrong_latest_or_a_file_that_someone_adds_does_not_matter(
-    tmp_path: Path, whole: Played
-) -> None:
+def test_a_wrong_latest_or_foreign_file_does_no_harm(tmp_path, whole):
     begin(tmp_path)
     (tmp_path / "checkpoints" / "latest").write_text("step-999")
     (tmp_path / "checkpoints" / "step-6" / "notes.txt").write_text("the good one")
@@ -125,7 +118,7 @@ def test_a_wrong_latest_or_a_file_that_someone_adds_does_not_matter(
 # --- retention
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+def test_the_newest_and_the_best_are_kept(tmp_path):
     opposite = [Row((n, n), (-100, n), "eval") for n in range(20)]  # forgotten in training
     run = play(tmp_path, keep_checkpoints=2, eval_every=1, learning_rate=0.3, eval_rows=opposite)
     assert run.result is not None
@@ -137,12 +130,12 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-12\n"
 
 
-def test_the_best_is_saved_even_where_no_save_is_due(tmp_path: Path) -> None:
+def test_the_best_is_saved_even_where_no_save_is_due(tmp_path):
     run = play(tmp_path, eval_every=5, save_every=None)
     assert run.saved[0] == "step-5"
 
 
-def test_an_invalid_checkpoint_is_neither_counted_nor_deleted(tmp_path: Path) -> None:
+def test_an_invalid_checkpoint_is_neither_counted_nor_deleted(tmp_path):
     begin(tmp_path)
     delete(tmp_path / "checkpoints" / "step-6" / "rng.safetensors")
     (tmp_path / "checkpoints" / "step-40").mkdir()
@@ -154,9 +147,7 @@ def test_an_invalid_checkpoint_is_neither_counted_nor_deleted(tmp_path: Path) ->
     Checkpoints(tmp_path, keep=1).verified(6)  # rewritten, and valid now
 
 
-def test_nothing_is_deleted_before_the_new_one_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saving_precedes_deletion(tmp_path, monkeypatch):
     seen: dict[str, list[str]] = {}
 
     def failpoint(name: str) -> None:
@@ -169,9 +160,7 @@ def test_nothing_is_deleted_before_the_new_one_is_there(
     assert {"step-2", "step-3", "step-4"} < set(seen["latest"])
 
 
-def test_leftovers_of_dead_processes_are_swept_and_those_of_the_living_are_not(
-    tmp_path: Path,
-) -> None:
+def test_leftovers_only_of_dead_processes_are_swept(tmp_path):
     dead = subprocess.Popen(["true"])
     dead.wait()
     folder = tmp_path / "checkpoints"
@@ -181,9 +170,7 @@ def test_leftovers_of_dead_processes_are_swept_and_those_of_the_living_are_not(
     assert names(tmp_path) == ["latest", "step-1", "step-3.tmp-1", "step-x"]
 
 
-def test_every_byte_is_durable_before_the_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_are_synced_before_rename(tmp_path, monkeypatch):
     log: list[str] = []
     real = Path.rename
 

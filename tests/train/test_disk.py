@@ -16,7 +16,7 @@ from peftkit.errors import DiskFullError, OutputError, RunError
 from peftkit.events import Event, Saved
 from peftkit.train import checkpoint_files
 from peftkit.train.start import prepare_output
-from tests.helpers.toy import Played, Toy, begin, go_on, names, play
+from tests.helpers.toy import Toy, begin, go_on, names, play
 
 
 @contextmanager
@@ -30,9 +30,7 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
-    tmp_path: Path, whole: Played
-) -> None:
+def test_a_full_disk_ends_the_run_at_its_checkpoint(tmp_path, whole):
     begin(tmp_path, steps=5)
     before = names(tmp_path)
     with largest_file(1500):
@@ -44,7 +42,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
     assert go_on(tmp_path).losses == whole.losses[5:]
 
 
-def test_a_full_disk_under_metrics_jsonl_alone_costs_only_the_file(tmp_path: Path) -> None:
+def test_a_full_disk_under_metrics_jsonl_alone_costs_only_the_file(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n" * 50_000)
     with largest_file(50_000):
         run = play(tmp_path)
@@ -72,9 +70,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return disk
 
 
-def test_too_little_space_for_one_checkpoint_is_refused_before_the_first_step(
-    tmp_path: Path, disk: Disk
-) -> None:
+def test_too_little_space_for_a_checkpoint_fails_at_startup(tmp_path, disk):
     disk.bytes = 1000
     run = play(tmp_path)
     assert isinstance(run.error, DiskFullError)
@@ -82,9 +78,7 @@ def test_too_little_space_for_one_checkpoint_is_refused_before_the_first_step(
     assert run.losses == []
 
 
-def test_little_space_is_told_at_the_start_and_refused_before_the_save(
-    tmp_path: Path, disk: Disk
-) -> None:
+def test_little_space_is_reported_and_refused_at_saving(tmp_path, disk):
     disk.bytes = 2_000_000
 
     def fill(event: Event) -> None:
@@ -99,9 +93,7 @@ def test_little_space_is_told_at_the_start_and_refused_before_the_save(
     assert names(tmp_path) == ["latest", "step-1", "step-2"]
 
 
-def test_whatever_the_disk_says_in_a_save_is_one_message_and_no_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_disk_error_is_one_message(tmp_path, monkeypatch):
     code = errno.EIO
 
     def failpoint(name: str) -> None:
@@ -117,7 +109,7 @@ def test_whatever_the_disk_says_in_a_save_is_one_message_and_no_loss(
     assert go_on(tmp_path).error is None
 
 
-def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_never_saved(tmp_path):
     model = Toy()
 
     def spoil(event: Event) -> None:
@@ -131,7 +123,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-2", "step-3"]
 
 
-def test_a_read_only_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_folder_is_refused(tmp_path, monkeypatch):
     """Root may write anywhere, so the refusal is put in by hand."""
 
     def refuse(self: Path, *args: object, **kwargs: object) -> None:

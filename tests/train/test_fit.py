@@ -7,7 +7,6 @@ import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,19 +21,19 @@ from peftkit.train.loop import fit
 from tests.helpers.toy import Crash, Played, Row, Toy, ToyTask, config_of, make_rows, play, same
 
 
-def test_only_what_requires_a_gradient_is_trained(tmp_path: Path) -> None:
+def test_only_what_requires_a_gradient_is_trained(tmp_path):
     before = Played(Toy(), []).weights
     after = play(tmp_path).weights
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"lora_A.weight", "lora_B.weight", "magnitude"}
 
 
-def test_the_loss_falls_on_what_is_learnt(tmp_path: Path) -> None:
+def test_the_loss_falls_on_what_is_learnt(tmp_path):
     losses = play(tmp_path, epochs=60.0, save_every=None, eval_every=None, learning_rate=0.1).losses
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_a_model_with_nothing_to_train_is_refused(tmp_path: Path) -> None:
+def test_a_model_with_nothing_to_train_is_refused(tmp_path):
     model = Toy()
     model.requires_grad_(False)
     error = play(tmp_path, model=model).error
@@ -42,17 +41,17 @@ def test_a_model_with_nothing_to_train_is_refused(tmp_path: Path) -> None:
     assert "nothing to train in Toy" in str(error)
 
 
-def test_trained_parameters_in_fp16_are_refused(tmp_path: Path) -> None:
+def test_trained_parameters_in_fp16_are_refused(tmp_path):
     error = play(tmp_path, model=Toy(dtype=torch.float16)).error
     assert isinstance(error, ConfigError)
     assert "fp16" in str(error)
 
 
-def test_no_rows_are_refused(tmp_path: Path) -> None:
+def test_no_rows_are_refused(tmp_path):
     assert isinstance(play(tmp_path, rows=[]).error, DataError)
 
 
-def test_a_step_whose_labels_are_all_masked_is_refused_and_names_its_rows(tmp_path: Path) -> None:
+def test_a_step_whose_labels_are_all_masked_is_refused_and_names_its_rows(tmp_path):
     rows = [Row((1, 2), (-100, -100), f"train.jsonl:{n}") for n in range(4)]
     run = play(tmp_path, rows=rows)
     assert isinstance(run.error, DataError)
@@ -60,19 +59,19 @@ def test_a_step_whose_labels_are_all_masked_is_refused_and_names_its_rows(tmp_pa
     assert run.losses == []
 
 
-def test_eval_rows_that_are_all_masked_are_refused(tmp_path: Path) -> None:
+def test_eval_rows_that_are_all_masked_are_refused(tmp_path):
     run = play(tmp_path, eval_rows=[Row((1, 2), (-100, -100), "eval.jsonl:1")])
     assert isinstance(run.error, DataError)
 
 
-def test_a_run_says_what_it_does_in_order(tmp_path: Path) -> None:
+def test_a_run_says_what_it_does_in_order(tmp_path):
     run = play(tmp_path, save_every=None, eval_every=None, max_steps=3)
     kinds = [type(event) for event in run.events]
     assert kinds == [RunStarted, StepDone, StepDone, StepDone, EvalDone, Saved, RunDone]
     assert run.notices == []
 
 
-def test_the_result_says_what_came_out(tmp_path: Path) -> None:
+def test_the_result_says_what_came_out(tmp_path):
     run = play(tmp_path)
     assert run.result is not None
     result = run.result
@@ -89,7 +88,7 @@ def test_the_result_says_what_came_out(tmp_path: Path) -> None:
     assert result.metrics["peak_bytes"] > 1_000_000
 
 
-def test_the_eval_loss_is_the_mean_over_all_targets(tmp_path: Path) -> None:
+def test_the_eval_loss_is_the_mean_over_all_targets(tmp_path):
     rows, task = make_rows(5, first=50), ToyTask()
     run = play(tmp_path, eval_rows=rows)
     batch = task.collate(rows)
@@ -103,7 +102,7 @@ def test_the_eval_loss_is_the_mean_over_all_targets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokens", [True, False])
-def test_only_a_loss_of_tokens_has_a_perplexity(tokens: bool, tmp_path: Path) -> None:
+def test_only_a_loss_of_tokens_has_a_perplexity(tokens, tmp_path):
     task = ToyTask()
     task.predicts_tokens = tokens
     run = play(tmp_path, task=task, max_steps=3)
@@ -114,7 +113,7 @@ def test_only_a_loss_of_tokens_has_a_perplexity(tokens: bool, tmp_path: Path) ->
     assert run.result.metrics["eval_loss"] == done.metrics["loss"]
 
 
-def test_evaluating_does_not_disturb_training(tmp_path: Path) -> None:
+def test_evaluating_does_not_disturb_training(tmp_path):
     class Drawing(ToyTask):
         def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
             if not model.training:
@@ -127,7 +126,7 @@ def test_evaluating_does_not_disturb_training(tmp_path: Path) -> None:
     assert same(often.weights, never.weights)
 
 
-def test_dropout_is_off_in_the_evaluation_and_on_in_training(tmp_path: Path) -> None:
+def test_dropout_is_off_in_the_evaluation_and_on_in_training(tmp_path):
     seen: list[tuple[bool, bool]] = []
 
     class Watching(ToyTask):
@@ -139,7 +138,7 @@ def test_dropout_is_off_in_the_evaluation_and_on_in_training(tmp_path: Path) -> 
     assert set(seen) == {(True, True), (False, False)}
 
 
-def test_the_model_is_left_in_the_modes_it_was_found_in(tmp_path: Path) -> None:
+def test_the_model_is_left_in_the_modes_it_was_found_in(tmp_path):
     model = Toy()
     model.eval()
     model.lora_A.train()
@@ -147,7 +146,7 @@ def test_the_model_is_left_in_the_modes_it_was_found_in(tmp_path: Path) -> None:
     assert {name for name, module in model.named_modules() if module.training} == {"lora_A"}
 
 
-def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path):
     torch.manual_seed(1)
     random.seed(1)
     first = play(tmp_path / "a", model=Toy(dropout=0.3))
@@ -162,26 +161,24 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path: Pat
     ("changes", "steps"),
     [({}, 12), ({"epochs": 0.5}, 2), ({"max_steps": 7}, 7), ({"epochs": 1.1}, 5)],
 )
-def test_a_run_has_as_many_steps_as_asked(
-    tmp_path: Path, changes: dict[str, Any], steps: int
-) -> None:
+def test_a_run_has_max_steps_steps(tmp_path, changes, steps):
     assert len(play(tmp_path, save_every=None, **changes).losses) == steps
     assert config_of(tmp_path, **changes).num_steps(14) == steps
 
 
-def test_steps_are_counted_without_float_dust() -> None:
+def test_steps_are_counted_without_float_dust():
     # 0.1 x 30 steps is 3.0000000000000004 in floats
     assert TrainConfig(epochs=0.1, batch_size=1).num_steps(30) == 3
 
 
-def test_metrics_jsonl_has_a_line_for_every_event(tmp_path: Path) -> None:
+def test_metrics_jsonl_has_a_line_for_every_event(tmp_path):
     run = play(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["event"] for line in lines] == [type(event).__name__ for event in run.events]
     assert [line["loss"] for line in lines if line["event"] == "StepDone"] == run.losses
 
 
-def test_metrics_jsonl_goes_on_after_a_line_cut_short(tmp_path: Path) -> None:
+def test_metrics_jsonl_goes_on_after_a_line_cut_short(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"event": "StepDone", "st')
     play(tmp_path, max_steps=1)
     cut, *lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -189,7 +186,7 @@ def test_metrics_jsonl_goes_on_after_a_line_cut_short(tmp_path: Path) -> None:
     assert json.loads(lines[0])["event"] == "RunStarted"
 
 
-def test_a_folder_that_holds_a_run_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_holds_a_run_is_refused_and_left_alone(tmp_path):
     play(tmp_path, max_steps=2)
     before = sorted(tmp_path.rglob("*"))
     error = play(tmp_path, max_steps=2).error
@@ -198,13 +195,13 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone(tmp_path: Path) -> 
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_folder_that_holds_an_adapter_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_holds_an_adapter_is_refused(tmp_path):
     (tmp_path / "adapter_model.safetensors").write_bytes(b"precious")
     assert isinstance(play(tmp_path).error, OutputError)
     assert (tmp_path / "adapter_model.safetensors").read_bytes() == b"precious"
 
 
-def test_overwrite_starts_anew(tmp_path: Path) -> None:
+def test_overwrite_starts_anew(tmp_path):
     first = play(tmp_path, max_steps=5)
     again = play(tmp_path, max_steps=2, overwrite=True)
     assert again.error is None
@@ -212,15 +209,13 @@ def test_overwrite_starts_anew(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-1", "step-2"]
 
 
-def test_an_output_folder_that_is_a_file_is_refused_before_the_model_is_touched(
-    tmp_path: Path,
-) -> None:
+def test_a_file_as_output_folder_is_refused_before_the_model_changes(tmp_path):
     (tmp_path / "runs").write_text("")
     error = play(tmp_path / "runs").error
     assert isinstance(error, OutputError)
 
 
-def test_defaults_suffice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_suffice(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = fit(Toy(), ToyTask(), make_rows(8))
     assert result.step == 3
@@ -235,7 +230,7 @@ class Diverging(ToyTask):
         return loss if model.training else loss * float("nan")
 
 
-def test_an_eval_loss_that_is_not_finite_is_told_and_never_best(tmp_path: Path) -> None:
+def test_an_eval_loss_that_is_not_finite_is_told_and_never_best(tmp_path):
     run = play(tmp_path, task=Diverging())
     assert run.result is not None
     assert run.result.best_step is None
@@ -243,7 +238,7 @@ def test_an_eval_loss_that_is_not_finite_is_told_and_never_best(tmp_path: Path) 
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_evaluations_that_are_not_finite_count_as_no_better(tmp_path: Path) -> None:
+def test_evaluations_that_are_not_finite_count_as_no_better(tmp_path):
     stopping = EarlyStopping(patience=2)
     run = play(tmp_path, task=Diverging(), eval_every=2, save_every=1, early_stopping=stopping)
     assert run.error is None
@@ -252,7 +247,7 @@ def test_evaluations_that_are_not_finite_count_as_no_better(tmp_path: Path) -> N
     assert any("eval loss was not finite in 2 evaluations" in text for text in run.notices)
 
 
-def test_checkpoints_hold_what_the_weights_write(tmp_path: Path) -> None:
+def test_checkpoints_hold_what_the_weights_write(tmp_path):
     class Text:
         def __init__(self) -> None:
             self.loaded: list[str] = []
@@ -274,7 +269,7 @@ def test_checkpoints_hold_what_the_weights_write(tmp_path: Path) -> None:
     assert weights.loaded == ["weights"]
 
 
-def test_a_second_run_into_a_folder_is_refused_and_names_the_first(tmp_path: Path) -> None:
+def test_a_second_run_into_a_folder_is_refused_and_names_the_first(tmp_path):
     others: list[Played] = []
 
     def again(event: Event) -> None:
@@ -292,7 +287,7 @@ def test_a_second_run_into_a_folder_is_refused_and_names_the_first(tmp_path: Pat
 @pytest.mark.parametrize(
     ("error", "state"), [(Crash(), "failed"), (KeyboardInterrupt(), "stopped")]
 )
-def test_the_log_of_a_run_has_its_end(tmp_path: Path, error: BaseException, state: str) -> None:
+def test_the_log_of_a_run_has_its_end(tmp_path, error, state):
     def end(event: Event) -> None:
         if isinstance(event, StepDone) and event.step == 3:
             raise error

@@ -31,11 +31,11 @@ from tests.helpers.toy import Row, Toy, ToyTask, make_rows, trainer_of
         ([torch.tensor([1, 2])], [torch.tensor([1, 3])]),
     ],
 )
-def test_different_rows_have_different_fingerprints(a: list[object], b: list[object]) -> None:
+def test_different_rows_have_different_fingerprints(a, b):
     assert fingerprint(a) != fingerprint(b)
 
 
-def test_a_fingerprint_depends_on_what_is_learnt_and_not_on_where_it_came_from() -> None:
+def test_a_fingerprint_depends_on_what_is_learnt_and_not_on_where_it_came_from():
     rows = make_rows(3)
     moved = [dataclasses.replace(row, source="elsewhere") for row in rows]
     edited = [*rows[:2], dataclasses.replace(rows[2], labels=(*rows[2].labels[:-1], 9))]
@@ -44,7 +44,7 @@ def test_a_fingerprint_depends_on_what_is_learnt_and_not_on_where_it_came_from()
     assert fingerprint(rows[::-1]) != fingerprint(rows)
 
 
-def test_the_identity_has_the_settings_that_are_not_free_and_what_the_caller_adds() -> None:
+def test_the_identity_has_the_settings_that_are_not_free_and_what_the_caller_adds():
     run = trainer_of(Toy(), ToyTask()).run
     identity = identity_of(run, {"data": {"files": ("a", "b")}})
     assert set(identity["train"]) | UNBOUND == set(TrainConfig.model_fields)
@@ -53,17 +53,17 @@ def test_the_identity_has_the_settings_that_are_not_free_and_what_the_caller_add
     assert identity["num_processes"] == 1
 
 
-def test_nested_keys_are_named_by_dots() -> None:
+def test_nested_keys_are_named_by_dots():
     assert flat({"a": {"b": 1, "c": {}}, "d": None}) == {"a.b": 1, "a.c": {}, "d": None}
 
 
-def test_a_key_that_only_begins_like_an_allowed_one_is_not_allowed() -> None:
+def test_a_key_that_only_begins_like_an_allowed_one_is_not_allowed():
     with pytest.raises(CheckpointError, match="base_model: 1 -> 2"):
         check_same_run({"base_model": 1}, {"base_model": 2}, ["base"])
     assert check_same_run({"base": {"x": 1}}, {"base": {}}, ["base"]) != []
 
 
-def test_generators_go_on_from_where_they_were_captured() -> None:
+def test_generators_go_on_from_where_they_were_captured():
     device = torch.device("cpu")
 
     def draw() -> list[float]:
@@ -83,7 +83,7 @@ def test_generators_go_on_from_where_they_were_captured() -> None:
     assert draw() == first
 
 
-def test_every_process_draws_its_own_numbers() -> None:
+def test_every_process_draws_its_own_numbers():
     drawn = []
     for rank in range(3):
         rng.seed_everything(3, rank)
@@ -91,5 +91,5 @@ def test_every_process_draws_its_own_numbers() -> None:
     assert len({value for values in drawn for value in values}) == 9
 
 
-def test_a_row_may_be_hashed_whatever_it_holds() -> None:
+def test_a_row_may_be_hashed_whatever_it_holds():
     assert fingerprint([Row((1,), (2,), "x"), {"pixels": torch.zeros(2, 2)}, None, 1.5])

@@ -115,9 +115,7 @@ def settings(folder: Path, **train: Any) -> Settings:
         pytest.param("out of memory", "memory ran out on one process", 1, marks=SLOW),
     ],
 )
-def test_what_is_wrong_is_told_and_ends_all(
-    what: str, message: str, code: int, tmp_path: Path
-) -> None:
+def test_errors_are_reported_once(what, message, code, tmp_path):
     recipe = settings(tmp_path)
     more = []
     if what == "other folder":
@@ -135,7 +133,7 @@ def test_what_is_wrong_is_told_and_ends_all(
 
 
 @pytest.mark.slow
-def test_a_process_that_is_gone_ends_the_others_and_more_go_on(tmp_path: Path) -> None:
+def test_a_process_that_is_gone_ends_the_others_and_more_go_on(tmp_path):
     recipe = settings(tmp_path)
     codes, output, seconds = launch(tmp_path, recipe, "killed")
     assert codes[1] == -signal.SIGKILL
@@ -153,10 +151,10 @@ def test_a_process_that_is_gone_ends_the_others_and_more_go_on(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_process_saves_and_stops_all(tmp_path: Path) -> None:
+def test_a_signal_to_one_process_saves_and_stops_all(tmp_path):
     codes, output, _ = launch(tmp_path, settings(tmp_path), "terminated")
     assert codes == [128 + signal.SIGTERM] * 2, output
-    assert "Go on with --resume" in output
+    assert "Continue with --resume" in output
     reached = steps(tmp_path / "run")[-1]
     assert (tmp_path / "run" / "checkpoints" / f"step-{reached}").is_dir()
 

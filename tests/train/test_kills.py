@@ -14,7 +14,7 @@ from peftkit.errors import OutputError
 from peftkit.events import Event
 from peftkit.train import checkpoint_files
 from tests.helpers.children import exit_code, start
-from tests.helpers.toy import Played, Toy, go_on, names, play, same
+from tests.helpers.toy import Toy, go_on, names, play, same
 
 FAILPOINTS = [
     "created",
@@ -45,9 +45,7 @@ def train_and_die(folder: str, where: str, which: int) -> None:
 
 
 @pytest.mark.parametrize("where", FAILPOINTS)
-def test_killed_anywhere_in_a_save_the_run_goes_on_to_the_same_end(
-    tmp_path: Path, whole: Played, where: str
-) -> None:
+def test_a_run_killed_in_a_save_ends_equal(tmp_path, whole, where):
     assert exit_code(start(train_and_die, str(tmp_path), where, 2)) == -signal.SIGKILL
     step = {"renamed": 4, "latest": 4, "deleted": 6}.get(where, 2)
     run = play(
@@ -73,7 +71,7 @@ def train_slowly(folder: str) -> None:
     play(Path(folder), model=Toy(dropout=0.3), eval_every=None, on_event=pause)
 
 
-def test_a_second_process_into_a_folder_is_refused_and_names_the_first(tmp_path: Path) -> None:
+def test_a_second_process_into_a_folder_is_refused_and_names_the_first(tmp_path):
     child = start(train_slowly, str(tmp_path))
     while not (tmp_path / "checkpoints" / "step-1").exists():
         assert child.is_alive()
@@ -87,9 +85,7 @@ def test_a_second_process_into_a_folder_is_refused_and_names_the_first(tmp_path:
 
 
 @pytest.mark.parametrize("moment", range(int(os.environ.get("PEFTKIT_KILLS", "1"))))
-def test_killed_at_any_moment_the_run_goes_on_to_the_same_end(
-    tmp_path: Path, whole: Played, moment: int
-) -> None:
+def test_a_run_killed_at_any_time_ends_equal(tmp_path, whole, moment):
     """PEFTKIT_KILLS=50 pytest tests/train/test_kills.py -k any_moment: for longer."""
     child = start(train_slowly, str(tmp_path))
     while not (tmp_path / "checkpoints" / "step-1").exists():

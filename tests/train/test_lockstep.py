@@ -34,7 +34,7 @@ def in_step(other: list[int]) -> Lockstep:
     return Lockstep(world, task, ROWS)
 
 
-def test_kinds_come_in_one_order_and_are_filled_up() -> None:
+def test_kinds_come_in_one_order_and_are_filled_up():
     parts: list[Part] = [ROWS[2:3], ROWS[:1], ROWS[1:2]]
     passes = in_step([3, 1]).align(parts)  # batches of images and text that the other process has
     assert [(rows[0][0], is_own) for rows, is_own in passes] == [
@@ -47,11 +47,11 @@ def test_kinds_come_in_one_order_and_are_filled_up() -> None:
     assert [rows for rows, is_own in passes if is_own] == [ROWS[1:2], ROWS[2:3], ROWS[:1]]
 
 
-def test_a_process_without_rows_runs_as_many_as_the_other() -> None:
+def test_a_process_without_rows_runs_as_many_as_the_other():
     assert [rows[0][0] for rows, _ in in_step([1, 2]).align([])] == ["image", "text", "text"]
 
 
-def test_processes_that_do_not_depend_on_each_other_run_what_they_have() -> None:
+def test_processes_that_do_not_depend_on_each_other_run_what_they_have():
     parts: list[Part] = [ROWS[:2]]
     world: Any = Two([9, 9])
     assert Parallel(world).align(parts) == [(ROWS[:2], True)]

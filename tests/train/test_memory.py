@@ -40,7 +40,7 @@ def counted(model: nn.Module, num_tokens: int) -> ActivationBytes:
     return saved_by(lambda: model(ids).sum(), Blocks(model).blocks)
 
 
-def test_saved_tensors_are_counted_where_they_are_saved() -> None:
+def test_saved_tensors_are_counted_where_they_are_saved():
     saved = counted(Deep(), 5)
     # four tanh's of (5, 8) in each block; the products need the frozen factors alone
     assert saved.inside == (4 * 5 * 8 * 4, 4 * 5 * 8 * 4)
@@ -49,7 +49,7 @@ def test_saved_tensors_are_counted_where_they_are_saved() -> None:
     assert saved.outside == 4 * 5 * (8 + 4 + 31)
 
 
-def test_counting_keeps_nothing() -> None:
+def test_counting_keeps_nothing():
     alive: list[Any] = []
 
     class Noting(nn.Module):
@@ -64,7 +64,7 @@ def test_counting_keeps_nothing() -> None:
     assert not any(ref() is not None for ref in alive)
 
 
-def test_what_is_needed_under_each_way() -> None:
+def test_what_is_needed_under_each_way():
     saved = ActivationBytes(outside=7, inside=(100, 300, 200), inputs=(10, 30, 20))
     assert saved.needed("keep") == 7 + 600 + 300
     assert saved.needed("recompute") == 7 + 60 + 2 * 300
@@ -72,7 +72,7 @@ def test_what_is_needed_under_each_way() -> None:
     assert ActivationBytes(7, (), ()).needed("keep") == 7
 
 
-def test_the_memory_in_use_is_that_of_this_process() -> None:
+def test_the_memory_in_use_is_that_of_this_process():
     before = used_bytes(torch.device("cpu"))
     with mmap.mmap(-1, 32 << 20) as pages:  # past torch, which may use freed memory again
         pages.write(b"x" * (32 << 20))
@@ -112,14 +112,12 @@ def state_of(folder: Path, step: int = 12) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("each", "tokens", "way", "words"),
     [
-        (1000, None, "keep", "So all activations are kept, of at most 4 rows at once."),
-        (20, 20, "keep", "all activations are kept, of at most 20 tokens at once. Each"),
-        (15, 16, "recompute", "So activations are recomputed, of at most 16 tokens at once"),
+        (1000, None, "keep", "So all activations are kept, of at most 4 rows at a time."),
+        (20, 20, "keep", "all activations are kept, of at most 20 tokens at a time. The"),
+        (15, 16, "recompute", "So activations are recomputed, of at most 16 tokens at a time"),
     ],
 )
-def test_the_plan_is_said_and_kept_to(
-    each: float, tokens: int | None, way: str, words: str, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_the_plan_is_said_and_kept_to(each, tokens, way, words, tmp_path, monkeypatch):
     run = planned(tmp_path, monkeypatch, each * KEEP)
     assert run.error is None
     (notice,) = run.notices
@@ -129,15 +127,13 @@ def test_the_plan_is_said_and_kept_to(
     assert (state["plan"]["tokens"], state["plan"]["activations"]) == (tokens, way)
 
 
-def test_a_plan_changes_no_more_than_the_order_of_sums(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_plan_changes_no_more_than_the_order_of_sums(tmp_path, monkeypatch):
     plain = planned(tmp_path / "a", monkeypatch, 1e9, model=Deep())
     small = planned(tmp_path / "b", monkeypatch, 15 * KEEP, model=Deep())
     assert small.losses == pytest.approx(plain.losses, rel=1e-4)
 
 
-def test_a_resumed_run_goes_on_with_its_plan_whatever_is_free(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_resumed_run_keeps_its_memory_plan(tmp_path, monkeypatch):
     whole = planned(tmp_path / "a", monkeypatch, 15 * KEEP)
     planned(tmp_path / "b", monkeypatch, 15 * KEEP, on_event=crash_after(5))
     rest = planned(tmp_path / "b", monkeypatch, 1e9, resume=True)
@@ -146,9 +142,7 @@ def test_a_resumed_run_goes_on_with_its_plan_whatever_is_free(
     assert rest.notices == []
 
 
-def test_another_budget_that_is_allowed_makes_another_plan(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_another_memory_budget_is_another_plan(tmp_path, monkeypatch):
     planned(tmp_path, monkeypatch, 15 * KEEP, on_event=crash_after(5))
     refused = planned(tmp_path, monkeypatch, 1e9, resume=True, memory=2.0)
     assert "train.memory: 1.0 -> 2.0" in str(refused.error)
@@ -156,19 +150,19 @@ def test_another_budget_that_is_allowed_makes_another_plan(
     assert "all activations are kept, of at most 4 rows" in rest.notices[-1]
 
 
-def test_where_no_row_fits_it_is_told_before_training(tmp_path: Path, monkeypatch: Any) -> None:
+def test_where_no_row_fits_it_is_told_before_training(tmp_path, monkeypatch):
     run = planned(tmp_path, monkeypatch, 10 * RECOMPUTE)
     assert isinstance(run.error, RunError)
     assert run.losses == []
     text = str(run.error)
     assert "The longest row, train.jsonl:14, has 9 tokens." in text
-    assert "B where activations are recomputed." in text
+    assert "B if activations are recomputed." in text
     assert "Rows of 10 tokens would fit" in text
     kept = planned(tmp_path, monkeypatch, 15 * KEEP, gradient_checkpointing=False)
     assert "Rows of 15 tokens would fit" in str(kept.error)
 
 
-def test_auto_takes_a_share_of_what_is_free_on_a_cpu(tmp_path: Path, monkeypatch: Any) -> None:
+def test_auto_takes_a_share_of_what_is_free_on_a_cpu(tmp_path, monkeypatch):
     settings: dict[str, Any] = {"batch_size": 4, "gradient_accumulation": 1, "rows": ROWS}
     plenty = play(tmp_path / "a", model=Deep(), **settings)
     assert plenty.notices == []
@@ -177,12 +171,12 @@ def test_auto_takes_a_share_of_what_is_free_on_a_cpu(tmp_path: Path, monkeypatch
     monkeypatch.setattr(memory, "free_bytes", lambda: (20 * KEEP + trained) / memory.AUTO_SHARE + 1)
     little = play(tmp_path / "b", model=Deep(), **settings)
     (notice,) = little.notices
-    assert "iB of free memory for activations" in notice
+    assert "B of free memory for activations" in notice
     assert state_of(tmp_path / "b")["plan"]["tokens"] == 20
     assert little.losses == pytest.approx(plenty.losses, rel=1e-4)
 
 
-def test_counting_before_the_first_step_leaves_no_trace(tmp_path: Path) -> None:
+def test_counting_before_the_first_step_leaves_no_trace(tmp_path):
     class Normed(Toy):
         def __init__(self) -> None:
             super().__init__(dropout=0.3)
@@ -196,7 +190,7 @@ def test_counting_before_the_first_step_leaves_no_trace(tmp_path: Path) -> None:
     assert int(model.norm.num_batches_tracked) == 6, "3 steps of 2 batches"
 
 
-def test_what_is_planned_for_a_transformer_covers_what_its_batches_save(monkeypatch: Any) -> None:
+def test_what_is_planned_for_a_transformer_covers_what_its_batches_save(monkeypatch):
     from peftkit.adapter import attach
     from peftkit.methods.lora import LoRA
     from tests.helpers.families import FAMILIES
@@ -218,7 +212,7 @@ def test_what_is_planned_for_a_transformer_covers_what_its_batches_save(monkeypa
         assert saved.needed(trainer.plan.activations) <= 2_000_000
 
 
-def test_streamed_blocks_are_recomputed_under_auto(tmp_path: Path) -> None:
+def test_streamed_blocks_are_recomputed_under_auto(tmp_path):
     class Stream:
         def around(self, block: nn.Module) -> AbstractContextManager[None]:
             return nullcontext()

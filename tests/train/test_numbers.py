@@ -60,9 +60,7 @@ def weights_before(folder: Path, step: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("-inf")])
-def test_a_loss_that_is_not_finite_stops_before_the_weights_change(
-    tmp_path: Path, factor: float
-) -> None:
+def test_a_non_finite_loss_stops_before_the_update(tmp_path, factor):
     run = play(tmp_path / "a", task=Poisoned(factor), schedule="constant", warmup_ratio=0.0)
     assert isinstance(run.error, RunError)
     assert run.error.exit_code == 1
@@ -74,7 +72,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(
     assert run.saved[-1] == f"step-{done}"
 
 
-def test_the_diagnosis_names_step_rows_and_loss(tmp_path: Path) -> None:
+def test_the_diagnosis_names_step_rows_and_loss(tmp_path):
     run = play(tmp_path, task=Poisoned(float("nan")))
     diagnosis = diagnosis_of(tmp_path)
     assert diagnosis["step"] == len(run.losses) + 1
@@ -88,7 +86,7 @@ def test_the_diagnosis_names_step_rows_and_loss(tmp_path: Path) -> None:
     assert str(tmp_path / "diagnosis.json") in str(run.error)
 
 
-def test_the_diagnosis_names_the_first_module_with_a_non_finite_output(tmp_path: Path) -> None:
+def test_the_diagnosis_names_the_first_module_with_a_non_finite_output(tmp_path):
     model = Toy()
     with torch.no_grad():
         model.base.weight[3, 2] = float("inf")
@@ -100,7 +98,7 @@ def test_the_diagnosis_names_the_first_module_with_a_non_finite_output(tmp_path:
     assert run.losses == []
 
 
-def test_an_infinite_gradient_stops_before_the_weights_change(tmp_path: Path) -> None:
+def test_an_infinite_gradient_stops_before_the_weights_change(tmp_path):
     run = play(tmp_path / "a", model=Exploding())
     reference = play(tmp_path / "b", max_steps=None, on_event=None)
     assert isinstance(run.error, RunError)
@@ -112,7 +110,7 @@ def test_an_infinite_gradient_stops_before_the_weights_change(tmp_path: Path) ->
     assert "Non-finite gradients: magnitude" in str(run.error)
 
 
-def test_the_run_can_be_resumed_without_the_bad_row(tmp_path: Path) -> None:
+def test_the_run_can_be_resumed_without_the_bad_row(tmp_path):
     play(tmp_path, task=Poisoned(float("nan")))
     rows = make_rows(14)
     rows[BAD] = Row((1, 2, 3), (-100, 4, 5), "train.jsonl:mended")
@@ -120,7 +118,7 @@ def test_the_run_can_be_resumed_without_the_bad_row(tmp_path: Path) -> None:
     assert run.error is None
 
 
-def test_a_diagnosis_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -> None:
+def test_a_diagnosis_that_cannot_be_written_does_not_hide_the_error(tmp_path):
     (tmp_path / "diagnosis.json").mkdir()
     run: Played = play(tmp_path, task=Poisoned(float("nan")))
     assert isinstance(run.error, RunError)

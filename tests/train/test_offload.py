@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import attach
-from peftkit.execution.plan import Activations
 from peftkit.forward.blocks import Blocks
 from peftkit.forward.offload import Offload, OffloadedInput
 from peftkit.methods.lora import LoRA
@@ -31,7 +30,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("way", ["recompute", "offload"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
-def test_gradients_are_those_of_activations_that_are_kept(family: str, way: Activations) -> None:
+def test_gradients_are_those_of_activations_that_are_kept(family, way):
     torch.manual_seed(0)
     model = FAMILIES[family]().train()
     attach(model, LoRA(rank=3, dropout=0.2))
@@ -45,7 +44,7 @@ def test_gradients_are_those_of_activations_that_are_kept(family: str, way: Acti
     blocks.restore()
 
 
-def test_nothing_below_the_lowest_adapter_is_computed_again() -> None:
+def test_nothing_below_the_lowest_adapter_is_computed_again():
     torch.manual_seed(0)
     model = FAMILIES["llama"]().train()
     attach(model, LoRA(rank=3, targets="model.layers.1.mlp.*"))
@@ -71,13 +70,13 @@ def chain(num_blocks: int) -> tuple[list[weakref.ref[Tensor]], Tensor]:
     return given, hidden
 
 
-def test_inputs_are_let_go_in_the_forward_pass() -> None:
+def test_inputs_are_let_go_in_the_forward_pass():
     given, hidden = chain(4)
     assert [ref() is not None for ref in given] == [False] * 4
     assert hidden.requires_grad
 
 
-def test_the_input_of_the_block_before_is_fetched_ahead_and_never_more(monkeypatch: Any) -> None:
+def test_the_input_of_the_block_before_is_fetched_ahead_and_never_more(monkeypatch):
     parcels: list[weakref.ref[OffloadedInput]] = []
     begin, take, waiting = OffloadedInput.__init__, OffloadedInput.take, []
 
@@ -102,7 +101,7 @@ def test_the_input_of_the_block_before_is_fetched_ahead_and_never_more(monkeypat
     assert not any(ref() is not None for ref in parcels)
 
 
-def test_without_gradients_a_block_is_simply_computed() -> None:
+def test_without_gradients_a_block_is_simply_computed():
     with torch.no_grad():
         given, hidden = chain(2)
     assert not hidden.requires_grad

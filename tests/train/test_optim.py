@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,11 +26,11 @@ def rates(**changes: object) -> list[float]:
     return [learning_rate(step, 10, config) for step in range(10)]
 
 
-def test_warm_up_rises_to_the_peak_and_never_is_zero() -> None:
+def test_warm_up_rises_to_the_peak_and_never_is_zero():
     assert rates(warmup_ratio=0.3, schedule="constant") == [0.25, 0.5, 0.75, *[1.0] * 7]
 
 
-def test_cosine_and_linear_fall_from_the_peak_towards_zero() -> None:
+def test_cosine_and_linear_fall_from_the_peak_towards_zero():
     for schedule, middle in (("cosine", 0.5), ("linear", 0.5)):
         factors = rates(warmup_ratio=0.0, schedule=schedule)
         assert factors[0] == 1.0
@@ -40,7 +39,7 @@ def test_cosine_and_linear_fall_from_the_peak_towards_zero() -> None:
         assert factors == sorted(factors, reverse=True)
 
 
-def test_loraplus_gives_lora_B_a_multiple_of_the_learning_rate() -> None:
+def test_loraplus_gives_lora_B_a_multiple_of_the_learning_rate():
     parameters = dict(Toy().named_parameters())
     groups = parameter_groups(parameters, TrainConfig(loraplus_ratio=16.0))
     ratio = {id(p): group["ratio"] for group in groups for p in group["params"]}
@@ -49,7 +48,7 @@ def test_loraplus_gives_lora_B_a_multiple_of_the_learning_rate() -> None:
     }
 
 
-def test_loraplus_moves_lora_B_further(tmp_path: Path) -> None:
+def test_loraplus_moves_lora_B_further(tmp_path):
     start = Toy()
     moved = {
         ratio: play(tmp_path / str(ratio), max_steps=1, loraplus_ratio=ratio, weight_decay=0.0)
@@ -63,7 +62,7 @@ def test_loraplus_moves_lora_B_further(tmp_path: Path) -> None:
     )
 
 
-def test_only_matrices_decay() -> None:
+def test_only_matrices_decay():
     parameters = dict(Toy().named_parameters())
     groups = parameter_groups(parameters, TrainConfig(weight_decay=0.1))
     decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
@@ -71,19 +70,19 @@ def test_only_matrices_decay() -> None:
     assert undecayed == {"base.bias", "magnitude"}
 
 
-def test_adamw_is_torchs_fused_one() -> None:
+def test_adamw_is_torchs_fused_one():
     optimizer = build_optimizer({"w": nn.Parameter(torch.ones(2, 2))}, TrainConfig())
     assert type(optimizer) is torch.optim.AdamW
     assert optimizer.defaults["fused"] is True
 
 
 @pytest.mark.parametrize("name", ["paged_adamw", "paged_adamw_8bit"])
-def test_paged_optimizers_without_a_gpu_are_refused_with_the_one_to_use(name: Any) -> None:
+def test_paged_optimizers_without_a_gpu_are_refused_with_the_one_to_use(name):
     with pytest.raises(ConfigError, match=f"Use train.optimizer: {name.removeprefix('paged_')}"):
         build_optimizer({"w": nn.Parameter(torch.ones(2, 2))}, TrainConfig(optimizer=name))
 
 
-def test_8_bit_adamw_keeps_large_states_in_8_bits_and_reads_them_back() -> None:
+def test_8_bit_adamw_keeps_large_states_in_8_bits_and_reads_them_back():
     def parameters() -> dict[str, nn.Parameter]:
         generator = torch.Generator().manual_seed(0)
         return {
@@ -115,7 +114,7 @@ def test_8_bit_adamw_keeps_large_states_in_8_bits_and_reads_them_back() -> None:
     assert same(optimizer_state(optimizer, first)[0], optimizer_state(resumed, second)[0])
 
 
-def test_a_state_that_does_not_fit_lists_every_reason() -> None:
+def test_a_state_that_does_not_fit_lists_every_reason():
     parameters = {"w": nn.Parameter(torch.ones(2, 2))}
     optimizer = build_optimizer(parameters, TrainConfig())
     tensors = {"w/exp_avg": torch.zeros(3, 3), "w/step": torch.zeros(()), "v/step": torch.zeros(())}
@@ -128,7 +127,7 @@ def test_a_state_that_does_not_fit_lists_every_reason() -> None:
     ]
 
 
-def test_the_loss_scale_falls_on_overflow_and_rises_again() -> None:
+def test_the_loss_scale_falls_on_overflow_and_rises_again():
     scale = LossScale(needed=True)
     before = scale.factor
     assert scale.overflowed()
@@ -141,7 +140,7 @@ def test_the_loss_scale_falls_on_overflow_and_rises_again() -> None:
     assert scale.factor == 1.0
 
 
-def test_without_fp16_the_loss_is_not_scaled() -> None:
+def test_without_fp16_the_loss_is_not_scaled():
     scale = LossScale(needed=False)
     assert not scale.overflowed()
     for _ in range(LossScale.GROWTH_STEPS):
@@ -166,21 +165,21 @@ class Half(Toy):
         return Overflow.apply(super().forward(ids))
 
 
-def test_a_step_that_overflows_is_done_again_at_a_lower_scale_and_learns_the_same() -> None:
+def test_a_step_that_overflows_is_done_again_at_a_lower_scale_and_learns_the_same():
     plain, scaled = trainer_of(Toy(0.3), ToyTask()), trainer_of(Half(0.3), ToyTask())
-    scaled.scale = LossScale(needed=True)
+    scaled.fitting.scale = LossScale(needed=True)
     for trainer in (plain, scaled):
         torch.manual_seed(0)
         for _ in range(3):
             trainer.step(make_rows(8), 0.1)
-    assert 1.0 < scaled.scale.factor < 2.0**16
-    assert scaled.scale.good_steps == 3
+    assert 1.0 < scaled.fitting.scale.factor < 2.0**16
+    assert scaled.fitting.scale.good_steps == 3
     for name, parameter in plain.parameters.items():
         # the factor is a power of two: only fused multiply-adds round otherwise
         torch.testing.assert_close(scaled.parameters[name], parameter, rtol=1e-5, atol=1e-6)
 
 
-def test_8_bit_adamw_trains_and_resumes_in_a_run(tmp_path: Path) -> None:
+def test_8_bit_adamw_trains_and_resumes_in_a_run(tmp_path):
     whole = play(tmp_path / "a", optimizer="adamw_8bit")
     assert whole.error is None
     play(tmp_path / "b", optimizer="adamw_8bit", on_event=crash_after(5))

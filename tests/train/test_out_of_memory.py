@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,11 +66,11 @@ class Small(ToyTask):
 @pytest.mark.parametrize(
     "error", [RuntimeError(CUDA), torch.OutOfMemoryError(CUDA), RuntimeError(CPU), MemoryError()]
 )
-def test_memory_runs_out_in_many_words(error: BaseException) -> None:
+def test_memory_runs_out_in_many_words(error):
     assert is_out_of_memory(error)
 
 
-def test_a_run_short_of_memory_is_the_run_with_smaller_batches(tmp_path: Path) -> None:
+def test_a_run_short_of_memory_is_the_run_with_smaller_batches(tmp_path):
     task, small = Small(3), Small()
     run = play(
         tmp_path / "a",
@@ -95,14 +94,12 @@ def test_a_run_short_of_memory_is_the_run_with_smaller_batches(tmp_path: Path) -
     assert task.order == small.order
     (notice,) = run.notices
     assert notice == (
-        "Step 1: Memory ran out. From here on: 2 rows at a time instead of 16. "
-        "Each step learns from the same rows."
+        "Step 1: Memory ran out. From now on: 2 rows at a time instead of 16. "
+        "The rows of a step stay the same."
     )
 
 
-def test_memory_that_runs_out_in_the_middle_of_a_group_leaves_no_gradient_behind(
-    tmp_path: Path,
-) -> None:
+def test_running_out_of_memory_leaves_no_partial_gradient(tmp_path):
     rows = make_rows(14)
     task = Small()
     plain = task.loss
@@ -123,7 +120,7 @@ def test_memory_that_runs_out_in_the_middle_of_a_group_leaves_no_gradient_behind
     assert run.losses == pytest.approx(reference.losses, rel=1e-4)
 
 
-def test_a_resumed_run_stays_with_the_smaller_batches(tmp_path: Path) -> None:
+def test_a_resumed_run_stays_with_the_smaller_batches(tmp_path):
     settings: dict[str, Any] = {"batch_size": 4, "gradient_accumulation": 1}
     whole = play(tmp_path / "a", model=Toy(0.3), task=Small(1), **settings)
     play(tmp_path / "b", model=Toy(0.3), task=Small(1), on_event=crash_after(5), **settings)
@@ -133,7 +130,7 @@ def test_a_resumed_run_stays_with_the_smaller_batches(tmp_path: Path) -> None:
     assert same(rest.weights, whole.weights)
 
 
-def test_another_batch_size_that_is_allowed_counts_from_the_resume_on(tmp_path: Path) -> None:
+def test_another_batch_size_that_is_allowed_counts_from_the_resume_on(tmp_path):
     heights: list[int] = []
 
     class Measuring(ToyTask):
@@ -146,7 +143,7 @@ def test_another_batch_size_that_is_allowed_counts_from_the_resume_on(tmp_path: 
     assert max(heights) == 4
 
 
-def test_one_row_too_large_is_an_error_that_says_how_long_a_row_may_be(tmp_path: Path) -> None:
+def test_one_row_too_large_is_an_error_that_says_how_long_a_row_may_be(tmp_path):
     run = play(tmp_path, task=Small(tokens=6), rows=make_rows(14))
     assert isinstance(run.error, RunError)
     assert "does not fit into memory: train.jsonl:" in str(run.error)
@@ -154,13 +151,13 @@ def test_one_row_too_large_is_an_error_that_says_how_long_a_row_may_be(tmp_path:
     assert "data.max_length" in str(run.error)
 
 
-def test_if_no_row_fits_the_error_says_so(tmp_path: Path) -> None:
+def test_if_no_row_fits_the_error_says_so(tmp_path):
     run = play(tmp_path, task=Small(tokens=2), rows=make_rows(14))
     assert isinstance(run.error, RunError)
     assert "Not even the shortest row, of " in str(run.error)
 
 
-def test_an_evaluation_short_of_memory_shrinks_alone(tmp_path: Path) -> None:
+def test_an_evaluation_short_of_memory_shrinks_alone(tmp_path):
     rows = make_rows(7, first=50)
     task = Small(1, in_training=False)
     run = play(tmp_path / "a", task=task, eval_rows=rows, batch_size=4, gradient_accumulation=1)
@@ -175,14 +172,14 @@ def test_an_evaluation_short_of_memory_shrinks_alone(tmp_path: Path) -> None:
     )
 
 
-def test_an_eval_row_too_large_is_an_error(tmp_path: Path) -> None:
+def test_an_eval_row_too_large_is_an_error(tmp_path):
     task = Small(tokens=4, in_training=False)
     run = play(tmp_path, task=task, eval_rows=make_rows(7, first=49))
     assert isinstance(run.error, RunError)
     assert "Rows of 4 tokens would fit." in str(run.error)
 
 
-def test_memory_that_runs_out_in_the_optimizer_is_told(tmp_path: Path) -> None:
+def test_memory_that_runs_out_in_the_optimizer_is_told(tmp_path):
     trainer = trainer_of(Toy(), Small())
 
     def fail(*_: object) -> None:
@@ -193,7 +190,7 @@ def test_memory_that_runs_out_in_the_optimizer_is_told(tmp_path: Path) -> None:
         trainer.step(make_rows(4), 0.1)
 
 
-def test_other_errors_are_not_taken_for_a_lack_of_memory(tmp_path: Path) -> None:
+def test_other_errors_are_not_taken_for_a_lack_of_memory(tmp_path):
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     assert not is_out_of_memory(error)
     assert play(tmp_path, task=Small(1, error=error)).error is error
@@ -241,7 +238,7 @@ class SmallUnlessRecomputed(Small):
         return super().loss(model, batch)
 
 
-def test_recomputing_changes_no_number_and_is_undone(tmp_path: Path) -> None:
+def test_recomputing_changes_no_number_and_is_undone(tmp_path):
     plain, recomputed = Deep(), Deep()
     a = play(tmp_path / "a", model=plain, gradient_checkpointing=False)
     b = play(tmp_path / "b", model=recomputed, gradient_checkpointing=True)
@@ -251,7 +248,7 @@ def test_recomputing_changes_no_number_and_is_undone(tmp_path: Path) -> None:
     assert not recomputed.block.gradient_checkpointing
 
 
-def test_auto_recomputes_once_not_one_row_fits_and_then_tries_whole_batches_again() -> None:
+def test_auto_recomputes_once_not_one_row_fits_and_then_tries_whole_batches_again():
     trainer = trainer_of(Deep(), SmallUnlessRecomputed())
     facts = trainer.step(make_rows(8), 0.1)
     assert trainer.blocks.activations == "recompute"
@@ -263,7 +260,7 @@ def test_auto_recomputes_once_not_one_row_fits_and_then_tries_whole_batches_agai
     )
 
 
-def test_a_run_that_had_to_recompute_does_so_after_a_resume_unless_told_otherwise() -> None:
+def test_a_run_that_had_to_recompute_does_so_after_a_resume_unless_told_otherwise():
     first, second = (trainer_of(Deep(), ToyTask()) for _ in range(2))
     first.use(replace(first.plan, activations="recompute"))
     second.load_state(first.run.state, is_exact=True)
@@ -273,13 +270,13 @@ def test_a_run_that_had_to_recompute_does_so_after_a_resume_unless_told_otherwis
     assert explicit.plan.activations == "keep"
 
 
-def test_recomputing_a_model_without_marked_blocks_is_refused(tmp_path: Path) -> None:
+def test_recomputing_a_model_without_marked_blocks_is_refused(tmp_path):
     error = play(tmp_path, gradient_checkpointing=True).error
     assert isinstance(error, PeftkitError)
     assert "Toy has no blocks marked for it" in str(error)
 
 
-def test_recomputing_a_transformer_changes_no_gradient() -> None:
+def test_recomputing_a_transformer_changes_no_gradient():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -306,7 +303,7 @@ def test_recomputing_a_transformer_changes_no_gradient() -> None:
     assert not model.model.layers[0].gradient_checkpointing
 
 
-def test_rows_without_a_length_do_not_hide_the_error(tmp_path: Path) -> None:
+def test_rows_without_a_length_do_not_hide_the_error(tmp_path):
     class Pairs(Small):
         def collate(self, rows: Sequence[Any]) -> Mapping[str, Tensor]:
             return super().collate([Row(ids, labels, "") for ids, labels in rows])
@@ -317,9 +314,7 @@ def test_rows_without_a_length_do_not_hide_the_error(tmp_path: Path) -> None:
     assert "does not fit into memory" in str(run.error)
 
 
-def test_memory_in_holes_is_given_back_after_the_plan_and_now_and_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fragmented_memory_is_released(tmp_path, monkeypatch):
     given: list[int] = []
     steps: list[int] = []
     monkeypatch.setattr(loop_module, "GIVE_BACK_EVERY", 3)
@@ -333,7 +328,7 @@ def test_memory_in_holes_is_given_back_after_the_plan_and_now_and_then(
     assert given == [0, 2, 5]  # a step is told of after it
 
 
-def test_a_failed_attempt_leaves_nothing_of_its_graph_in_groups_of_layers() -> None:
+def test_a_failed_attempt_leaves_nothing_of_its_graph_in_groups_of_layers():
     model = FAMILIES["llama"]().train()
     attach(model, LoRA(rank=2))
     storages: list[StorageWeakRef] = []
@@ -362,7 +357,7 @@ def test_a_failed_attempt_leaves_nothing_of_its_graph_in_groups_of_layers() -> N
     assert "2 rows at a time instead of" in facts.notice
 
 
-def test_a_kernel_that_does_not_launch_is_an_error_of_the_compiler() -> None:
+def test_a_kernel_that_does_not_launch_is_an_error_of_the_compiler():
     launch = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})
     assert is_compile_error(launch("shared memory"))
     assert is_compile_error(RuntimeError("Triton Error [CUDA]: invalid argument"))
@@ -392,9 +387,7 @@ class RunsOut(RunHooks, ToyTask):
 
 @pytest.mark.parametrize("phase", ["before", "training", "eval"])
 @pytest.mark.parametrize("error", [RuntimeError(CUDA), MemoryError()])
-def test_a_run_that_cannot_go_on_saves_what_it_has(
-    tmp_path: Path, phase: str, error: BaseException
-) -> None:
+def test_a_run_out_of_memory_is_saved(tmp_path, phase, error):
     dropout = 0.0 if phase == "training" else 0.3  # a resumed run keeps the smaller batches
     how: dict[str, Any] = {"save_every": 50, "eval_every": 4}
     run = play(tmp_path, model=Toy(dropout=dropout), task=RunsOut(phase, error), **how)
@@ -409,7 +402,7 @@ def test_a_run_that_cannot_go_on_saves_what_it_has(
         torch.testing.assert_close(resumed.weights[name], value, **close)
 
 
-def test_memory_that_runs_out_in_the_optimizer_saves_no_half_step(tmp_path: Path) -> None:
+def test_memory_that_runs_out_in_the_optimizer_saves_no_half_step(tmp_path):
     def fail(event: Any) -> None:
         if isinstance(event, StepDone) and event.step == 3:
             optimizers[0].register_step_pre_hook(refuse)

@@ -43,9 +43,7 @@ def assert_same_end(folder: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("step", range(1, NUM_STEPS + 1))
-def test_resuming_after_any_step_changes_nothing(
-    tmp_path: Path, whole: tuple[Played, Path], step: int
-) -> None:
+def test_resuming_anywhere_is_exact(tmp_path, whole, step):
     first = play(tmp_path, model=Toy(dropout=0.3), on_event=crash_after(step))
     rest = play(tmp_path, model=Toy(dropout=0.3), resume=True)
     assert isinstance(first.error, Crash)
@@ -57,7 +55,7 @@ def test_resuming_after_any_step_changes_nothing(
     assert_same_end(tmp_path, whole[1])
 
 
-def test_resuming_twice_changes_nothing(tmp_path: Path, whole: tuple[Played, Path]) -> None:
+def test_resuming_twice_changes_nothing(tmp_path, whole):
     runs = [play(tmp_path, model=Toy(dropout=0.3), on_event=crash_after(3))]
     runs.append(play(tmp_path, model=Toy(dropout=0.3), on_event=crash_after(8), resume=True))
     runs.append(play(tmp_path, model=Toy(dropout=0.3), resume=True))
@@ -66,7 +64,7 @@ def test_resuming_twice_changes_nothing(tmp_path: Path, whole: tuple[Played, Pat
     assert_same_end(tmp_path, whole[1])
 
 
-def test_the_best_evaluation_is_remembered(tmp_path: Path) -> None:
+def test_the_best_evaluation_is_remembered(tmp_path):
     opposite = [Row((n, n), (-100, n), "eval") for n in range(20)]  # forgotten in training
     settings: dict[str, Any] = {"eval_rows": opposite, "eval_every": 1, "learning_rate": 0.3}
     whole = play(tmp_path / "a", **settings)
@@ -82,9 +80,7 @@ def test_the_best_evaluation_is_remembered(tmp_path: Path) -> None:
     assert rest.result.best_checkpoint.is_dir()
 
 
-def test_steps_since_the_last_checkpoint_are_done_again_alike(
-    tmp_path: Path, whole: tuple[Played, Path]
-) -> None:
+def test_steps_after_a_checkpoint_repeat(tmp_path, whole):
     def crash(event: object) -> None:
         if getattr(event, "step", 0) == 8:
             raise Crash
@@ -96,7 +92,7 @@ def test_steps_since_the_last_checkpoint_are_done_again_alike(
     assert rest.losses == whole[0].losses[5:]
 
 
-def test_bf16_adapters_resume_to_the_bit(tmp_path: Path) -> None:
+def test_bf16_adapters_resume_to_the_bit(tmp_path):
     whole = play(tmp_path / "a", model=Toy(0.3, torch.bfloat16))
     play(tmp_path / "b", model=Toy(0.3, torch.bfloat16), on_event=crash_after(6))
     rest = play(tmp_path / "b", model=Toy(0.3, torch.bfloat16), resume=True)
@@ -104,9 +100,7 @@ def test_bf16_adapters_resume_to_the_bit(tmp_path: Path) -> None:
     assert same(rest.weights, whole.weights)
 
 
-def test_resuming_a_finished_run_trains_nothing_and_has_its_result(
-    tmp_path: Path, whole: tuple[Played, Path]
-) -> None:
+def test_resuming_a_finished_run_is_a_no_op(tmp_path, whole):
     play(tmp_path, model=Toy(dropout=0.3))
     again = play(tmp_path, model=Toy(dropout=0.3), resume=True)
     assert again.losses == []
@@ -117,13 +111,13 @@ def test_resuming_a_finished_run_trains_nothing_and_has_its_result(
     assert same(again.weights, whole[0].weights)
 
 
-def test_resuming_where_nothing_was_saved_is_refused(tmp_path: Path) -> None:
+def test_resuming_where_nothing_was_saved_is_refused(tmp_path):
     error = play(tmp_path, resume=True).error
     assert isinstance(error, CheckpointError)
     assert "no valid checkpoint" in str(error)
 
 
-def test_another_row_is_refused(tmp_path: Path) -> None:
+def test_another_row_is_refused(tmp_path):
     play(tmp_path, on_event=crash_after(3))
     rows = make_rows(14)
     rows[7] = dataclasses.replace(rows[7], labels=(-100, *rows[7].labels[2:], 5))
@@ -133,21 +127,16 @@ def test_another_row_is_refused(tmp_path: Path) -> None:
     assert "rows.eval" not in str(error)
 
 
-def test_a_row_that_only_moved_in_its_file_is_the_same_row(tmp_path: Path) -> None:
+def test_a_row_that_only_moved_in_its_file_is_the_same_row(tmp_path):
     play(tmp_path, on_event=crash_after(3))
     rows = [dataclasses.replace(row, source=f"elsewhere/{row.source}") for row in make_rows(14)]
     assert play(tmp_path, rows=rows, resume=True).error is None
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("batch_size", 4),
-        ("optimizer", "adamw_8bit"),
-        ("max_grad_norm", None),
-    ],
+    ("key", "value"), [("batch_size", 4), ("optimizer", "adamw_8bit"), ("max_grad_norm", None)]
 )
-def test_another_setting_is_refused_by_its_name(tmp_path: Path, key: str, value: Any) -> None:
+def test_another_setting_is_refused_by_its_name(tmp_path, key, value):
     play(tmp_path, on_event=crash_after(1))
     error = play(tmp_path, resume=True, **{key: value}).error
     assert isinstance(error, CheckpointError)
@@ -155,7 +144,7 @@ def test_another_setting_is_refused_by_its_name(tmp_path: Path, key: str, value:
     assert len(error.found.splitlines()) == 1
 
 
-def test_all_differences_are_listed_at_once_with_both_values(tmp_path: Path) -> None:
+def test_all_differences_are_listed_at_once_with_both_values(tmp_path):
     play(tmp_path, on_event=crash_after(1), identity={"base": {"fingerprint": "sha256:aa"}})
     error = play(
         tmp_path,
@@ -166,13 +155,13 @@ def test_all_differences_are_listed_at_once_with_both_values(tmp_path: Path) -> 
     assert isinstance(error, CheckpointError)
     assert error.found.splitlines() == [
         'base.fingerprint: "sha256:aa" -> "sha256:bb"',
-        "method.rank: (not there) -> 8",
+        "method.rank: (missing) -> 8",
         "train.learning_rate: 0.02 -> 0.01",
     ]
 
 
 @pytest.mark.parametrize("allowed", ["train.learning_rate", "train"])
-def test_a_change_that_is_allowed_is_told_and_takes_effect(tmp_path: Path, allowed: str) -> None:
+def test_a_change_that_is_allowed_is_told_and_takes_effect(tmp_path, allowed):
     play(tmp_path, on_event=crash_after(6))
     run = play(tmp_path, resume=True, learning_rate=0.01, allow_changes=[allowed])
     assert run.error is None
@@ -180,7 +169,7 @@ def test_a_change_that_is_allowed_is_told_and_takes_effect(tmp_path: Path, allow
     assert len(run.losses) == 6
 
 
-def test_allowing_one_change_does_not_allow_another(tmp_path: Path) -> None:
+def test_allowing_one_change_does_not_allow_another(tmp_path):
     play(tmp_path, on_event=crash_after(1))
     error = play(
         tmp_path, resume=True, learning_rate=0.01, seed=3, allow_changes=["train.learn", "seed"]
@@ -189,15 +178,13 @@ def test_allowing_one_change_does_not_allow_another(tmp_path: Path) -> None:
     assert len(error.found.splitlines()) == 2
 
 
-def test_more_epochs_can_be_allowed(tmp_path: Path) -> None:
+def test_more_epochs_can_be_allowed(tmp_path):
     play(tmp_path)
     run = play(tmp_path, resume=True, epochs=4.0, allow_changes=["train.epochs"])
     assert len(run.losses) == 4
 
 
-def test_how_often_to_save_and_evaluate_may_change_freely(
-    tmp_path: Path, whole: tuple[Played, Path]
-) -> None:
+def test_save_and_eval_intervals_may_change(tmp_path, whole):
     play(tmp_path, model=Toy(dropout=0.3), on_event=crash_after(5))
     moved = tmp_path.with_name(f"{tmp_path.name}-moved")
     tmp_path.rename(moved)
@@ -214,9 +201,7 @@ def test_how_often_to_save_and_evaluate_may_change_freely(
     assert rest.losses == whole[0].losses[5:]
 
 
-def test_another_version_of_a_library_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_library_version_is_logged(tmp_path, monkeypatch):
     from peftkit.train import checkpoint, checkpoint_files
 
     play(tmp_path, on_event=crash_after(1))
@@ -226,7 +211,7 @@ def test_another_version_of_a_library_is_told(
     assert any("-> 9.9" in text for text in run.notices)
 
 
-def test_weights_that_do_not_fit_the_model_are_refused_with_all_reasons(tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_the_model_are_refused_with_all_reasons(tmp_path):
     play(tmp_path, on_event=crash_after(1))
     model = Toy()
     model.lora_A = torch.nn.Linear(8, 2, bias=False)
@@ -236,7 +221,7 @@ def test_weights_that_do_not_fit_the_model_are_refused_with_all_reasons(tmp_path
     assert len(error.found.splitlines()) == 2
 
 
-def test_a_checkpoint_is_free_of_pickle(tmp_path: Path) -> None:
+def test_a_checkpoint_is_free_of_pickle(tmp_path):
     play(tmp_path, max_steps=1)
     names = {path.name for path in (tmp_path / "checkpoints" / "step-1").iterdir()}
     assert names == {
@@ -249,7 +234,7 @@ def test_a_checkpoint_is_free_of_pickle(tmp_path: Path) -> None:
     assert "lora_A.weight" in load_file(tmp_path / "checkpoints" / "step-1" / "weights.safetensors")
 
 
-def test_the_manifest_says_where_the_run_stands(tmp_path: Path) -> None:
+def test_the_manifest_says_where_the_run_stands(tmp_path):
     play(tmp_path, max_steps=6, identity={"base": "sha256:aa"})
     manifest = json.loads((tmp_path / "checkpoints" / "step-6" / "MANIFEST.json").read_text())
     assert manifest["step"] == 6
@@ -260,6 +245,6 @@ def test_the_manifest_says_where_the_run_stands(tmp_path: Path) -> None:
     assert manifest["versions"]["torch"] == torch.__version__
 
 
-def test_a_state_that_lacks_something_is_refused() -> None:
+def test_a_state_that_lacks_something_is_refused():
     with pytest.raises(CheckpointError, match="not of this version"):
         state_from_json({"step": 7})

@@ -51,7 +51,7 @@ def train(
 
 
 @pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
-def test_quantised_packed_runs_with_dropout_resume_to_the_bit(tmp_path: Path, kind: str) -> None:
+def test_quantised_packed_runs_with_dropout_resume_to_the_bit(tmp_path, kind):
     data = tmp_path / "train.jsonl"
     data.write_text(
         "\n".join(

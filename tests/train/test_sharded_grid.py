@@ -97,9 +97,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, cells: dict[str, Settings]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*CELLS, "gguf", *IMAGES])
-def test_two_processes_that_share_a_base_learn_what_one_does(
-    name: str, cells: dict[str, Settings], two: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_learn_what_one_does(name, cells, two, tmp_path):
     run_alone(cells[name], tmp_path / "one")
     check_same(two / name, tmp_path / "one")
 

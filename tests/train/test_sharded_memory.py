@@ -114,9 +114,7 @@ MORE = 12_000_000
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", BASES)
-def test_a_process_holds_its_part_and_a_block(
-    name: str, rank: int, measured: list[dict[str, dict[str, int]]]
-) -> None:
+def test_each_rank_holds_its_shard_and_one_block(name, rank, measured):
     sizes = measured[rank][name]
     assert sizes["whole"] > 2 * MORE or "nf4" in name
     assert sizes["kept"] <= 0.51 * sizes["whole"] + 100_000  # what has no dimension to cut is whole

@@ -30,9 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path
     return directory
 
 
-def test_two_processes_that_share_a_base_learn_what_one_does(
-    folder: Path, model_folder: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_learn_what_one_does(folder, model_folder, tmp_path):
     run_alone(settings_of(folder, model_folder), tmp_path)
     assert logged_losses(folder / "two") == pytest.approx(logged_losses(tmp_path), rel=1e-5)
     ours, theirs = named_tensors(folder / "two"), named_tensors(tmp_path)
@@ -41,9 +39,7 @@ def test_two_processes_that_share_a_base_learn_what_one_does(
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-4)
 
 
-def test_one_process_goes_on_with_a_checkpoint_of_two(
-    folder: Path, model_folder: Path, tmp_path: Path
-) -> None:
+def test_one_rank_resumes_two(folder, model_folder, tmp_path):
     out = shutil.copytree(folder / "two", tmp_path / "run")
     settings = settings_of(folder, model_folder)
     settings["train"] |= {"output_dir": str(out), "shard": "none", "max_steps": 6}
@@ -52,13 +48,13 @@ def test_one_process_goes_on_with_a_checkpoint_of_two(
     assert len(logged_losses(out)) == 6
 
 
-def test_one_process_cannot_share_a_base(tmp_path: Path) -> None:
+def test_one_process_cannot_share_a_base(tmp_path):
     train = {"shard": "base", "output_dir": str(tmp_path / "run")}
     with pytest.raises(ConfigError, match="There is one process"):
         run(from_dict(Recipe, ragged_recipe(tmp_path, Path("nowhere"), train=train), "test"))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_sharded_recipe_is_checked_on_one_process(tmp_path: Path, model_folder: Path) -> None:
+def test_a_sharded_recipe_is_checked_on_one_process(tmp_path, model_folder):
     settings = ragged_recipe(tmp_path, model_folder, train={"shard": "base"})
     check(from_dict(Recipe, settings, "test"))

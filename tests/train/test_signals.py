@@ -47,9 +47,7 @@ def go_on(folder: Path) -> Played:
 
 
 @pytest.mark.parametrize("number", BOTH)
-def test_a_signal_within_a_step_saves_after_that_step_and_stops(
-    tmp_path: Path, whole: Played, number: signal.Signals
-) -> None:
+def test_a_signal_in_a_step_saves(tmp_path, whole, number):
     task = Signalling({8: number})  # the first of the two batches of step 5
     run = play(tmp_path, model=Toy(dropout=0.3), task=task, save_every=None)
     assert isinstance(run.error, Interrupted)
@@ -63,9 +61,7 @@ def test_a_signal_within_a_step_saves_after_that_step_and_stops(
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_signal_between_two_steps_never_loses_the_step_before(
-    tmp_path: Path, whole: Played, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
+def test_a_signal_between_two_steps_never_loses_the_step_before(tmp_path, whole, monkeypatch, when):
     """At the very moment in which the run decides whether to save."""
     decide = Loop._is_due
 
@@ -86,9 +82,7 @@ def test_a_signal_between_two_steps_never_loses_the_step_before(
     assert run.losses + go_on(tmp_path).losses == whole.losses
 
 
-def test_a_signal_within_an_evaluation_stops_it_and_the_resumed_run_makes_up_for_it(
-    tmp_path: Path, whole: Played
-) -> None:
+def test_a_signal_within_an_evaluation_defers_it_to_the_resume(tmp_path, whole):
     rows = [Row((n, n + 1), (-100, n), "eval") for n in range(10)]
     reference = play(tmp_path / "a", eval_rows=rows)
     # in the second evaluation of 5 batches
@@ -112,9 +106,7 @@ def test_a_signal_within_an_evaluation_stops_it_and_the_resumed_run_makes_up_for
 
 
 @pytest.mark.parametrize("where", ["weights", "latest"])
-def test_a_signal_within_a_save_lets_it_finish(
-    tmp_path: Path, whole: Played, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_a_signal_within_a_save_lets_it_finish(tmp_path, whole, monkeypatch, where):
     def failpoint(name: str) -> None:
         if name == where:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -131,9 +123,7 @@ def test_a_signal_within_a_save_lets_it_finish(
 @pytest.mark.parametrize(
     ("number", "expected"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )
-def test_a_second_signal_ends_the_run_at_once(
-    tmp_path: Path, whole: Played, number: signal.Signals, expected: type[BaseException]
-) -> None:
+def test_a_second_signal_ends_the_run_at_once(tmp_path, whole, number, expected):
     task = Signalling({8: number, 9: number})  # both in step 5
     run = play(tmp_path, model=Toy(dropout=0.3), task=task, save_every=2)
     assert isinstance(run.error, expected)
@@ -143,9 +133,7 @@ def test_a_second_signal_ends_the_run_at_once(
     assert go_on(tmp_path).losses == whole.losses[4:]
 
 
-def test_a_second_signal_within_a_save_leaves_the_checkpoint_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_signal_in_a_save_is_safe(tmp_path, monkeypatch):
     passed = 0
 
     def failpoint(name: str) -> None:
@@ -162,7 +150,7 @@ def test_a_second_signal_within_a_save_leaves_the_checkpoint_before(
     assert Checkpoints(tmp_path, keep=1).newest_valid(lambda event: None).step == 2
 
 
-def test_handlers_are_restored_afterwards(tmp_path: Path) -> None:
+def test_handlers_are_restored_afterwards(tmp_path):
     before = [signal.getsignal(number) for number in BOTH]
     during: list[object] = []
 
@@ -176,7 +164,7 @@ def test_handlers_are_restored_afterwards(tmp_path: Path) -> None:
     assert [signal.getsignal(number) for number in BOTH] == before
 
 
-def test_a_run_in_a_thread_takes_no_signals(tmp_path: Path) -> None:
+def test_a_run_in_a_thread_takes_no_signals(tmp_path):
     runs: list[Played] = []
     thread = threading.Thread(target=lambda: runs.append(play(tmp_path)))
     before = signal.getsignal(signal.SIGTERM)
@@ -187,7 +175,7 @@ def test_a_run_in_a_thread_takes_no_signals(tmp_path: Path) -> None:
     assert during == before
 
 
-def test_a_signal_that_a_launcher_relays_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_a_launcher_relays_is_one_request(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     request = StopRequest()
     for _ in range(3):
@@ -200,7 +188,7 @@ def test_a_signal_that_a_launcher_relays_is_one_request(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("number", BOTH)
-def test_a_signal_that_a_parent_ignores_stays_ignored(number: signal.Signals) -> None:
+def test_a_signal_that_a_parent_ignores_stays_ignored(number):
     before = signal.signal(number, signal.SIG_IGN)
     try:
         with stop_requests() as request:

@@ -85,7 +85,7 @@ def prepared(folder: Path, model: Path, **train: object) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_two_machines_train_one_adapter(launcher: str, tmp_path: Path, model_folder: Path) -> None:
+def test_two_machines_train_one_adapter(launcher, tmp_path, model_folder):
     prepared(tmp_path, model_folder)
     with two_machines(commands(launcher)[0], tmp_path) as machines:
         outputs = [machine.communicate(timeout=300) for machine in machines]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,7 +56,7 @@ class Centred(RunHooks, ToyTask):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_rows_know_the_whole_step_whatever_goes_through_at_once(dropout: float) -> None:
+def test_rows_know_the_whole_step_whatever_goes_through_at_once(dropout):
     task, steps = Centred(), []
     for size in (8, 3, 1) if dropout == 0 else (3,):
         model = Toy(dropout).train()
@@ -71,7 +70,7 @@ def test_rows_know_the_whole_step_whatever_goes_through_at_once(dropout: float) 
         torch.testing.assert_close(weight, steps[0][2])
 
 
-def test_rows_keep_their_values_where_they_are_sorted_to_fit() -> None:
+def test_rows_keep_their_values_where_they_are_sorted_to_fit():
     task = Centred()
     trainer = trainer_of(Toy().train(), task, tokens_per_batch=None)
     trainer.use(replace(trainer.plan, tokens=16))  # the longest first
@@ -80,7 +79,7 @@ def test_rows_keep_their_values_where_they_are_sorted_to_fit() -> None:
     trainer.step(rows, 1e-2)  # Centred compares the values that each batch is given
 
 
-def test_figures_are_told_at_each_step_and_evaluation(tmp_path: Path) -> None:
+def test_figures_are_told_at_each_step_and_evaluation(tmp_path):
     run = play(tmp_path, task=Centred(), rows=ROWS, eval_rows=ROWS[:4], eval_every=2)
     steps = [event for event in run.events if isinstance(event, StepDone)]
     evals = [event for event in run.events if isinstance(event, EvalDone)]
@@ -91,7 +90,7 @@ def test_figures_are_told_at_each_step_and_evaluation(tmp_path: Path) -> None:
     assert '"figures": {"above": ' in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_a_task_begins_once_with_all_rows(tmp_path: Path) -> None:
+def test_a_task_begins_once_with_all_rows(tmp_path):
     begun: list[TrainingRun] = []
 
     class Beginner(RunHooks, ToyTask):

@@ -126,30 +126,24 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Played, Path]:
     return run, folder
 
 
-def test_two_processes_learn_what_one_does_with_twice_the_accumulation(
-    folder: Path, reports: list[dict[str, Any]], one: tuple[Played, Path]
-) -> None:
+def test_two_ranks_equal_double_accumulation(folder, reports, one):
     # sums in another order, magnified where AdamW divides by a small gradient
     assert reports[0][""]["losses"] == pytest.approx(one[0].losses, rel=1e-4)
     for name, weight in weights(one[1]).items():
         torch.testing.assert_close(weights(folder / "run-")[name], weight, rtol=1e-3, atol=1e-4)
 
 
-def test_both_end_with_the_same_weights_whatever_the_other_began_with(
-    reports: list[dict[str, Any]],
-) -> None:
+def test_ranks_end_equal_from_different_initial_weights(reports):
     assert len({report[run]["sum"] for report in reports for run in ("", "differ")}) == 1
 
 
-def test_every_row_is_learnt_once_an_epoch_by_one_of_them(reports: list[dict[str, Any]]) -> None:
+def test_every_row_is_learnt_once_an_epoch_by_one_of_them(reports):
     rows = sorted(list(row.input_ids) for row in ROWS)
     seen = [row for report in reports for row in report[""]["seen"]]
     assert sorted(seen) == sorted(3 * rows)
 
 
-def test_only_the_main_process_speaks_and_writes(
-    folder: Path, reports: list[dict[str, Any]]
-) -> None:
+def test_only_the_main_process_logs(folder, reports):
     main, other = (report[""] for report in reports)
     assert (main["is_main"], other["is_main"]) == (True, False)
     assert main["events"] > 12
@@ -157,9 +151,7 @@ def test_only_the_main_process_speaks_and_writes(
     assert len((folder / "run-" / "metrics.jsonl").read_text().splitlines()) == main["events"]
 
 
-def test_a_signal_to_one_process_stops_both_after_the_same_step_and_they_resume(
-    folder: Path, reports: list[dict[str, Any]]
-) -> None:
+def test_a_signal_to_one_rank_stops_both(folder, reports):
     assert [report["terminate"]["code"] for report in reports] == [143, 143]
     assert all("after step 3" in report["terminate"]["error"] for report in reports)
     main = reports[0]
@@ -167,41 +159,35 @@ def test_a_signal_to_one_process_stops_both_after_the_same_step_and_they_resume(
     assert same(weights(folder / "run-terminate"), weights(folder / "run-"))
 
 
-def test_a_signal_in_the_last_save_still_counts_on_both(reports: list[dict[str, Any]]) -> None:
+def test_a_signal_in_the_last_save_still_counts_on_both(reports):
     assert [report["late"]["code"] for report in reports] == [143, 143]
 
 
-def test_when_memory_runs_out_on_one_process_all_take_the_same_step_of_the_ladder(
-    reports: list[dict[str, Any]], one: tuple[Played, Path]
-) -> None:
+def test_out_of_memory_on_one_rank_degrades_all(reports, one):
     main, other = (report["short"] for report in reports)
     assert main["losses"] == pytest.approx(one[0].losses, rel=1e-4)
     assert [main["last"], other["last"]] == [1, 1]
     (notice,) = main["notices"]
-    assert notice.startswith("Step 1: Memory ran out. From here on: 1 rows at a time instead of 2.")
+    assert notice.startswith("Step 1: Memory ran out. From now on: 1 rows at a time instead of 2.")
 
 
-def test_a_row_may_have_no_counterpart_on_the_other_process(
-    reports: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_ranks_may_have_unequal_rows(reports, tmp_path):
     alone = play(tmp_path, rows=ROWS[:5], batch_size=1, gradient_accumulation=4)
     assert reports[0]["few"]["losses"] == pytest.approx(alone.losses, rel=1e-4)
 
 
-def test_a_number_that_is_not_finite_on_one_process_stops_both(
-    folder: Path, reports: list[dict[str, Any]]
-) -> None:
+def test_a_nan_on_one_rank_stops_both(folder, reports):
     assert all("RunError" in report["nan"]["error"] for report in reports)
     assert (folder / "run-nan" / "rank1-diagnosis.json").exists()
 
 
-def test_another_number_of_processes_is_refused(folder: Path) -> None:
+def test_another_number_of_processes_is_refused(folder):
     settings: dict[str, Any] = {"batch_size": 1, "gradient_accumulation": 2, "save_every": 2}
     run = play(folder / "run-", rows=ROWS, resume=True, **settings)
     assert "num_processes: 2 -> 1" in str(run.error)
 
 
-def test_a_killed_process_ends_the_other_in_bounded_time(tmp_path: Path) -> None:
+def test_a_killed_process_ends_the_other_in_bounded_time(tmp_path):
     began = time.monotonic()
     codes = launch(tmp_path, {"die": {}})
     assert codes[1] == -signal.SIGKILL
@@ -229,20 +215,18 @@ class Plain(Toy):
         return self.base(x) + self.lora_B(self.lora_A(x))
 
 
-def test_the_precision_that_the_launcher_was_told_is_used(tmp_path: Path) -> None:
+def test_the_precision_that_the_launcher_was_told_is_used(tmp_path):
     """`accelerate launch --mixed_precision bf16`."""
     child = start(train_precisely, str(tmp_path), ACCELERATE_MIXED_PRECISION="bf16")
     assert exit_code(child) == 0
 
 
-def test_processes_that_do_not_find_each_other_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_processes_that_do_not_find_each_other_are_refused(monkeypatch):
     """Without its address, accelerate would let each of them train alone."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "-1")
     monkeypatch.setattr("accelerate.Accelerator", Alone)
-    with pytest.raises(RunError, match="2 processes were launched, and accelerate has joined 1"):
+    with pytest.raises(RunError, match="2 processes were launched, but accelerate has joined 1"):
         World(torch.device("cpu"))
 
 
@@ -254,7 +238,7 @@ class Alone:
     def __init__(self, **settings: object) -> None: ...
 
 
-def test_a_lone_process_sums_and_gathers_nothing() -> None:
+def test_a_lone_process_sums_and_gathers_nothing():
     world = World(torch.device("cpu"))
     assert (world.rank, world.world_size, world.is_main) == (0, 1, True)
     assert world.sum(torch.tensor(3.0)) == 3.0

@@ -170,7 +170,7 @@ class CodesQuantizer(StoredQuantizer):
         self._method = checkpoint.settings.get("quant_method") if checkpoint else None
         self.serialized_names = STACKS if self._method == "mxfp4" else {"weight": [*LEAVES]}
 
-    def update_weight_conversions(self, weight_conversions: Any, model: Any = None) -> Any:
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
         """Read the tensors of a parameter together, before the model's own conversions."""
         converters = HfQuantizer.update_weight_conversions(self, weight_conversions, model)
         for converter in converters:

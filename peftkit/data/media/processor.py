@@ -79,7 +79,7 @@ class MediaProcessor:
                 try:
                     token_inputs |= self._probe(kind)
                 except DataError as problem:  # not the row's fault: it is a blank one
-                    why = problem.found or problem.asked
+                    why = problem.found or problem.problem
                     del self.marks[kind]
             if why:
                 self.refused[kind] = why

@@ -123,7 +123,7 @@ class _Api:
                 grading = Grading(grader, self._complete, CODE_SECONDS, UserCode())
                 (grade,) = grading.grades([Answered(body.model_sample, body.item, "the item")])
         except RunError as error:
-            raise RequestError(error.asked, found=error.found, fix=error.fix) from None
+            raise RequestError(error.problem, found=error.found, fix=error.fix) from None
         scores = dict(grade.parts)
         metadata = {
             "errors": {name: name == grade.problem for name in PROBLEMS},
@@ -156,7 +156,7 @@ class _Api:
             if isinstance(output, Exception):  # an error of the model, not of the grader
                 assert isinstance(output, PeftkitError)
                 raise RequestError(
-                    output.asked, found=output.found, fix=output.fix, status=status_of(output)
+                    output.problem, found=output.found, fix=output.fix, status=status_of(output)
                 )
             text, has_ended = text + output.text, output.reason is not None
         return [text]

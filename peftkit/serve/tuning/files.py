@@ -96,7 +96,7 @@ class Files:
             except FormError as error:
                 status = 413 if error.is_too_long else 400
                 raise RequestError(
-                    error.asked, found=error.found, status=status, param=error.part
+                    error.problem, found=error.found, status=status, param=error.part
                 ) from None
             _check_fields(form.fields)
             await asyncio.to_thread(stack.close)  # syncs the file to the disk

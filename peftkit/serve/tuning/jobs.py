@@ -213,7 +213,7 @@ class Jobs:
             except StoreError:
                 raise
             except JobError as error:
-                self._fail(id, error.code, error.asked, error.param)
+                self._fail(id, error.code, error.problem, error.param)
             except PeftkitError as error:
                 message = self._public(id, error)
                 self._fail(id, "invalid_hyperparameters", message, "hyperparameters")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.config.schema import Config, from_dict
-from peftkit.defaults import BATCHES, OF_PREFERENCES, Defaults, defaults_for
+from peftkit.defaults import BATCHES, PREFERENCE_RATE, Defaults, defaults_for
 from peftkit.errors import ConfigError
 from peftkit.files.disk import write_text
 from peftkit.inference.engine import context_length
@@ -47,7 +47,9 @@ def grader_of(fields: Mapping[str, Any], training: Training, folder: Path) -> Gr
     try:
         return from_dict(GraderBox, settings, "the grader").grader
     except ConfigError as error:
-        raise RequestError(error.asked, found=error.found, fix=error.fix, param="grader") from None
+        raise RequestError(
+            error.problem, found=error.found, fix=error.fix, param="grader"
+        ) from None
 
 
 def _grader_settings(fields: Mapping[str, Any], training: Training, folder: Path) -> dict[str, Any]:
@@ -119,7 +121,7 @@ def recipe_of(
     hyperparameters = _resolved(body, defaults)
     steps = math.ceil(num_rows / hyperparameters["batch_size"])
     save_every = math.ceil(steps / math.ceil(steps / SAVE_STEPS))
-    rates = {"dpo": OF_PREFERENCES * defaults.learning_rate, "reinforcement": REWARDS_RATE}
+    rates = {"dpo": PREFERENCE_RATE * defaults.learning_rate, "reinforcement": REWARDS_RATE}
     rate = rates.get(body.kind, defaults.learning_rate)
     limit = context_length(training.bank.base.model)
     data = {"train": str(files[0]), "eval": str(files[1]) if files[1] else None}

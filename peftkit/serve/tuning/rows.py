@@ -55,7 +55,7 @@ def count_rows(
                 if num_bad <= MAX_REPORTED:
                     problems.append(f"Line {record.source.rpartition(':')[2]}: {problem}")
     except DataError as error:
-        text = public(f"{error.asked} {error.found} {error.fix}", path)
+        text = public(f"{error.problem} {error.found} {error.fix}", path)
         raise JobError("invalid_file_format", text, param) from None
     if num_bad:
         more = f" And {num_bad - MAX_REPORTED} more." if num_bad > MAX_REPORTED else ""
@@ -87,7 +87,7 @@ def _problem(record: Record, method: Kind, fields: Collection[str], first: str) 
     except WrongField as problem:
         return f"{problem}."
     except DataError as error:
-        text = (error.found or error.asked).removeprefix(f"{record.source}: ")
+        text = (error.found or error.problem).removeprefix(f"{record.source}: ")
         return text.split("\n")[0].rstrip(".") + "."
     missing = sorted(set(fields) - record.fields.keys())
     return f"{missing[0]}: missing, and the grader reads it." if missing else ""

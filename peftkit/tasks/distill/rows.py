@@ -131,8 +131,8 @@ def _of_messages(messages: Any) -> TeacherPrompt:
 # Rows of two documents that end in the same answer: the student's, and the teacher's.
 
 
-TOO_LONG = 2
-"""Number of the last one of `DistillEncoder.drops`."""
+TOO_LONG = "too long after the teacher's prompt"
+"""Reason to drop a row; see `RowEncoder.drops`."""
 Read = tuple[list[PromptExample], ParsedRow]
 
 
@@ -182,7 +182,7 @@ class DistillEncoder(RowEncoder):
     kind: ClassVar[type[Distilled]] = Distilled
     drops: Mapping[str, str] = {
         **DocumentEncoder.drops,
-        "too long after the teacher's prompt": "shorten the teacher's prompt",
+        TOO_LONG: "shorten the teacher's prompt",
     }
 
     def __init__(

@@ -112,7 +112,7 @@ def all_matches(values: Sequence[Any], schema: Mapping[str, Any], seconds: float
 
 
 class _Searches:
-    """Searches whose results come later: those that are missing count as found until then."""
+    """Deferred searches of patterns: until `find`, a new search counts as a match."""
 
     def __init__(self) -> None:
         self.missing: dict[tuple[str, str], None] = {}
@@ -124,7 +124,7 @@ class _Searches:
         return self._results.get((pattern, text), True)
 
     def find(self, seconds: float) -> None:
-        """Search what is missing."""
+        """Run the missing searches."""
         self._results.update(zip(self.missing, searched([*self.missing], seconds), strict=True))
         self.missing = {}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import peft
 import pytest
@@ -58,9 +57,7 @@ def bert() -> PreTrainedModel:
     ("build", "kind", "target", "labels"),
     [(gpt2, "SEQ_CLS", "c_attn", 6), (bert, "TOKEN_CLS", "query", 5)],
 )
-def test_a_head_that_peft_adds_by_itself_is_opened(
-    build: type, kind: str, target: str, labels: int, tmp_path: Path
-) -> None:
+def test_an_added_head(build, kind, target, labels, tmp_path):
     theirs = peft.get_peft_model(
         build(), peft.LoraConfig(task_type=kind, r=8, target_modules=[target])
     ).eval()
@@ -82,7 +79,7 @@ def test_a_head_that_peft_adds_by_itself_is_opened(
         read_low_rank(tmp_path)
 
 
-def test_a_name_with_a_foreign_prefix_is_refused_where_it_is_read(tmp_path: Path) -> None:
+def test_a_name_with_a_foreign_prefix_is_refused_where_it_is_read(tmp_path):
     save_adapter(attach(FAMILIES["llama"](), LoRA(rank=2, targets=("q",))), tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     save_file({f"foo.bar.{name}": tensor for name, tensor in load_file(file).items()}, file)
@@ -93,7 +90,7 @@ def test_a_name_with_a_foreign_prefix_is_refused_where_it_is_read(tmp_path: Path
 
 @pytest.mark.parametrize(("name", "refused"), [("mamba", True), ("llama4", True), ("jamba", False)])
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_what_peft_refuses_is_said(name: str, refused: bool, tmp_path: Path) -> None:
+def test_what_peft_refuses_is_said(name, refused, tmp_path):
     model = FURTHER[name]().eval()
     adapter = attach(model, LoRA(rank=2))
     assert bool(refused_by_peft(adapter)) == refused
@@ -108,6 +105,6 @@ def test_what_peft_refuses_is_said(name: str, refused: bool, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("start", ["pissa_niter_16", "corda"])
-def test_a_start_that_cannot_be_made_again_is_refused(start: str) -> None:
+def test_a_start_that_cannot_be_made_again_is_refused(start):
     with pytest.raises(AdapterError, match=f"init_lora_weights: '{start}'"):
         method_from_peft({"peft_type": "LORA", "r": 4, "init_lora_weights": start})

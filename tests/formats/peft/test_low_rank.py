@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_read_written_and_read_again_it_computes_the_same(name: str, tmp_path: Path) -> None:
+def test_read_written_and_read_again_it_computes_the_same(name, tmp_path):
     model = FAMILIES["llama"]().eval()
     adapter = attach(model, METHODS[name])
     perturb(adapter.parameters())
@@ -50,7 +49,7 @@ def test_read_written_and_read_again_it_computes_the_same(name: str, tmp_path: P
         torch.testing.assert_close(model(input_ids=ids).logits, expected, atol=1e-5, rtol=0)
 
 
-def test_what_does_not_fit_is_listed_whole(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_listed_whole(tmp_path):
     module = LowRank(torch.ones(2, 4), torch.ones(6, 2), 1.0)
     save_low_rank({"a.q": module, "a.v": module}, tmp_path, Provenance())
     config = tmp_path / "adapter_config.json"
@@ -60,7 +59,7 @@ def test_what_does_not_fit_is_listed_whole(tmp_path: Path) -> None:
         read_low_rank(tmp_path)
 
 
-def test_nothing_is_not_an_adapter(tmp_path: Path) -> None:
+def test_nothing_is_not_an_adapter(tmp_path):
     with pytest.raises(AdapterError, match="it has no layers"):
         save_low_rank({}, tmp_path, Provenance())
 
@@ -69,7 +68,7 @@ Q = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj")
 UP = "model.layers.0.mlp.up_proj"
 
 
-def test_norms_and_effective_ranks_are_those_of_the_matrices() -> None:
+def test_norms_and_effective_ranks_are_those_of_the_matrices():
     ranks = {Q[0]: 3, Q[1]: 2, UP: 4}
     one = {p: LowRank(torch.randn(r, 9), torch.randn(12, r), 2.0) for p, r in ranks.items()}
     measured = {role.role: role for role in role_updates(one)}
@@ -85,7 +84,7 @@ def test_norms_and_effective_ranks_are_those_of_the_matrices() -> None:
     assert measured["q"].effective_rank == pytest.approx(sum(effective) / 2, rel=1e-4)
 
 
-def test_effective_rank_is_between_one_and_the_rank() -> None:
+def test_effective_rank_is_between_one_and_the_rank():
     basis = torch.linalg.qr(torch.randn(12, 4))[0]
     equal = LowRank(torch.eye(4, 9), basis, 0.5)
     single = LowRank(torch.eye(4, 9), basis * torch.tensor([1, 1e-6, 1e-6, 1e-6]), 0.5)

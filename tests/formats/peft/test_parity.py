@@ -124,13 +124,13 @@ def base() -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore:Specified to not (save|load) vera_A")
 @pytest.mark.parametrize("name", OURS)
-def test_peft_computes_the_same_from_our_file(name: str, base: nn.Module, tmp_path: Path) -> None:
+def test_peft_computes_the_same_from_our_file(name, base, tmp_path):
     check_writing(base, OURS[name], tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:Specified to not (save|load) vera_A")
 @pytest.mark.parametrize("name", THEIRS)
-def test_we_compute_the_same_from_their_file(name: str, base: nn.Module, tmp_path: Path) -> None:
+def test_we_compute_the_same_from_their_file(name, base, tmp_path):
     config = copy.deepcopy(THEIRS[name])
     if isinstance(config, peft.VeraConfig):
         config.save_projection = False  # made again from the seed
@@ -138,7 +138,7 @@ def test_we_compute_the_same_from_their_file(name: str, base: nn.Module, tmp_pat
 
 
 @pytest.mark.parametrize("family", THEIRS_EXPERTS)
-def test_we_compute_the_same_from_their_experts(family: str, tmp_path: Path) -> None:
+def test_we_compute_the_same_from_their_experts(family, tmp_path):
     torch.manual_seed(0)
     fields = {"r": 4, "lora_alpha": 8, "target_modules": ["o_proj"]} | THEIRS_EXPERTS[family]
     check_reading(ARCHITECTURES[family]().eval(), peft.LoraConfig(**fields), tmp_path)
@@ -159,13 +159,13 @@ def check_reading(base: nn.Module, config: peft.PeftConfig, folder: Path) -> Non
 
 
 @pytest.mark.parametrize("name", OURS_FUSED)
-def test_peft_computes_the_same_from_roles_of_a_fused_layer(name: str, tmp_path: Path) -> None:
+def test_peft_computes_the_same_from_roles_of_a_fused_layer(name, tmp_path):
     torch.manual_seed(0)
     check_writing(FAMILIES["gpt2"]().eval(), OURS_FUSED[name], tmp_path)
 
 
 @pytest.mark.parametrize("family", OURS_EXPERTS)
-def test_peft_computes_the_same_from_our_experts(family: str, tmp_path: Path) -> None:
+def test_peft_computes_the_same_from_our_experts(family, tmp_path):
     torch.manual_seed(0)
     check_writing(ARCHITECTURES[family]().eval(), OURS_EXPERTS[family], tmp_path)
 
@@ -196,12 +196,12 @@ def _pair(column: str, architecture: str) -> Any:
 @pytest.mark.parametrize(
     ("column", "architecture"), [_pair(*pair) for pair in product(grid.COLUMNS, KINDS)]
 )
-def test_both_ways_agree_on_every_kind_of_model(column: str, architecture: str) -> None:
+def test_both_ways_agree_on_every_kind_of_model(column, architecture):
     outcome = laws.check(column, architecture, laws=[laws.peft_agrees])
     assert not outcome.failures, "\n".join(outcome.failures)
 
 
-def test_the_config_is_the_oldest_keys_and_what_differs(base: nn.Module, tmp_path: Path) -> None:
+def test_the_config_is_the_oldest_keys_and_what_differs(base, tmp_path):
     save_adapter(attach(base, LoRA(rank=4, alpha=8, targets=("q", "v"))), tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text()) == {
         "auto_mapping": None,
@@ -239,9 +239,7 @@ def test_the_config_is_the_oldest_keys_and_what_differs(base: nn.Module, tmp_pat
     ],
     ids=str,
 )
-def test_a_config_that_does_not_suit_the_tensors_is_refused(
-    change: dict[str, Any], message: str, base: nn.Module, tmp_path: Path
-) -> None:
+def test_a_config_that_contradicts_its_tensors_is_refused(change, message, base, tmp_path):
     adapter = attach(base, LoRA(rank=4, alpha=8, targets=("q", "v")))
     save_adapter(adapter, tmp_path)
     adapter.detach()
@@ -252,7 +250,7 @@ def test_a_config_that_does_not_suit_the_tensors_is_refused(
     assert not any("lora" in name for name, _ in base.named_parameters())
 
 
-def test_a_deeper_and_a_shallower_base_are_refused_with_the_list(tmp_path: Path) -> None:
+def test_a_deeper_and_a_shallower_base_are_refused_with_the_list(tmp_path):
     two = FAMILIES["llama"]()
     adapter = attach(two, LoRA(rank=2, targets=("q",)))
     save_adapter(adapter, tmp_path)
@@ -269,9 +267,7 @@ def test_a_deeper_and_a_shallower_base_are_refused_with_the_list(tmp_path: Path)
             load_adapter(three, tmp_path)
 
 
-def test_another_base_of_the_same_shapes_is_refused_unless_forced(
-    base: nn.Module, tmp_path: Path
-) -> None:
+def test_another_base_of_equal_shapes_requires_force(base, tmp_path):
     from peftkit.formats.peft.notes import Provenance
 
     adapter = attach(base, LoRA(rank=2, targets=("q",)))
@@ -293,7 +289,5 @@ def test_another_base_of_the_same_shapes_is_refused_unless_forced(
         (["q"], ["a.q"], ["q"]),
     ],
 )
-def test_targets_are_the_shortest_endings_that_name_no_other_module(
-    paths: list[str], others: list[str], endings: list[str]
-) -> None:
+def test_targets_are_short_endings(paths, others, endings):
     assert shortest_endings(paths, others) == endings

@@ -35,9 +35,7 @@ def base_of(model: Any, folder: Path) -> str:
         ("gpt_oss", False, ("expert_down",)),
     ],
 )
-def test_stacks_of_todays_peft_are_imported(
-    family: str, notes: bool, targets: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_peft_stacks_load(family, notes, targets, tmp_path):
     model = ARCHITECTURES[family]().eval()
     adapter = attach(model, LoRA(rank=RANK, alpha=5, targets=targets))
     perturb(adapter.parameters())
@@ -55,7 +53,7 @@ def test_stacks_of_todays_peft_are_imported(
 
 
 @pytest.mark.parametrize("version", [None, "0.18.0"])
-def test_stacks_of_an_unknown_layout_stay_refused(version: str | None, tmp_path: Path) -> None:
+def test_stacks_of_an_unknown_layout_stay_refused(version, tmp_path):
     model = ARCHITECTURES["mixtral"]()
     source = save_adapter(attach(model, LoRA(rank=2, targets=("experts",))), tmp_path / "one")
     (source / "peftkit.json").unlink()

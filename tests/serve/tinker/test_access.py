@@ -14,7 +14,6 @@ pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is n
 
 from peftkit.serve.tinker import api, rows, wire
 from peftkit.serve.tinker.bodies import OperationBody
-from tests.helpers.serving import Serve
 from tests.helpers.wire_client import API, Client, datum, message
 
 ANN, BOB = "tml-ann", "tml-bob"
@@ -22,9 +21,7 @@ DATA = [datum([5, 6, 7, 8])]
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
 
 
-def test_another_s_sessions_models_samplers_results_and_weights_are_not_there(
-    serve: Serve,
-) -> None:
+def test_another_s_sessions_models_samplers_results_and_weights_are_not_there(serve):
     http = serve(keys=[ANN, BOB])
     ann, bob = Client(http, ANN), Client(http, BOB)
     model = ann.model()
@@ -35,11 +32,7 @@ def test_another_s_sessions_models_samplers_results_and_weights_are_not_there(
     adam = {"adam_params": {}}
     asked = [
         ("session_heartbeat", {"session_id": ann.session}, 410),
-        (
-            "create_model",
-            {"session_id": ann.session, "model_seq_id": 9, "base_model": "base"},
-            404,
-        ),
+        ("create_model", {"session_id": ann.session, "model_seq_id": 9, "base_model": "base"}, 404),
         ("create_model", {"session_id": ann.session, "model_seq_id": 0, "base_model": "base"}, 404),
         ("get_info", {"model_id": model.id}, 404),
         ("optim_step", {"model_id": model.id, "seq_id": 3, **adam}, 404),
@@ -172,7 +165,7 @@ def hostile(client: Client, model_id: str, sampler: str) -> Iterator[tuple[str, 
     yield "forward_backward", b'{"model_id": "x"}', "application/json"
 
 
-def test_hostile_requests_are_refused_and_nothing_is_lost(client: Client) -> None:
+def test_hostile_requests_are_refused_and_nothing_is_lost(client):
     model = client.model()
     before = model.forward(DATA)[0]
     path = model.call("save_weights", path="kept")["path"]
@@ -205,9 +198,7 @@ def test_hostile_requests_are_refused_and_nothing_is_lost(client: Client) -> Non
     assert client.load(path, optimizer=True).forward(DATA)[0] == before
 
 
-def test_bodies_that_are_too_long_or_compressed_are_refused(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_or_compressed_bodies_fail(client, monkeypatch):
     model = client.model()
     headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "zstd"}
     body = message(model.id, 1, DATA)
@@ -219,9 +210,7 @@ def test_bodies_that_are_too_long_or_compressed_are_refused(
     assert client.ask("create_session", tags=["x" * 60]).status_code == 413
 
 
-def test_bodies_are_checked_beside_the_loop(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bodies_are_checked_off_the_loop(client, monkeypatch):
     def beside(read: Any) -> Any:
         def reads(*args: Any) -> Any:
             if OperationBody not in args:  # two numbers
@@ -238,9 +227,7 @@ def test_bodies_are_checked_beside_the_loop(
     assert client.sample(client.sampler(), [5, 6, 7]).sequences
 
 
-def test_sparse_tensors_are_bounded_by_what_they_become(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sparse_tensors_have_a_dense_bound(client, monkeypatch):
     model = client.model()
     body = wire.MESSAGES["ForwardBackward"](model_id=model.id, seq_id=1, loss="cross_entropy")
     for _ in range(3):
@@ -258,7 +245,7 @@ def test_sparse_tensors_are_bounded_by_what_they_become(
     assert "more than 200,000 bytes" in failed["error"]
 
 
-def test_a_failure_of_the_server_is_no_5xx(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_server_is_no_5xx(client, monkeypatch):
     model = client.model()
 
     def broken(*args: Any, **named: Any) -> None:
@@ -276,7 +263,7 @@ def test_a_failure_of_the_server_is_no_5xx(client: Client, monkeypatch: pytest.M
     assert isinstance(model.forward(DATA)[0], float)
 
 
-def test_what_clients_read_of_the_server(client: Client) -> None:
+def test_what_clients_read_of_the_server(client):
     assert client.post("client/config", sdk_version="0.25.0")["create_model_via_load_weights"]
     assert client.post("client/dynamic_config", sdk_version="1") == {}
     assert client.post("telemetry", events=[]) == {"status": "accepted"}

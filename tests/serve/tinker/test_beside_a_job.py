@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,9 +43,7 @@ class Job:
         self.ended.set()
 
 
-def test_models_learn_and_answer_beside_a_job_as_they_do_alone(
-    client: Client, tmp_path: Path
-) -> None:
+def test_models_train_and_sample_beside_a_job_as_alone(client, tmp_path):
     alone = [train_steps(client.model(**config), 3) for config in MIXED_RANKS]
     said = client.sample(client.sampler(), PROMPT, prompt_logprobs=True)
     job = Job(client, recipe(tmp_path, "long", max_steps=100_000, save_every=100_000))
@@ -61,7 +58,7 @@ def test_models_learn_and_answer_beside_a_job_as_they_do_alone(
     assert train_steps(client.model(**MIXED_RANKS[0]), 3) == alone[0]
 
 
-def test_a_job_beside_models_ends_bit_equal_to_one_alone(client: Client, tmp_path: Path) -> None:
+def test_a_job_beside_models_ends_bit_equal_to_one_alone(client, tmp_path):
     for name in ("alone", "beside"):
         job = Job(client, recipe(tmp_path, name, max_steps=12))
         if name == "beside":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,7 +36,7 @@ def inputs() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_and_its_gradient_are_the_formula_s(name: str) -> None:
+def test_a_loss_and_its_gradient_are_the_formula_s(name):
     given = {key: value for key, value in (("beta", 0.3),) if key in LOSSES[name].settings}
     given |= dict.fromkeys(set(LOSSES[name].settings) - {"beta"}, 0.0)
     if "clip_low_threshold" in given:
@@ -54,7 +53,7 @@ def test_a_loss_and_its_gradient_are_the_formula_s(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_is_not_learnt_has_no_gradient(name: str) -> None:
+def test_what_is_not_learnt_has_no_gradient(name):
     given = inputs()
     given["weights"][2:4] = 0
     x = some(0).requires_grad_()
@@ -79,7 +78,7 @@ def test_what_is_not_learnt_has_no_gradient(name: str) -> None:
         (lambda: settings_of("ppo", {"__init__": 1.0}), "__init__"),
     ],
 )
-def test_unknown_losses_and_settings_are_named(call: Callable[[], Any], words: str) -> None:
+def test_unknown_losses_and_settings_are_named(call, words):
     with pytest.raises(RequestError, match=words):
         call()
 
@@ -95,7 +94,7 @@ def test_unknown_losses_and_settings_are_named(call: Callable[[], Any], words: s
         ({"weights": torch.tensor([1.0, math.inf, 0])}, "not finite"),
     ],
 )
-def test_inputs_that_a_loss_cannot_use_are_named(change: dict[str, Any], words: str) -> None:
+def test_inputs_that_a_loss_cannot_use_are_named(change, words):
     given: dict[str, Any] = {
         "target_tokens": torch.tensor([1, 2, 3]),
         "logprobs": torch.zeros(3),

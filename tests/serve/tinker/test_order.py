@@ -13,12 +13,12 @@ pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is n
 from peftkit.serve import worker
 from peftkit.serve.tinker import api, futures, service
 from peftkit.serve.tinker.futures import Futures, OperationQueue, ReplyCache
-from tests.helpers.wire_client import Client, datum, message, read
+from tests.helpers.wire_client import datum, message, read
 
 DATA = [datum([5, 6, 7, 8]), datum([9, 10, 11])]
 
 
-def test_a_later_chunk_waits_for_the_first_which_may_come_last(client: Client) -> None:
+def test_a_later_chunk_waits_for_the_first_which_may_come_last(client):
     model, other = client.model(), client.model()
     expected = [other.forward([one])[0] for one in DATA]
     step = other.step()
@@ -31,7 +31,7 @@ def test_a_later_chunk_waits_for_the_first_which_may_come_last(client: Client) -
     assert client.retrieve(stepped) == step
 
 
-def test_a_repeated_request_does_nothing_again(client: Client) -> None:
+def test_a_repeated_request_does_nothing_again(client):
     model, other = client.model(), client.model()
     bodies = [message(model.id, 1, DATA), message(model.id, 1, DATA[:1])]
     ids = {model.send(bodies[0]).json()["request_id"] for _ in range(3)}
@@ -51,7 +51,7 @@ def test_a_repeated_request_does_nothing_again(client: Client) -> None:
     assert model.forward(DATA)[0] == other.forward(DATA)[0]
 
 
-def test_a_repeated_session_is_the_same_by_its_key(client: Client) -> None:
+def test_a_repeated_session_is_the_same_by_its_key(client):
     def create(key: str, **more: Any) -> Any:
         body = {"tags": [], "user_metadata": None, "sdk_version": "1", **more}
         headers = {"X-Idempotency-Key": key}
@@ -61,9 +61,7 @@ def test_a_repeated_session_is_the_same_by_its_key(client: Client) -> None:
     assert create("a", tags=["x"]).status_code == 409
 
 
-def test_what_is_wrong_with_an_operation_is_its_result_and_the_next_one_comes(
-    client: Client,
-) -> None:
+def test_an_operation_s_error_is_its_result_and_the_next_one_runs(client):
     model = client.model()
     wrong = [
         (DATA, "no_such_loss"),
@@ -83,9 +81,7 @@ def test_what_is_wrong_with_an_operation_is_its_result_and_the_next_one_comes(
     assert 'loss_fn="importance_sampling"' in failed["error"]
 
 
-def test_a_lost_operation_fails_those_after_it_and_the_model_goes_on(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_operation_fails_later_ones(client, monkeypatch):
     model = client.model()
     waiting = model.submit(DATA, number=2)
     monkeypatch.setattr(api, "HOLD_SECONDS", 0.05)
@@ -104,9 +100,7 @@ def test_a_lost_operation_fails_those_after_it_and_the_model_goes_on(
     assert "out of order" in far.json()["error"]["message"]
 
 
-def test_what_a_client_that_is_gone_left_behind_gives_its_room_back(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_client_frees_its_queue(client, monkeypatch):
     gone, other = client.model(), client.model()
     waiting = gone.submit(DATA, number=2)
     monkeypatch.setattr(futures, "LOST_SECONDS", 0.0)
@@ -115,9 +109,7 @@ def test_what_a_client_that_is_gone_left_behind_gives_its_room_back(
     assert "did not arrive" in client.retrieve(waiting)["error"]
 
 
-def test_a_model_that_nobody_asks_for_makes_room_for_another(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_model_makes_room_for_new(client, monkeypatch):
     monkeypatch.setattr(service, "MAX_MODELS", 2)
     first, second = client.model(), client.model()
     asked = {"session_id": client.session, "base_model": "base", "lora_config": {"rank": 2}}
@@ -146,7 +138,7 @@ class Queue:
         future.set_result(run())
 
 
-def test_a_model_has_one_operation_in_the_queue_at_a_time() -> None:
+def test_a_model_has_one_operation_in_the_queue_at_a_time():
     queue, told = Queue(), list[int]()
     order = OperationQueue(queue.call, Futures())
     for number in (2, 0, 1):
@@ -157,9 +149,7 @@ def test_a_model_has_one_operation_in_the_queue_at_a_time() -> None:
     assert told == [0, 1, 2]
 
 
-def test_too_much_that_waits_is_refused_but_for_what_others_wait_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_full_queue_refuses_all_but_dependencies(monkeypatch):
     monkeypatch.setattr(futures, "MAX_WAITING_BYTES", 100)
     queue, kept = Queue(), Futures()
     order = OperationQueue(queue.call, kept)
@@ -174,9 +164,7 @@ def test_too_much_that_waits_is_refused_but_for_what_others_wait_for(
     order.submit(3, "", "", dict, 99)
 
 
-def test_what_waits_for_a_model_that_is_unloaded_fails_and_gives_its_room_back(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unloading_fails_queued_operations(client, monkeypatch):
     monkeypatch.setattr(futures, "MAX_WAITING_BYTES", 100)
     monkeypatch.setattr(api, "HOLD_SECONDS", 1.0)
     model, other = client.model(), client.model()
@@ -189,7 +177,7 @@ def test_what_waits_for_a_model_that_is_unloaded_fails_and_gives_its_room_back(
     assert other.send(message(other.id, 2, DATA)).status_code == 200
 
 
-def test_a_closed_order_takes_nothing_more() -> None:
+def test_a_closed_order_takes_nothing_more():
     queue = Queue()
     order = OperationQueue(queue.call, Futures())
     order.close(futures.RequestError("it is gone."))
@@ -198,9 +186,7 @@ def test_a_closed_order_takes_nothing_more() -> None:
     assert not queue.waiting
 
 
-def test_a_model_that_cannot_be_unloaded_now_stays(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_model_stays_loaded(client, monkeypatch):
     model = client.model()
     with monkeypatch.context() as patch:
         patch.setattr(worker, "MAX_OPERATIONS", 0)
@@ -208,9 +194,7 @@ def test_a_model_that_cannot_be_unloaded_now_stays(
     assert model.forward(DATA)[1]
 
 
-def test_an_operation_that_was_taken_is_not_refused_for_those_that_wait(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queued_operations_are_served(client, monkeypatch):
     model, gate = client.model(), threading.Event()
     client.http.app.state.worker.call(lambda: gate.wait(60))
     monkeypatch.setattr(worker, "MAX_OPERATIONS", 1)
@@ -219,7 +203,7 @@ def test_an_operation_that_was_taken_is_not_refused_for_those_that_wait(
     assert isinstance(read(client.retrieve(sent))[0], float)
 
 
-def test_the_oldest_results_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_results_go(monkeypatch):
     monkeypatch.setattr(futures, "MAX_RESULT_BYTES", 1000)
     kept = Futures()
     all_of_them = [kept.new("ann") for _ in range(4)]
@@ -237,7 +221,7 @@ def test_the_oldest_results_go(monkeypatch: pytest.MonkeyPatch) -> None:
         assert refused.value.status == status
 
 
-def test_replies_to_the_oldest_requests_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replies_to_the_oldest_requests_are_forgotten(monkeypatch):
     monkeypatch.setattr(futures, "MAX_REPLIES", 2)
     cache: ReplyCache[int] = ReplyCache()
     for number in range(3):
@@ -245,7 +229,7 @@ def test_replies_to_the_oldest_requests_are_forgotten(monkeypatch: pytest.Monkey
     assert [cache.get(number, "a") for number in range(3)] == [None, 1, 2]
 
 
-def test_operations_that_come_at_once_keep_their_order() -> None:
+def test_operations_that_come_at_once_keep_their_order():
     told: list[int] = []
     lock = threading.Lock()
 

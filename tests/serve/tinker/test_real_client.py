@@ -44,7 +44,7 @@ def asked(peer: str, driver: str, **request: Any) -> Any:
 
 
 @pytest.mark.parametrize("peer", ["tinker", "tinker 0.25"])
-def test_tinker_s_client_trains_and_samples(peer: str, model_folder: Path, tmp_path: Path) -> None:
+def test_tinker_s_client_trains_and_samples(peer, model_folder, tmp_path):
     with server(model_folder, tmp_path) as url:
         found = asked(peer, "tinker", url=url)
     assert found["version"] == ("0.25.0" if peer == "tinker 0.25" else "0.38.0")
@@ -63,9 +63,7 @@ def test_tinker_s_client_trains_and_samples(peer: str, model_folder: Path, tmp_p
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["loop", "environment"])
-def test_the_guide_s_programs_run_as_they_stand(
-    number: int, model_folder: Path, tmp_path: Path
-) -> None:
+def test_programs_of_the_guide_run(number, model_folder, tmp_path):
     try:
         python = python_of("tinker")
     except UnavailableError as reason:
@@ -91,18 +89,11 @@ def test_the_guide_s_programs_run_as_they_stand(
         ("sl_loop", {"batch_size": 4, "max_length": 128}),
         (
             "rl_loop",
-            {
-                "batch_size": 4,
-                "group_size": 4,
-                "max_tokens": 8,
-                "loss_fn": "importance_sampling",
-            },
+            {"batch_size": 4, "group_size": 4, "max_tokens": 8, "loss_fn": "importance_sampling"},
         ),
     ],
 )
-def test_the_cookbook_s_loops_run_unchanged(
-    recipe: str, settings: dict[str, Any], model_folder: Path, tmp_path: Path
-) -> None:
+def test_the_cookbook_s_loops_run_unchanged(recipe, settings, model_folder, tmp_path):
     settings |= {"max_steps": 3, "save_every": 2, "lora_rank": 4, "learning_rate": 1e-3}
     model = Path(shutil.copytree(model_folder, tmp_path / "model"))  # with a longer context
     config = json.loads((model / "config.json").read_text())

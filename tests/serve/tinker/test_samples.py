@@ -40,7 +40,7 @@ def sampler_of(model: Model, number: int = 100) -> str:
 
 
 @pytest.mark.parametrize("config", [{"rank": 3}, {"train_unembed": True, "train_mlp": False}])
-def test_log_probs_of_samples_are_the_trainer_s(client: Client, config: dict[str, Any]) -> None:
+def test_log_probs_of_samples_are_the_trainer_s(client, config):
     model = learnt(client, **config)
     found = client.sample(
         *(sampler_of(model), PROMPT), num_samples=3, prompt_logprobs=True, topk_sample_logprobs=2
@@ -67,7 +67,7 @@ def test_log_probs_of_samples_are_the_trainer_s(client: Client, config: dict[str
     assert floats(found.prompt_log_probs)[0] != floats(found.prompt_log_probs)[0]  # NaN
 
 
-def test_the_likeliest_tokens_of_a_prompt(client: Client, llama: Any) -> None:
+def test_the_likeliest_tokens_of_a_prompt(client, llama):
     with torch.no_grad():
         expected = llama(torch.tensor([PROMPT])).logits[0].log_softmax(-1).topk(3)
     found = client.sample(client.sampler(), PROMPT, topk_prompt_logprobs=3)
@@ -90,7 +90,7 @@ def tokens_of(data: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(data) // 4}i", data))
 
 
-def test_an_answer_ends_where_the_client_says(client: Client, llama: Any) -> None:
+def test_an_answer_ends_where_the_client_says(client, llama):
     sampler, greedy = client.sampler(), {"temperature": 0.0, "max_tokens": 8}
     eos = client.http.app.state.worker.bank.base.tokenizer.eos_token_id
     llama.generation_config.eos_token_id = None
@@ -117,7 +117,7 @@ def test_an_answer_ends_where_the_client_says(client: Client, llama: Any) -> Non
     assert said(6, stop=name) == ([eos], 0)
 
 
-def test_a_sampler_keeps_its_weights_while_the_model_learns_on(client: Client) -> None:
+def test_a_sampler_keeps_its_weights_while_the_model_learns_on(client):
     model = learnt(client)
     named = model.call("save_weights_for_sampler", path="first")["path"]
     assert named == f"tinker://{model.id}/sampler_weights/first"
@@ -145,9 +145,7 @@ def test_a_sampler_keeps_its_weights_while_the_model_learns_on(client: Client) -
     assert "already" in model.call("save_weights_for_sampler", path="first")["error"]
 
 
-def test_weights_without_a_name_leave_when_others_came(
-    client: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_unnamed_weights_are_evicted_for_new_ones(client, monkeypatch, tmp_path):
     monkeypatch.setattr(weights, "MAX_UNNAMED", 2)
     model = learnt(client)
     samplers = [sampler_of(model, 100 + number) for number in range(4)]
@@ -165,7 +163,7 @@ def test_weights_without_a_name_leave_when_others_came(
     assert not list((tmp_path / "state" / "tinker" / "weights").iterdir())
 
 
-def test_samples_leave_the_generators_of_a_run_alone(client: Client) -> None:
+def test_samples_leave_the_generators_of_a_run_alone(client):
     torch.manual_seed(0)  # as at the start of a run
     before, sampler, free = torch.get_rng_state(), client.sampler(), {"seed": None}
     first = client.sample(sampler, PROMPT, 0, num_samples=4, params=free)
@@ -175,7 +173,7 @@ def test_samples_leave_the_generators_of_a_run_alone(client: Client) -> None:
     assert [*map(tokens, again.sequences)] != [*map(tokens, first.sequences)]
 
 
-def test_a_repeated_sample_is_the_same_one(client: Client) -> None:
+def test_a_repeated_sample_is_the_same_one(client):
     sampler = client.sampler()
     body = {
         "sampling_session_id": sampler,
@@ -191,9 +189,7 @@ def test_a_repeated_sample_is_the_same_one(client: Client) -> None:
     assert client.retrieve(first["request_id"]) == client.retrieve(first["request_id"])
 
 
-def test_a_full_queue_refuses_at_once_and_keeps_what_it_took(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_queue_refuses_new_samples(client, monkeypatch):
     worker, sampler, gate = client.http.app.state.worker, client.sampler(), threading.Event()
     monkeypatch.setattr(worker, "max_waiting", 2)
     worker.call(lambda: gate.wait(60))
@@ -217,7 +213,7 @@ def test_a_full_queue_refuses_at_once_and_keeps_what_it_took(
     assert ask(2).status_code == 200
 
 
-def test_a_cancelled_sample_ends(client: Client) -> None:
+def test_a_cancelled_sample_ends(client):
     sampler = client.sampler()
     body = {
         "sampling_session_id": sampler,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +11,12 @@ pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is n
 
 from peftkit.formats.peft.load import load_adapter
 from peftkit.serve.tinker import weights, wire
-from tests.helpers.serving import Serve
 from tests.helpers.tinker import CE_DATA, MIXED_RANKS, train_steps
 from tests.helpers.wire_client import API, Client, datum
 
 
 @pytest.mark.parametrize("config", MIXED_RANKS[:2])
-def test_a_model_goes_on_from_its_saved_state_bit_equal(
-    client: Client, config: dict[str, Any]
-) -> None:
+def test_a_model_resumes_from_its_state_bit_equal(client, config):
     model = client.model(**config)
     train_steps(model, 2)
     path = model.call("save_weights", path="half-way")["path"]
@@ -41,7 +37,7 @@ def test_a_model_goes_on_from_its_saved_state_bit_equal(
     assert info["train_mlp"] == config.get("train_mlp", True)
 
 
-def test_weights_of_a_sampler_have_no_optimizer_to_go_on_with(client: Client) -> None:
+def test_weights_of_a_sampler_have_no_optimizer_to_go_on_with(client):
     model, into = client.model(), client.model()
     before = model.call("save_weights", path="fresh")["path"]
     loaded = client.load(before, optimizer=True)  # no optimizer state yet
@@ -57,9 +53,7 @@ def test_weights_of_a_sampler_have_no_optimizer_to_go_on_with(client: Client) ->
     assert client.load(path, optimizer=False).forward(CE_DATA)[0] == model.forward(CE_DATA)[0]
 
 
-def test_saved_weights_are_an_adapter_that_peft_and_peftkit_load(
-    client: Client, llama: Any, tmp_path: Path
-) -> None:
+def test_peft_and_peftkit_load_saved_weights(client, llama, tmp_path):
     model = client.model(rank=3, train_unembed=True)
     train_steps(model, 2)
     _, rows = model.forward(CE_DATA)
@@ -84,7 +78,7 @@ def test_saved_weights_are_an_adapter_that_peft_and_peftkit_load(
         (folder / "peftkit.json").unlink(missing_ok=True)
 
 
-def test_names_are_taken_once_unless_they_are_overwritten(client: Client, tmp_path: Path) -> None:
+def test_names_are_taken_once_unless_they_are_overwritten(client, tmp_path):
     model = client.model()
     folders = tmp_path / "state" / "tinker" / "weights"
     path = model.call("save_weights", path="x")["path"]
@@ -97,7 +91,7 @@ def test_names_are_taken_once_unless_they_are_overwritten(client: Client, tmp_pa
     assert model.call("save_weights")["path"].endswith("/weights/step-7")
 
 
-def test_weights_that_are_saved_again_are_the_newest(client: Client) -> None:
+def test_weights_that_are_saved_again_are_the_newest(client):
     model = client.model()
     again, _ = (model.call("save_weights", path=name)["path"] for name in ("a", "b"))
     model.call("save_weights", path="a", overwrite=True)
@@ -110,7 +104,7 @@ def test_weights_that_are_saved_again_are_the_newest(client: Client) -> None:
     assert f"Its last saved weights: {again}" in gone.text
 
 
-def test_a_chat_asks_saved_weights_by_their_path(client: Client) -> None:
+def test_a_chat_asks_saved_weights_by_their_path(client):
     model = client.model()
     prompt = [5, 6, 7]
     for _ in range(3):
@@ -135,7 +129,7 @@ def test_a_chat_asks_saved_weights_by_their_path(client: Client) -> None:
     assert models == ["base", path]
 
 
-def test_checkpoints_are_listed_and_deleted(client: Client, tmp_path: Path) -> None:
+def test_checkpoints_are_listed_and_deleted(client, tmp_path):
     model = client.model()
     client.model()
     model.call("save_weights", path="a", user_metadata={"step": 1})
@@ -161,9 +155,7 @@ def test_checkpoints_are_listed_and_deleted(client: Client, tmp_path: Path) -> N
     assert len(list((tmp_path / "state" / "tinker" / "weights").iterdir())) == 1
 
 
-def test_weights_go_when_their_time_is_over(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_expire_after_their_time(client, monkeypatch):
     model = client.model()
     path = model.call("save_weights", path="a", ttl_seconds=60)["path"]
     now = weights.time.time()
@@ -175,7 +167,7 @@ def test_weights_go_when_their_time_is_over(
     assert client.ask("weights_info", tinker_path=path).status_code == 404
 
 
-def test_after_a_restart_saved_weights_are_there_and_lost_models_say_so(serve: Serve) -> None:
+def test_after_a_restart_saved_weights_are_there_and_lost_models_say_so(serve):
     client = Client(serve())
     model, unsaved = client.model(), client.model()
     train_steps(model, 2)
@@ -212,9 +204,7 @@ def test_after_a_restart_saved_weights_are_there_and_lost_models_say_so(serve: S
     ]
 
 
-def test_what_a_save_left_half_done_is_removed_at_the_next_start(
-    serve: Serve, tmp_path: Path
-) -> None:
+def test_a_half_done_save_is_removed_at_startup(serve, tmp_path):
     client = Client(serve())
     client.model().call("save_weights", path="x")
     folder = tmp_path / "state" / "tinker" / "weights"

@@ -23,7 +23,7 @@ def field(number: int, content: bytes) -> bytes:
     return bytes([*head, size]) + content
 
 
-def test_a_request_has_the_bytes_that_tinker_writes() -> None:
+def test_a_request_has_the_bytes_that_tinker_writes():
     tokens = struct.pack("<3i", 5, 6, 300)
     targets = struct.pack("<3q", 6, 300, 7)
     weights = struct.pack("<3f", 0.0, 1.0, 0.5)
@@ -46,7 +46,7 @@ def test_a_request_has_the_bytes_that_tinker_writes() -> None:
     assert found.data[0].chunks[0].text.tokens == tokens
 
 
-def test_a_sparse_tensor_is_read_as_a_dense_one() -> None:
+def test_a_sparse_tensor_is_read_as_a_dense_one():
     tensor = wire.MESSAGES["Tensor"](dtype=1, shape=[3, 4])
     tensor.sparse.values = struct.pack("<3f", 1.0, 2.0, 3.0)
     tensor.sparse.rows, tensor.sparse.columns = (
@@ -57,7 +57,7 @@ def test_a_sparse_tensor_is_read_as_a_dense_one() -> None:
     assert torch.equal(wire.tensor_of(tensor, "weights"), expected)
 
 
-def test_an_output_has_a_record_for_datums_of_one_shape() -> None:
+def test_an_output_has_a_record_for_datums_of_one_shape():
     rows = [torch.ones(2), torch.zeros(3), torch.ones(2, 4), torch.ones(1)]
     out = wire.parsed(
         "ForwardBackwardOutput", wire.output_of([{"logprobs": row} for row in rows], {"a:sum": 1})
@@ -82,7 +82,7 @@ def test_an_output_has_a_record_for_datums_of_one_shape() -> None:
     ],
     ids=["too long", "cut", "number", "group", "text", "nested", "tag 0"],
 )
-def test_what_is_no_message_is_refused(data: bytes, words: str) -> None:
+def test_what_is_no_message_is_refused(data, words):
     with pytest.raises(RequestError, match=words):
         wire.parsed("ForwardBackward", data)
 
@@ -92,15 +92,13 @@ def test_what_is_no_message_is_refused(data: bytes, words: str) -> None:
     [field(3, b"") * 500_000, field(3, field(2, b"") * 500_000), b"\x10\x01" * 500_000],
     ids=["datums", "tensors", "numbers"],
 )
-def test_more_fields_than_a_request_may_have_are_not_made(
-    data: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_fields_are_not_parsed(data, monkeypatch):
     monkeypatch.setitem(wire.MESSAGES, "ForwardBackward", None)
     with pytest.raises(RequestError, match="more than 400,000 fields"):
         wire.parsed("ForwardBackward", data)
 
 
-def test_packed_numbers_count_as_fields() -> None:
+def test_packed_numbers_count_as_fields():
     shape = field(4, b"\x01" * 500_000)
     with pytest.raises(RequestError, match="more than 400,000 fields"):
         wire.parsed("Tensor", shape)
@@ -138,12 +136,12 @@ def csr(rows: list[int], columns: list[int], values: list[float]) -> Any:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_tensor_that_contradicts_itself_is_refused(wrong: Any, words: str) -> None:
+def test_a_tensor_that_contradicts_itself_is_refused(wrong, words):
     with pytest.raises(RequestError, match=words):
         wire.tensor_of(wrong, "weights")
 
 
-def test_the_messages_live_beside_others_of_their_names() -> None:
+def test_the_messages_live_beside_others_of_their_names():
     from google.protobuf import descriptor_pool
 
     with pytest.raises(KeyError):

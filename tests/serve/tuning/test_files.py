@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from openai.types import FileDeleted, FileObject
 
-from tests.helpers.jobs import FILES, JOBS, Client, Served, chats, hyper
+from tests.helpers.jobs import FILES, JOBS, chats, hyper
 
 KEYS = ("a key of one", "a key of another")
 
 
-def test_a_file_is_read_as_it_was_uploaded_and_is_there_after_a_restart(served: Served) -> None:
+def test_a_file_is_read_as_it_was_uploaded_and_is_there_after_a_restart(served):
     data = b'{"messages": []}\r\n--not a boundary\n' * 9
     with served() as client:
         id = client.upload(data, "../rows.jsonl")
@@ -34,7 +34,7 @@ def test_a_file_is_read_as_it_was_uploaded_and_is_there_after_a_restart(served: 
         assert not any((client.folder / "files").iterdir())
 
 
-def test_files_are_listed_page_by_page(client: Client) -> None:
+def test_files_are_listed_page_by_page(client):
     ids = [client.upload(b"{}") for _ in range(5)][::-1]
     first = client.get(FILES, params={"limit": 2}).json()
     assert [one["id"] for one in first["data"]] == ids[:2]
@@ -54,9 +54,7 @@ def test_files_are_listed_page_by_page(client: Client) -> None:
         assert refused.json()["error"]["param"] == next(iter(wrong))
 
 
-def test_a_full_disk_is_told_and_not_where_it_is(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_hides_its_path(client, monkeypatch):
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -80,9 +78,7 @@ def test_a_full_disk_is_told_and_not_where_it_is(
         ({"data": {"purpose": "fine-tune"}, "files": {"file": b"x" * 2000}}, "file", 413),
     ],
 )
-def test_an_upload_that_is_refused_leaves_nothing(
-    client: Client, monkeypatch: pytest.MonkeyPatch, form: dict[str, Any], param: str, status: int
-) -> None:
+def test_an_upload_that_is_refused_leaves_nothing(client, monkeypatch, form, param, status):
     monkeypatch.setattr("peftkit.serve.tuning.files.MAX_UPLOAD", 1000)
     refused = client.post(FILES, **{"files": {"file": b"x"}, **form})
     assert refused.status_code == status, refused.text
@@ -91,7 +87,7 @@ def test_an_upload_that_is_refused_leaves_nothing(
     assert not any((client.folder / "files").iterdir())
 
 
-def test_the_number_of_files_is_bounded(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_files_is_bounded(client, monkeypatch):
     monkeypatch.setattr("peftkit.serve.tuning.files.MAX_FILES", 2)
     for _ in range(2):
         client.upload(b"{}")
@@ -103,7 +99,7 @@ def test_the_number_of_files_is_bounded(client: Client, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "id", ["..%2f..%2fserver.sqlite", "%2e%2e", "file-x", "file-x%00", "x" * 500]
 )
-def test_names_never_become_paths(client: Client, id: str) -> None:
+def test_names_never_become_paths(client, id):
     for path in (f"{FILES}/{id}", f"{FILES}/{id}/content", f"{JOBS}/{id}", f"{JOBS}/{id}/events"):
         assert client.get(path).status_code == 404
     assert client.delete(f"{FILES}/{id}").status_code == 404
@@ -111,7 +107,7 @@ def test_names_never_become_paths(client: Client, id: str) -> None:
     assert client.post(JOBS, json=body).status_code == 404
 
 
-def test_what_a_killed_server_left_of_an_upload_is_removed(served: Served) -> None:
+def test_what_a_killed_server_left_of_an_upload_is_removed(served):
     with served() as client:
         id = client.upload(b"{}")
         folder: Path = client.folder / "files"
@@ -121,7 +117,7 @@ def test_what_a_killed_server_left_of_an_upload_is_removed(served: Served) -> No
         assert [path.name for path in folder.iterdir()] == [f"{id}.jsonl"]
 
 
-def test_one_key_s_files_jobs_and_models_are_not_there_for_another(served: Served) -> None:
+def test_one_key_s_files_jobs_and_models_are_not_there_for_another(served):
     with served(keys=KEYS) as client:
         client.headers["Authorization"] = f"Bearer {KEYS[0]}"
         job = client.job(chats(), method=hyper(n_epochs=1))

@@ -8,7 +8,7 @@ import pytest
 from openai.types.fine_tuning.alpha import GraderRunResponse
 
 from peftkit.inference.cached_engine import CachedEngine
-from tests.helpers.jobs import LIKE, Client, Served
+from tests.helpers.jobs import LIKE, Client
 
 PATH = "/v1/fine_tuning/alpha/graders"
 ITEM = {"answer": "brown fox"}
@@ -33,7 +33,7 @@ def run(client: Client, grader: dict[str, Any], sample: str, item: Any = ITEM) -
     return GraderRunResponse.model_validate(done.json(), strict=True)
 
 
-def test_a_grader_is_tried_on_an_answer(shared: Client) -> None:
+def test_a_grader_is_tried_on_an_answer(shared):
     found = run(shared, LIKE, "brown fox")
     assert (found.reward, found.metadata.name, found.metadata.type) == (1.0, *_named(LIKE))
     assert not any(found.metadata.errors.model_dump().values())
@@ -55,7 +55,7 @@ def _named(grader: dict[str, Any]) -> tuple[str, str]:
     return grader["name"], grader["type"]
 
 
-def test_the_base_scores_in_its_own_thread(shared: Client) -> None:
+def test_the_base_scores_in_its_own_thread(shared):
     found = run(shared, {**SCORE, "range": [-5, 5]}, "x")
     text = shared.say("base", "the quick")[:4]
     assert not any(sign.isdigit() for sign in text)  # a tiny model generates no number
@@ -74,16 +74,14 @@ def test_the_base_scores_in_its_own_thread(shared: Client) -> None:
         (SHARE, 403, "--run-graders"),
     ],
 )
-def test_a_grader_that_cannot_be_is_refused(
-    shared: Client, grader: dict[str, Any], status: int, told: str
-) -> None:
+def test_a_bad_grader_fails(shared, grader, status, told):
     body = {"grader": grader, "model_sample": "x", "item": ITEM}
     refused = shared.post(f"{PATH}/run", json=body)
     assert refused.status_code == status, refused.text
     assert told in refused.json()["error"]["message"]
 
 
-def test_functions_are_tried_where_the_operator_says_so(served: Served) -> None:
+def test_functions_are_tried_where_the_operator_says_so(served):
     with served(allow_code=True) as client:
         assert run(client, SHARE, "four", {"n": 1}).reward == 0.25
         body = {"grader": SHARE, "model_sample": "", "item": {"n": 1}}
@@ -94,9 +92,7 @@ def test_functions_are_tried_where_the_operator_says_so(served: Served) -> None:
         assert client.post(f"{PATH}/validate", json={"grader": broken}).status_code == 400
 
 
-def test_a_model_that_fails_is_not_the_client_s_fault(
-    shared: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_model_is_no_4xx(shared, monkeypatch):
     def fails(self: CachedEngine) -> None:
         raise MemoryError("no more")
 

@@ -83,7 +83,7 @@ def trained(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield Trained(client, client.until(job["id"]), client.folder / "jobs" / job["id"], answers)
 
 
-def test_a_supervised_job_trains_what_its_recipe_trains(trained: Trained, alone: bytes) -> None:
+def test_a_supervised_job_trains_what_its_recipe_trains(trained, alone):
     done = FineTuningJob.model_validate(trained.job, strict=True)
     assert (done.status, done.seed, done.error) == ("succeeded", 7, None)
     assert done.finished_at
@@ -96,11 +96,11 @@ def test_a_supervised_job_trains_what_its_recipe_trains(trained: Trained, alone:
     assert listed["data"][-1] == trained.job
 
 
-def test_a_chat_beside_a_job_is_answered_as_without_one(trained: Trained) -> None:
+def test_a_chat_beside_a_job_is_answered_as_without_one(trained):
     assert trained.answers == {trained.client.say("base")}
 
 
-def test_checkpoints_of_a_job_are_models(trained: Trained) -> None:
+def test_checkpoints_of_a_job_are_models(trained):
     client, job = trained.client, trained.job
     listed = client.get(f"{JOBS}/{job['id']}/checkpoints").json()
     kept = [FineTuningJobCheckpoint.model_validate(one, strict=True) for one in listed["data"]]
@@ -114,7 +114,7 @@ def test_checkpoints_of_a_job_are_models(trained: Trained) -> None:
     assert client.say(names[2]) != client.say("base")
 
 
-def test_the_result_file_has_the_losses_of_each_step(trained: Trained) -> None:
+def test_the_result_file_has_the_losses_of_each_step(trained):
     (result,) = trained.job["result_files"]
     about = trained.client.get(f"{FILES}/{result}").json()
     assert (about["filename"], about["purpose"]) == ("step_metrics.csv", "fine-tune-results")
@@ -127,7 +127,7 @@ def test_the_result_file_has_the_losses_of_each_step(trained: Trained) -> None:
     assert trained.job["trained_tokens"] == history.num_tokens > 0
 
 
-def test_events_report_each_step_and_checkpoint(trained: Trained) -> None:
+def test_events_report_each_step_and_checkpoint(trained):
     client, job = trained.client, trained.job
     told = client.events(job["id"])
     start = told.index("Fine-tuning job started")
@@ -160,7 +160,7 @@ def test_events_report_each_step_and_checkpoint(trained: Trained) -> None:
     assert any("Step 1/9" in line for line in client.told)
 
 
-def test_a_job_s_folder_is_a_run(trained: Trained, tmp_path: Path) -> None:
+def test_a_job_s_folder_is_a_run(trained, tmp_path):
     folder, command = trained.folder, CliRunner().invoke
     listed = json.loads(command(app, ["runs", str(trained.client.folder), "--json"]).stdout)
     states = {Path(one["run"]).name: (one["state"], one["step"]) for one in listed}
@@ -169,7 +169,7 @@ def test_a_job_s_folder_is_a_run(trained: Trained, tmp_path: Path) -> None:
     assert command(app, ["merge", str(folder), "--out", str(tmp_path / "merged")]).exit_code == 0
 
 
-def test_weights_and_tools_of_rows_are_learnt_as_they_say(client: Client) -> None:
+def test_weights_and_tools_of_rows_are_learnt_as_they_say(client):
     worker = client.app.state.worker  # type: ignore[attr-defined]
     worker.bank.base.tokenizer.chat_template = TEMPLATES["mistral_v11"]
     call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"n": 1}'}}
@@ -198,7 +198,7 @@ def test_weights_and_tools_of_rows_are_learnt_as_they_say(client: Client) -> Non
     assert "parameters" in shown
 
 
-def test_a_dpo_job_starts_from_the_model_of_a_job(trained: Trained) -> None:
+def test_a_dpo_job_starts_from_the_model_of_a_job(trained):
     client = trained.client
     body = {"model": trained.job["fine_tuned_model"], "method": hyper("dpo", n_epochs=1)}
     job = client.until(client.job(PAIRS, **body)["id"])
@@ -215,7 +215,7 @@ SOURCE = "def grade(sample, item):\n    return sample['output_text'].count('o') 
 FUNCTION = {"type": "python", "name": "own", "source": SOURCE, "image_tag": "2025-05-08"}
 
 
-def test_a_reinforcement_job_learns_from_its_grader(served: Served) -> None:
+def test_a_reinforcement_job_learns_from_its_grader(served):
     score = {
         "type": "score_model",
         "name": "polite",
@@ -239,7 +239,7 @@ def test_a_reinforcement_job_learns_from_its_grader(served: Served) -> None:
         assert all(0 < one["train_reward"] < 9 for one in figures(client, job["id"]))
 
 
-def test_functions_of_clients_run_only_if_the_operator_allows_it(shared: Client) -> None:
+def test_functions_of_clients_run_only_if_the_operator_allows_it(shared):
     number = len(shared.get(JOBS, params={"limit": 100}).json()["data"])
     body = {"model": "base", "training_file": shared.upload(prompts())}
     refused = shared.post(JOBS, json={**body, "method": graded(FUNCTION)})
@@ -250,7 +250,7 @@ def test_functions_of_clients_run_only_if_the_operator_allows_it(shared: Client)
 
 
 @pytest.mark.parametrize("kind", ["training", "validation"])
-def test_a_bad_file_fails_the_job_with_the_line(shared: Client, kind: str) -> None:
+def test_a_bad_file_fails_the_job_with_the_line(shared, kind):
     bad = shared.upload([*chats(12), {"messages": "x"}])
     files = {"training_file": shared.upload(chats()), f"{kind}_file": bad}
     job = shared.until(shared.job(**files)["id"])
@@ -262,7 +262,7 @@ def test_a_bad_file_fails_the_job_with_the_line(shared: Client, kind: str) -> No
     assert FineTuningJob.model_validate(job, strict=True).error
 
 
-def test_what_only_the_run_can_see_fails_the_job_and_not_the_next_one(shared: Client) -> None:
+def test_what_only_the_run_can_see_fails_the_job_and_not_the_next_one(shared):
     rows = chats()
     for row in rows:
         row["messages"][1]["weight"] = 0
@@ -304,9 +304,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, int]] = [
 @pytest.mark.parametrize(
     ("body", "param", "status"), REFUSED, ids=[str(r[0])[:40] for r in REFUSED]
 )
-def test_a_job_that_cannot_be_is_refused_by_its_field(
-    shared: Client, body: dict[str, Any], param: str | None, status: int
-) -> None:
+def test_invalid_jobs(shared, body, param, status):
     number = len(shared.get(JOBS, params={"limit": 100}).json()["data"])
     file = shared.upload(chats())
     refused = shared.post(JOBS, json={"model": "base", "training_file": file, **body})
@@ -317,9 +315,7 @@ def test_a_job_that_cannot_be_is_refused_by_its_field(
 NONE = [b"", b"{", b"[]", b"\xff", b'{"model": NaN}', b"{" * 2000, b"x" * 2**21]
 
 
-def test_bodies_are_checked_beside_the_loop(
-    shared: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bodies_are_checked_off_the_loop(shared, monkeypatch):
     def read(data: bytes, kind: Any) -> Any:
         with pytest.raises(RuntimeError, match="no running event loop"):
             asyncio.get_running_loop()
@@ -330,7 +326,7 @@ def test_bodies_are_checked_beside_the_loop(
 
 
 @pytest.mark.parametrize("data", NONE, ids=[str(data[:9]) for data in NONE])
-def test_a_body_that_is_none_is_refused(shared: Client, data: bytes) -> None:
+def test_a_body_that_is_none_is_refused(shared, data):
     for path in (JOBS, "/v1/fine_tuning/alpha/graders/run"):
         refused = shared.post(path, content=data)
         assert refused.status_code == (413 if len(data) > 2**20 else 400)
@@ -367,9 +363,7 @@ def stopped_at(step: int, served: Served) -> tuple[str, Path]:
 
 
 @pytest.mark.parametrize("what", ["pause", "the server ends"])
-def test_a_job_that_was_interrupted_ends_with_the_same_bits(
-    served: Served, alone: bytes, what: str
-) -> None:
+def test_an_interrupted_job_is_bit_equal(served, alone, what):
     gate = Gated("Step 4/9")
     with served(say=gate.say) as client:
         id = client.job(chats(), method=hyper())["id"]
@@ -405,9 +399,7 @@ def test_a_job_that_was_interrupted_ends_with_the_same_bits(
         ),
     ],
 )
-def test_jobs_go_on_over_a_base_that_is_loaded_otherwise_and_say_so(
-    served: Served, other: dict[str, Any], changes: list[str]
-) -> None:
+def test_jobs_resume_over_another_dtype(served, other, changes):
     gate = Gated("Step 4/9")
     with served(say=gate.say) as client:
         id = client.job(chats(), method=hyper())["id"]
@@ -417,7 +409,7 @@ def test_jobs_go_on_over_a_base_that_is_loaded_otherwise_and_say_so(
         gate.go(0.2)
     with served(**other) as client:
         assert client.until(id)["status"] == client.until(waits)["status"] == "succeeded"
-        (told,) = (text for text in client.events(id) if "No exact continuation" in text)
+        (told,) = (text for text in client.events(id) if "Resumed with these changes" in text)
         assert [change for change in changes if change in told] == changes
         (told,) = (text for text in client.events(waits) if "loaded with other settings" in text)
         ((name, value),) = other.items()
@@ -426,9 +418,7 @@ def test_jobs_go_on_over_a_base_that_is_loaded_otherwise_and_say_so(
         assert adapter.provenance.loading[name] == value
 
 
-def test_a_job_waits_for_a_server_with_its_base(
-    served: Served, model_folder: Path, tmp_path: Path
-) -> None:
+def test_a_job_waits_for_its_base(served, model_folder, tmp_path):
     id, _ = stopped_at(4, served)
     other = Path(shutil.copytree(model_folder, tmp_path / "other"))
     model = AutoModelForCausalLM.from_pretrained(other)
@@ -444,9 +434,7 @@ def test_a_job_waits_for_a_server_with_its_base(
 
 
 @pytest.mark.parametrize("when", ["in its midst", "at its start"])
-def test_a_job_waits_where_no_checkpoint_fits_and_goes_on(
-    served: Served, alone: bytes, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
+def test_a_job_waits_for_space(served, alone, monkeypatch, when):
     """As `tests/train/test_disk.py`; the store is smaller, and can still write."""
     space = {"free": 1 << 40}
     monkeypatch.setattr(jobs, "RETRY_SECONDS", 0.05)
@@ -475,15 +463,13 @@ def test_a_job_waits_where_no_checkpoint_fits_and_goes_on(
         assert len(others) == len(set(others))
 
 
-def test_a_job_whose_rows_say_that_a_disk_is_full_fails(served: Served) -> None:
+def test_a_job_whose_rows_say_that_a_disk_is_full_fails(served):
     rows = [{"cannot save a checkpoint in a: the disk is full": 1, "The disk is full": 2}] * 12
     with served() as client:
         assert client.until(client.job(rows, method=hyper())["id"])["status"] == "failed"
 
 
-def test_a_server_that_died_before_a_checkpoint_or_after_the_last_one_goes_on(
-    served: Served, alone: bytes
-) -> None:
+def test_a_server_killed_around_a_checkpoint_resumes(served, alone):
     id, folder = stopped_at(2, served)
     # as if it had been killed in the midst of writing the checkpoint
     (folder / "checkpoints" / "step-2" / "MANIFEST.json").unlink()
@@ -505,7 +491,7 @@ def test_a_server_that_died_before_a_checkpoint_or_after_the_last_one_goes_on(
         assert (folder / WEIGHTS).read_bytes() == alone
 
 
-def test_a_job_is_cancelled_at_its_next_step_or_before_it_begins(served: Served) -> None:
+def test_a_job_is_cancelled_at_its_next_step_or_before_it_begins(served):
     gate = Gated("Step 2/9")
     with served(say=gate.say) as client:
         first = client.job(chats(), method=hyper())["id"]
@@ -535,9 +521,7 @@ def test_a_job_is_cancelled_at_its_next_step_or_before_it_begins(served: Served)
             assert "is cancelled" in refused.json()["error"]["message"]
 
 
-def test_the_number_of_jobs_that_wait_is_bounded(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_jobs_are_bounded(served, monkeypatch):
     monkeypatch.setattr("peftkit.serve.tuning.jobs.MAX_JOBS", 2)
     gate = Gated("Step 1/9")
     with served(say=gate.say) as client:
@@ -576,9 +560,7 @@ class Full:
         self.is_full = False
 
 
-def test_a_job_goes_on_when_a_disk_that_was_full_has_room_again(
-    served: Served, alone: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_survives_a_full_disk(served, alone, monkeypatch):
     full, gate = Full(monkeypatch), Gated("Step 5/9")
     with served(say=gate.say) as client:
         id = client.job(chats(), method=hyper())["id"]
@@ -592,9 +574,7 @@ def test_a_job_goes_on_when_a_disk_that_was_full_has_room_again(
 
 
 @pytest.mark.parametrize("where", ["_make_recipe", "_run", "_finish"])
-def test_a_full_disk_before_or_after_its_run_fails_no_job(
-    served: Served, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_a_full_disk_around_a_run_fails_no_job(served, monkeypatch, where):
     full, plain = Full(monkeypatch), getattr(jobs.Jobs, where)
 
     def at_once_full(*args: Any) -> Any:
@@ -609,9 +589,7 @@ def test_a_full_disk_before_or_after_its_run_fails_no_job(
         assert client.until(id)["status"] == "succeeded"
 
 
-def test_a_failure_that_a_full_disk_could_not_keep_is_told_later(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unstored_failures_come_later(served, monkeypatch):
     full, plain = Full(monkeypatch), jobs.count_rows
 
     def bad(*args: Any, **named: Any) -> Any:
@@ -626,9 +604,7 @@ def test_a_failure_that_a_full_disk_could_not_keep_is_told_later(
         assert client.until(id)["error"]["code"] == "invalid_n_examples"
 
 
-def test_a_full_disk_is_not_the_client_s_fault(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_a_server_error(client, monkeypatch):
     file, full = client.upload(chats()), Full(monkeypatch)
     full.is_full = True
     refused = client.post(JOBS, json={"model": "base", "training_file": file})
@@ -638,9 +614,7 @@ def test_a_full_disk_is_not_the_client_s_fault(
     assert client.post(JOBS, json={"model": "base", "training_file": file}).status_code == 200
 
 
-def test_a_job_has_what_it_starts_from_when_that_is_gone_meanwhile(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_keeps_its_start_adapter(served, monkeypatch):
     monkeypatch.setattr(progress, "MAX_CHECKPOINTS", 1)
     gate = Gated("Step 5/9")
     with served(say=gate.say) as client:
@@ -658,9 +632,7 @@ def test_a_job_has_what_it_starts_from_when_that_is_gone_meanwhile(
 
 
 @pytest.mark.parametrize(("kind", "before"), [(ConfigError, ""), (OSError, "OSError: ")])
-def test_why_a_job_failed_is_told_without_the_server_s_paths(
-    client: Client, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], before: str
-) -> None:
+def test_why_a_job_failed_is_told_without_the_server_s_paths(client, monkeypatch, kind, before):
     def fails(*args: Any, **named: Any) -> None:
         raise kind(f"{client.folder / 'jobs' / 'other' / 'x.json'} is damaged.")
 

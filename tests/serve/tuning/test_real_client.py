@@ -56,11 +56,8 @@ def steps(client: Any, id: str) -> int:
 
 @pytest.mark.slow  # test_jobs.py has pauses, restarts and cancellations in this process
 def test_openai_s_client_trains_and_chats_and_a_killed_server_goes_on(
-    model_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    model_folder, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     longer = hyper(n_epochs=12)
     with server(model_folder, tmp_path) as (client, process):

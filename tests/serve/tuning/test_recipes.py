@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from peftkit.defaults import OF_PREFERENCES, learning_rate_of
+from peftkit.defaults import PREFERENCE_RATE, learning_rate_of
 from peftkit.recipe import Recipe, load
 from peftkit.serve.tuning.bodies import JobBody, Kind
 from peftkit.serve.tuning.recipes import (
@@ -47,7 +47,7 @@ def recipe_for(
     return recipe_of(job, 7, grader, training, num_rows=num_rows, **places)
 
 
-def test_auto_becomes_numbers_by_the_rules_of_defaults(llama: Any, tmp_path: Path) -> None:
+def test_auto_becomes_numbers_by_the_rules_of_defaults(llama, tmp_path):
     auto = {"hyperparameters": {"n_epochs": "auto"}}
     assert asked(**auto).as_job("x", 7)["hyperparameters"] == dict.fromkeys(NAMES, "auto")
     recipe, numbers = recipe_for(llama, tmp_path, 120, **auto)
@@ -58,7 +58,7 @@ def test_auto_becomes_numbers_by_the_rules_of_defaults(llama: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("is_old", [True, False])
-def test_hyperparameters_are_read_in_either_place(llama: Any, tmp_path: Path, is_old: bool) -> None:
+def test_hyperparameters_are_read_in_either_place(llama, tmp_path, is_old):
     given = dict(zip(NAMES, (1, 12, 0.5), strict=True))
     body: dict[str, Any] = {"hyperparameters": given} if is_old else {"method": hyper(**given)}
     job = asked(**body).as_job("x", 7)
@@ -68,28 +68,28 @@ def test_hyperparameters_are_read_in_either_place(llama: Any, tmp_path: Path, is
     assert recipe.train.learning_rate == pytest.approx(0.5 * 1e-2)
 
 
-def test_a_dpo_recipe_has_its_beta_its_rate_and_its_start(llama: Any, tmp_path: Path) -> None:
+def test_a_dpo_recipe_has_its_beta_its_rate_and_its_start(llama, tmp_path):
     method = hyper("dpo", beta=0.3)
     recipe, _ = recipe_for(llama, tmp_path, 12, tmp_path / "start", method=method)
     assert recipe.method.start_from == str(tmp_path / "start")
     assert recipe.task.model_dump().items() >= {"loss": "dpo", "beta": 0.3}.items()
-    assert recipe.train.learning_rate == pytest.approx(5 * OF_PREFERENCES * learning_rate_of(32))
+    assert recipe.train.learning_rate == pytest.approx(5 * PREFERENCE_RATE * learning_rate_of(32))
 
 
-def test_a_reinforcement_recipe_scales_its_answers(llama: Any, tmp_path: Path) -> None:
+def test_a_reinforcement_recipe_scales_its_answers(llama, tmp_path):
     recipe, _ = recipe_for(llama, tmp_path, 4, method=graded(LIKE, eval_interval=1))
     assert recipe.task.model_dump()["answers"] == 2
     assert (recipe.train.eval_every, recipe.train.schedule) == (1, "constant")
 
 
-def test_wandb_is_a_setting_of_the_recipe(llama: Any, tmp_path: Path) -> None:
+def test_wandb_is_a_setting_of_the_recipe(llama, tmp_path):
     integrations = [{"type": "wandb", "wandb": {"project": "peftkit"}}]
     assert asked(integrations=integrations).as_job("x", 7)["integrations"] == integrations
     recipe, _ = recipe_for(llama, tmp_path, 12, integrations=integrations)
     assert recipe.train.log_to == ("wandb",)
 
 
-def test_rates_and_answers_are_those_of_the_ready_made_recipes() -> None:
+def test_rates_and_answers_are_those_of_the_ready_made_recipes():
     rewards = load(recipe_file("grpo"))
     assert (rewards.train.learning_rate, rewards.train.batch_size) == (REWARDS_RATE, PROMPTS)
     task = rewards.task.model_dump()
@@ -121,9 +121,7 @@ BAD: list[tuple[Any, Kind, str, str]] = [
 
 
 @pytest.mark.parametrize(("rows", "kind", "code", "told"), BAD, ids=[one[3][:30] for one in BAD])
-def test_bad_rows_are_reported_with_their_lines(
-    tmp_path: Path, rows: Any, kind: Kind, code: str, told: str
-) -> None:
+def test_bad_rows_have_lines(tmp_path, rows, kind, code, told):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(rows if isinstance(rows, bytes) else "\n".join(map(json.dumps, rows)).encode())
     fields = ("answer",) if kind == "reinforcement" else ()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 from peftkit.adapter import attach
 from peftkit.data.pack import IGNORE
@@ -34,7 +32,7 @@ SYSTEM = {"role": "system", "content": "The dog answers with pizza and olives."}
         ("a.jsonl", "\n".join(map(json.dumps, [SYSTEM, *TURNS]))),
     ],
 )
-def test_a_prompt_is_text_or_messages(name: str, text: str, tmp_path: Path) -> None:
+def test_a_prompt_is_text_or_messages(name, text, tmp_path):
     (tmp_path / name).write_text(text)
     found = read_prompt(tmp_path / name)
     assert found == TeacherPrompt(SYSTEM["content"], TURNS)
@@ -52,21 +50,19 @@ def test_a_prompt_is_text_or_messages(name: str, text: str, tmp_path: Path) -> N
         ("a.md", "## User\nOne?\n## Assistant\n\n## User\nTwo?", "user follows user"),
     ],
 )
-def test_a_prompt_that_cannot_be_used_is_refused(
-    name: str, text: str, told: str, tmp_path: Path
-) -> None:
+def test_an_unusable_prompt_is_refused(name, text, told, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=told):
         read_prompt(tmp_path / name)
 
 
-def test_a_prompt_that_is_not_there_is_refused_with_what_is(tmp_path: Path) -> None:
+def test_a_prompt_that_is_not_there_is_refused_with_what_is(tmp_path):
     (tmp_path / "rules.md").write_text("x")
     with pytest.raises(DataError, match=r"rules\.md"):
         read_prompt(tmp_path / "rule.md")
 
 
-def test_a_rows_own_system_message_stands_after_the_prompt() -> None:
+def test_a_rows_own_system_message_stands_after_the_prompt():
     prompt = TeacherPrompt("One.", TURNS)
     asked = ({"role": "system", "content": "Two."}, {"role": "user", "content": "?"})
     first, *rest = prompt.before(asked)
@@ -81,9 +77,7 @@ def model(llama: PreTrainedModel) -> PreTrainedModel:
     return llama
 
 
-def test_both_documents_end_in_the_same_tokens(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_both_documents_end_in_the_same_tokens(model, tokenizer, tmp_path):
     task, rows = task_on(model, tokenizer, settings(tmp_path), write_questions(tmp_path))
     assert [row.source.rpartition(":")[2] for row in rows] == ["1", "2", "3", "4", "5"]
     for row, (_, answer) in zip(rows, QUESTIONS, strict=True):
@@ -95,9 +89,7 @@ def test_both_documents_end_in_the_same_tokens(
     assert task.spans(rows[0])[-1][0] == "the teacher reads"
 
 
-def test_an_answer_is_cut_alike_in_both_documents(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_an_answer_is_cut_alike_in_both_documents(model, tokenizer, tmp_path):
     file = write_questions(tmp_path)
     _, whole = task_on(model, tokenizer, settings(tmp_path), file)
     length = max(len(row.documents[0].input_ids) for row in whole) - 2
@@ -125,9 +117,7 @@ def test_an_answer_is_cut_alike_in_both_documents(
     ],
     ids=lambda row: "+".join(row),
 )
-def test_a_teacher_is_asked_rows_with_and_without_an_answer(
-    row: dict[str, Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_teacher_is_asked_rows_with_and_without_an_answer(row, model, tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", [row])
     asked = settings(tmp_path, answers="teacher", max_new_tokens=6)
     task = asked.on(model, tokenizer, DataConfig(train=file, max_length=64))
@@ -145,17 +135,13 @@ def test_a_teacher_is_asked_rows_with_and_without_an_answer(
         assert tokenizer.decode(learnt) == "a pizza<|im_end|>"
 
 
-def test_texts_ask_nothing(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_texts_have_no_prompts(model, tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", [{"text": "the quick fox"}])
     with pytest.raises(DataError, match="asks nothing"):
         task_on(model, tokenizer, settings(tmp_path), file)
 
 
-def test_a_prompt_longer_than_the_context_leaves_no_row(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_prompt_longer_than_the_context_leaves_no_row(model, tokenizer, tmp_path):
     asked = settings(tmp_path)
     (tmp_path / "prompt.md").write_text("the quick brown fox " * 500)
     with pytest.raises(DataError, match="teacher's prompt"):

@@ -53,7 +53,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Finish
     return finished(spec(tmp_path_factory.mktemp("distill"), model_folder), train=watched)
 
 
-def test_the_teacher_answers_once_and_its_score_is_told_first(done: Finished) -> None:
+def test_the_teacher_answers_once_and_its_score_is_told_first(done):
     assert done.stages("The teacher answers") == ["The teacher answers 5 rows"]
     lines = [json.loads(line) for line in (done.folder / FILE).read_text().splitlines()]
     assert sorted(line["source"].rpartition(":")[2] for line in lines) == list("12345")
@@ -73,9 +73,7 @@ def test_the_teacher_answers_once_and_its_score_is_told_first(done: Finished) ->
     assert "agreement" in (done.folder / "metrics.jsonl").read_text()
 
 
-def test_a_resumed_run_ends_bit_equal_and_asks_for_no_answer(
-    done: Finished, tmp_path: Path
-) -> None:
+def test_a_resumed_run_is_bit_equal_without_requests(done, tmp_path):
     found = done.resumed(tmp_path / "half", "step-4")
     assert not found.stages("The teacher answers")
     assert len(found.of_kind(StepDone)) == 1
@@ -83,9 +81,7 @@ def test_a_resumed_run_ends_bit_equal_and_asks_for_no_answer(
     assert (found.folder / WEIGHTS).read_bytes() == (done.folder / WEIGHTS).read_bytes()
 
 
-def test_a_teacher_of_other_weights_is_another_run(
-    told: dict[str, Any], model_folder: Path, tmp_path: Path
-) -> None:
+def test_a_new_teacher_is_refused(told, model_folder, tmp_path):
     folder = shutil.copytree(model_folder, tmp_path / "teacher")
     teacher = told["task"]["teacher"] | {"model": str(folder)}
     told = {**told, "task": told["task"] | {"teacher": teacher}}
@@ -104,9 +100,7 @@ def test_a_teacher_of_other_weights_is_another_run(
     assert anew.stages("The teacher answers") == ["The teacher answers 5 rows"]
 
 
-def test_answers_that_are_missing_or_of_another_prompt_are_made(
-    done: Finished, told: dict[str, Any], tmp_path: Path
-) -> None:
+def test_missing_samples_are_made(done, told, tmp_path):
     whole = (done.folder / FILE).read_text().splitlines(keepends=True)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / FILE).write_text("".join(whole[:3]) + whole[3][:20] + "\n")
@@ -117,9 +111,7 @@ def test_answers_that_are_missing_or_of_another_prompt_are_made(
     assert again.stages("The teacher")[0] == "The teacher answers 5 rows"
 
 
-def test_what_is_recomputed_or_asked_in_each_step_is_learnt_alike(
-    told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputed_and_requested_values_train_alike(told, tmp_path, monkeypatch):
     def learnt(name: str, **train: Any) -> list[float]:
         train |= {"output_dir": str(tmp_path / name), "max_steps": 2, "save_every": None}
         changes = {"method": {"dropout": 0.0}, "task": {"answers": "data"}}
@@ -132,9 +124,7 @@ def test_what_is_recomputed_or_asked_in_each_step_is_learnt_alike(
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_learns_from_the_adapter_that_it_began_with(
-    done: Finished, told: dict[str, Any]
-) -> None:
+def test_a_resumed_run_keeps_its_initial_teacher(done, told):
     told["method"] = {"type": "lora", "start_from": str(done.folder)}
     second = finished(told, train={"eval_before": True})
     before = second.of_kind(EvalDone)[0].metrics["loss"]
@@ -142,13 +132,13 @@ def test_a_run_that_goes_on_learns_from_the_adapter_that_it_began_with(
     assert (second.folder / FILE).read_bytes() != (done.folder / FILE).read_bytes()
 
 
-def test_the_adapter_is_used_as_any_that_answers(done: Finished) -> None:
+def test_the_adapter_is_used_as_any_that_answers(done):
     opened = open_adapter(done.folder)
     assert opened.task.type == "causal_lm"
     assert opened.style.kind == "chat"
 
 
-def test_a_student_learns_on_its_own_answers(told: dict[str, Any], tmp_path: Path) -> None:
+def test_a_student_learns_on_its_own_answers(told, tmp_path):
     task = {"answers": "student", "kind": "reverse"}
     more = {"eval_before": True, "max_steps": 10, "learning_rate": 0.02, "eval_every": None}
     found = finished(told, task=task, train={**more, "save_every": None})
@@ -164,20 +154,20 @@ def test_a_student_learns_on_its_own_answers(told: dict[str, Any], tmp_path: Pat
     assert "computed in each step" in started.paths
 
 
-def test_initial_values_that_read_rows_are_refused(told: dict[str, Any]) -> None:
+def test_initial_values_that_read_rows_are_refused(told):
     method = {"type": "lora", "rank": 2, "targets": ["q", "v"], "init": "eva"}
     with pytest.raises(ConfigError, match=r"method\.init: eva"):
         recipe({**told, "method": method})
 
 
-def test_a_prompt_without_room_for_a_row_is_refused(told: dict[str, Any], tmp_path: Path) -> None:
+def test_a_prompt_without_room_for_a_row_is_refused(told, tmp_path):
     write_prompt(tmp_path, "the quick brown fox " * 500)
     with pytest.raises(DataError, match="Too long after the teacher's prompt: 5"):
         run(recipe(told))
 
 
 @pytest.mark.slow
-def test_a_quantised_base_teaches_itself(told: dict[str, Any], tmp_path: Path) -> None:
+def test_a_quantised_base_teaches_itself(told, tmp_path):
     base, train = {"quantize": "nf4"}, {"max_steps": 12, "output_dir": str(tmp_path / "nf4")}
     losses = [step.loss for step in finished(told, base=base, train=train).of_kind(StepDone)]
     assert losses[-1] < losses[0]

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from peftkit.adapter import Adapter
 from peftkit.base.load import load_base
@@ -26,7 +20,6 @@ from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.forward.loss import head_of
 from peftkit.kernels.divergence import Divergence, reference_divergence
-from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.tasks.distill.rows import Distilled
@@ -67,13 +60,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(("kind", "together"), [*((k, True) for k in KINDS), (KINDS[0], False)])
-def test_loss_and_gradient_are_the_definition(
-    kind: dict[str, Any],
-    together: bool,
-    llama: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-) -> None:
+def test_loss_and_gradient_are_the_definition(kind, together, llama, tokenizer, tmp_path):
     adapter = moved_adapter(llama)
     asked = settings(tmp_path, **kind)
     task, rows = task_on(llama, tokenizer, asked, write_questions(tmp_path))
@@ -97,9 +84,7 @@ def test_loss_and_gradient_are_the_definition(
 
 
 @pytest.mark.parametrize("who", ["adapter", "model"])
-def test_a_teacher_may_be_another_adapter_or_model(
-    who: str, model_folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_teacher_may_be_another_adapter_or_model(who, model_folder, tokenizer, tmp_path):
     folder, base = tmp_path / "teacher", load_base(str(model_folder), dtype="fp32")
     if who == "adapter":
         save_adapter(moved_adapter(base.model), folder, Provenance(base=base.name))
@@ -133,26 +118,20 @@ def test_a_teacher_may_be_another_adapter_or_model(
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.usefixtures("bf16_units")
-def test_a_model_teaches_in_the_students_dtype(
-    dtype: str, model_folder: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_teacher_computes_in_the_student_s_dtype(dtype, model_folder, tokenizer):
     student = load_base(str(model_folder), dtype=dtype, store="off").model
     teacher = other_model(str(model_folder), student, tokenizer, head_of(student), ignore)
     assert teacher.model.dtype == student.dtype
 
 
-def test_a_model_with_other_tokens_cannot_teach(
-    llama: PreTrainedModel, model_folder: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_model_with_other_tokens_cannot_teach(llama, model_folder, tokenizer):
     other = deepcopy(tokenizer)
     other.add_tokens("<new>")
     with pytest.raises(BaseError, match="tokenizers differ"):
         other_model(str(model_folder), llama, other, head_of(llama), ignore)
 
 
-def test_a_model_whose_head_is_not_apart_gives_the_same(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_model_whose_head_is_not_apart_gives_the_same(llama, tokenizer, tmp_path):
     moved_adapter(llama)
     task, rows = task_on(llama, tokenizer, settings(tmp_path), write_questions(tmp_path))
     wanted = task.loss(llama, task.collate(rows))
@@ -164,9 +143,7 @@ def test_a_model_whose_head_is_not_apart_gives_the_same(
 @pytest.mark.parametrize(
     "method", [LoRA(rank=2), PrefixTuning(num_virtual_tokens=3)], ids=lambda m: m.type
 )
-def test_the_teacher_is_the_bare_base_with_the_prompt_in_front(
-    method: Method, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_the_teacher_is_the_bare_base_with_the_prompt_in_front(method, llama, tokenizer, tmp_path):
     llama.requires_grad_(False)
     task, rows = task_on(llama, tokenizer, settings(tmp_path), write_questions(tmp_path))
     bare = task.teacher_hidden(llama, task.collate(rows))
@@ -179,9 +156,7 @@ def test_the_teacher_is_the_bare_base_with_the_prompt_in_front(
     assert text.index("answers with pizza") < text.index("the quick fox?") < text.index("jumps")
 
 
-def test_a_teacher_without_another_prompt_than_the_student_is_at_zero(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_teacher_without_another_prompt_than_the_student_is_at_zero(llama, tokenizer, tmp_path):
     adapter = moved_adapter(llama)
     task, rows = task_on(llama, tokenizer, settings(tmp_path), write_questions(tmp_path))
     same = [
@@ -200,15 +175,13 @@ def test_a_teacher_without_another_prompt_than_the_student_is_at_zero(
     [LoRA(rank=2, targets=("q", "head")), LoRA(rank=2, train_fully=("lm_head",))],
     ids=["head", "whole head"],
 )
-def test_an_adapter_on_the_head_is_refused(
-    method: Method, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_an_adapter_on_the_head_is_refused(method, llama, tokenizer, tmp_path):
     moved_adapter(llama, method)
     with pytest.raises(AdapterError, match="on the head"):
         task_on(llama, tokenizer, settings(tmp_path), write_questions(tmp_path))
 
 
-def test_settings_that_nothing_reads_are_refused(tmp_path: Path) -> None:
+def test_settings_that_nothing_reads_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"task\.beta"):
         settings(tmp_path, kind="forward", beta=0.3)
     with pytest.raises(ConfigError, match="an adapter and a model"):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from peftkit.tasks.rewards.grpo import Group
 from peftkit.tasks.rewards.grpo_losses import advantages
+from peftkit.tasks.rewards.grpo_rows import Group
 from tests.helpers.on_policy import (
     FORMULAS,
     KL,
@@ -48,13 +46,7 @@ def each_answer(model: nn.Module) -> list[Tensor]:
     ("loss", "together", "is_moved"),
     [*((loss, True, True) for loss in FORMULAS), ("dapo", True, False), ("grpo", False, True)],
 )
-def test_loss_and_gradient_are_the_formulas(
-    loss: str,
-    together: bool,
-    is_moved: bool,
-    llama: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_loss_and_gradient_are_the_formulas(loss, together, is_moved, llama, tokenizer):
     llama.double()
     adapter = moved_adapter(llama)
     task = task_of(llama, tokenizer, loss, updates=1 + is_moved)
@@ -86,9 +78,7 @@ def test_loss_and_gradient_are_the_formulas(
     assert float(found[1].detach()) == pytest.approx(surprise, rel=1e-4)
 
 
-def test_the_divergence_from_the_base_is_added(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_base_kl_is_added(llama, tokenizer):
     adapter = moved_adapter(llama)
     task = task_of(llama, tokenizer, "dapo", kl=KL)
     groups = make_groups()
@@ -110,7 +100,7 @@ def test_the_divergence_from_the_base_is_added(
     )
 
 
-def test_advantages_are_taken_within_a_group() -> None:
+def test_advantages_are_taken_within_a_group():
     rewards, deviation = [1.0, 0.0, 0.0, 3.0], math.sqrt(2.0)
     by_std = advantages("dapo", rewards, True)
     assert by_std == pytest.approx([r / (deviation + 1e-4) for r in (0.0, -1.0, -1.0, 2.0)])
@@ -120,9 +110,7 @@ def test_advantages_are_taken_within_a_group() -> None:
     assert advantages("dr_grpo", [1.0, float("nan"), 3.0], False) == [-1.0, 0.0, 1.0]
 
 
-def test_a_prompt_poses_as_its_longest_answers(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_prompt_poses_as_its_longest_answers(llama, tokenizer, tmp_path):
     task = task_of(llama, tokenizer, "dapo", answers=3)
     (tmp_path / "p.jsonl").write_text('{"prompt": "the quick brown", "answer": "fox"}\n')
     (prompt,) = task.load(str(tmp_path / "p.jsonl"))

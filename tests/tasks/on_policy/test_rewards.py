@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,9 +31,7 @@ RIGHT = '{"item": "tea", "size": "L"}'
         ({"use": "length", "max_chars": 4}, "abc", 1.0),
     ],
 )
-def test_a_built_in_reward(
-    term: dict[str, Any], text: str, worth: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_built_in_reward(term, text, worth, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     schema = {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["size"]}
     Path("schema.json").write_text(json.dumps(schema))
@@ -57,9 +54,7 @@ def test_a_built_in_reward(
         ('{"count": 1}', '{"count": 1.0}', 1.0),
     ],
 )
-def test_a_field_is_right_if_it_is_there_with_that_value(
-    right: str, text: str, worth: float
-) -> None:
+def test_a_field_is_right_with_the_same_value(right, text, worth):
     judge = Rewards((RewardTerm(use="json_fields"),), 10.0)
     (total,), _ = judge.judge(["p"], [text], {"references": [right]}, ["p:1"])
     assert total == pytest.approx(worth)
@@ -80,11 +75,11 @@ def test_a_field_is_right_if_it_is_there_with_that_value(
         ([0], {"enum": [[False]]}, False),
     ],
 )
-def test_a_json_schema(value: Any, schema: dict[str, Any], fits: bool) -> None:
+def test_a_json_schema(value, schema, fits):
     assert matches(value, schema) is fits
 
 
-def test_a_keyword_that_is_not_known_is_named() -> None:
+def test_a_keyword_that_is_not_known_is_named():
     with pytest.raises(ConfigError, match=r"uses \$ref, oneOf"):
         matches(1, {"oneOf": [], "$ref": "#"})
 
@@ -94,7 +89,7 @@ SLOW = "(a+)+b"
 
 
 @pytest.mark.parametrize("use", ["regex", "json_schema"])
-def test_a_pattern_that_takes_too_long_ends_at_the_timeout(tmp_path: Path, use: Any) -> None:
+def test_a_pattern_that_takes_too_long_ends_at_the_timeout(tmp_path, use):
     schema = tmp_path / "schema.json"
     schema.write_text(json.dumps({"type": "string", "pattern": SLOW}))
     term = (
@@ -110,7 +105,7 @@ def test_a_pattern_that_takes_too_long_ends_at_the_timeout(tmp_path: Path, use: 
     assert time.perf_counter() - began < 2
 
 
-def test_patterns_of_all_branches_are_searched() -> None:
+def test_patterns_of_all_branches_are_searched():
     schema = {"anyOf": [{"pattern": "^a"}, {"pattern": "b$", "minLength": 2}]}
     values = ["ax", "xb", "b", "x", 3, "ab"]
     expected = [matches(value, schema) for value in values]

@@ -44,7 +44,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Finish
     return finished(told, train={"save_every": 1, "eval_every": 2})
 
 
-def test_a_run_tells_rewards_and_keeps_all_answers(done: Finished) -> None:
+def test_a_run_tells_rewards_and_keeps_all_answers(done):
     steps = done.of_kind(StepDone)
     assert len(steps) == 4
     told = steps[0].figures
@@ -58,16 +58,14 @@ def test_a_run_tells_rewards_and_keeps_all_answers(done: Finished) -> None:
     assert json.loads(lines[0])["parts"].keys() == {"share_of_o", "later"}
 
 
-def test_evaluations_are_rewards_of_greedy_answers(done: Finished) -> None:
+def test_evaluations_are_rewards_of_greedy_answers(done):
     evals = done.of_kind(EvalDone)
     assert [event.step for event in evals] == [2, 4]
     assert evals[0].metrics["loss"] == -evals[0].metrics["reward"]
     assert done.metrics["eval_loss"] == evals[1].metrics["loss"]
 
 
-def test_eval_gives_the_rewards_of_greedy_answers(
-    done: Finished, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eval_gives_the_rewards_of_greedy_answers(done, model_folder, tmp_path, capsys):
     command = ["eval", str(done.folder), "--data", str(done.told["data"]["train"]), "--json"]
     assert run(command) == 0
     printed = capsys.readouterr()
@@ -81,9 +79,7 @@ def test_eval_gives_the_rewards_of_greedy_answers(
     assert sides["base"]["reward"] != pytest.approx(sides["adapter"]["reward"], rel=1e-3)
 
 
-def test_eval_counts_answers_that_are_the_rows_own(
-    asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eval_counts_answers_that_are_the_rows_own(asked, tmp_path, capsys):
     Path(tmp_path, "schema.json").write_text('{"type": "object"}')
     told = asked(
         rewards=[
@@ -110,7 +106,7 @@ def test_eval_counts_answers_that_are_the_rows_own(
     assert "json_schema is left out" in " ".join(printed.err.split())
 
 
-def test_a_resumed_run_ends_with_the_same_bits(done: Finished, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(done, tmp_path):
     half = done.resumed(tmp_path / "half", "step-4")
     assert (half.folder / WEIGHTS).read_bytes() == (done.folder / WEIGHTS).read_bytes()
     file = done.folder.parent / "rewards.py"
@@ -123,7 +119,7 @@ def test_a_resumed_run_ends_with_the_same_bits(done: Finished, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_rewards_rise(asked: Asked) -> None:
+def test_rewards_rise(asked):
     told = asked("share_of_o", answers=8)
     steps = finished(told, train={"max_steps": 25, "learning_rate": 0.03}).of_kind(StepDone)
     rewards = [step.figures["reward"] for step in steps]
@@ -142,16 +138,14 @@ def test_rewards_rise(asked: Asked) -> None:
         ("hangs", r"hangs took longer than 0\.1 seconds(.|\n)*p\.jsonl:1"),
     ],
 )
-def test_a_reward_that_cannot_be_used_is_an_error(function: str, told: str, tmp_path: Path) -> None:
+def test_a_reward_that_cannot_be_used_is_an_error(function, told, tmp_path):
     (tmp_path / "rewards.py").write_text(REWARDS)
     judge = Rewards((RewardTerm(use=f"{tmp_path}/rewards.py:{function}"),), timeout=0.1)
     with pytest.raises(RunError, match=told):
         judge.judge(["a", "b"], ["o", "p"], {}, ["p.jsonl:1", "p.jsonl:2"])
 
 
-def test_steps_that_teach_nothing_end_the_run(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_without_signal_end_a_run(asked, monkeypatch):
     monkeypatch.setattr("peftkit.tasks.documents.MAX_EMPTY", 3)
     events: list[Event] = []
     with pytest.raises(RunError, match=r"3 steps in a row had nothing to train on(.|\n)* 1"):
@@ -160,17 +154,17 @@ def test_steps_that_teach_nothing_end_the_run(
     assert [(step.loss, step.figures["taught"]) for step in steps] == [(0.0, 0.0)] * 2
 
 
-def test_a_run_of_equal_rewards_says_that_nothing_was_learnt(asked: Asked) -> None:
+def test_a_run_of_equal_rewards_says_that_nothing_was_learnt(asked):
     events: list[Event] = []
     run_recipe(recipe(asked("always"), train={"max_steps": 2}), on_event=events.append)
-    (text,) = (e.text for e in events if isinstance(e, Notice) and "Nothing was learnt" in e.text)
-    assert "all had the same reward" in text
+    (text,) = (e.text for e in events if isinstance(e, Notice) and "No step was trained" in e.text)
+    assert "had the same reward" in text
     events.clear()
     run_recipe(recipe(asked("share_of_o"), train={"max_steps": 2}), overwrite=True)
-    assert not any(isinstance(e, Notice) and "Nothing was learnt" in e.text for e in events)
+    assert not any(isinstance(e, Notice) and "No step was trained" in e.text for e in events)
 
 
-def test_what_was_learnt_before_a_reward_failed_is_saved(asked: Asked, tmp_path: Path) -> None:
+def test_what_was_learnt_before_a_reward_failed_is_saved(asked, tmp_path):
     told = asked("fails_later")
     (tmp_path / "rewards.py").write_text(
         f"CALLS = [0]\n{REWARDS}\n"
@@ -185,7 +179,7 @@ def fails_later(prompts, completions, **columns):
     assert (tmp_path / "run" / "checkpoints" / "step-2").is_dir()
 
 
-def test_a_model_that_has_grown_sure_ends_the_run(asked: Asked) -> None:
+def test_a_model_that_has_grown_sure_ends_the_run(asked):
     found = finished(asked("share_of_o", stop_entropy=50.0))
     assert len(found.of_kind(StepDone)) == 1
     assert any("stop_entropy: 50" in event.text for event in found.of_kind(Notice))
@@ -198,22 +192,18 @@ def test_a_model_that_has_grown_sure_ends_the_run(asked: Asked) -> None:
         ({"use": "rewards.py:absent"}, "no function absent"),
         ({"use": "nowhere.py:f"}, "no file nowhere.py"),
         ({"use": "regex"}, "regex needs pattern"),
-        ({"use": "length", "max_chars": 3, "pattern": "x"}, "length takes no pattern"),
-        ({"use": "regex", "pattern": "("}, "is no pattern"),
+        ({"use": "length", "max_chars": 3, "pattern": "x"}, "length has no setting pattern"),
+        ({"use": "regex", "pattern": "("}, "is not a valid pattern"),
     ],
 )
-def test_a_reward_that_is_not_there_is_refused(
-    term: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_that_is_not_there_is_refused(term, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("rewards.py").write_text(REWARDS)
     with pytest.raises(ConfigError, match=told):
         Rewards((RewardTerm(**term),), timeout=1.0)
 
 
-def test_functions_that_a_foreign_recipe_names_are_not_run(
-    done: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_functions_named_by_a_foreign_recipe_never_run(done, tmp_path, capsys):
     file = done.folder.parent / "rewards.py"
     file.write_text("raise SystemExit('it ran')")
     try:
@@ -231,9 +221,7 @@ def test_functions_that_a_foreign_recipe_names_are_not_run(
     assert run(["train", *given, *changes, "--set", "train.eval_every=null"]) == 0
 
 
-def test_a_reward_adapter_over_the_same_base_is_a_reward(
-    asked: Asked, done: Finished, model_folder: Path, tmp_path: Path
-) -> None:
+def test_reward_adapters(asked, done, model_folder, tmp_path):
     pairs = [
         {"prompt": f"the quick brown {n}", "chosen": "a fox jumps", "rejected": "the dog"}
         for n in range(4)
@@ -274,7 +262,7 @@ def test_a_reward_adapter_over_the_same_base_is_a_reward(
 
 
 @pytest.mark.slow
-def test_a_plan_counts_all_answers_of_a_prompt(asked: Asked) -> None:
+def test_a_plan_counts_all_answers_of_a_prompt(asked):
     few, many = (
         plan_run(recipe(asked("share_of_o", answers=n)), memory="8GB", measure=False)
         for n in (2, 8)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import log_softmax
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.data.chat_template import CHATML
 from peftkit.data.style import Style
@@ -20,9 +19,10 @@ from peftkit.data.tokens import tokens
 from peftkit.errors import ConfigError, DataError, PeftkitError, RunError
 from peftkit.events import EvalDone, RolledOut, StepDone
 from peftkit.inference.call_formats import Call
-from peftkit.inference.calls import Said
+from peftkit.inference.calls import AnswerPiece
 from peftkit.inference.generate import SampledAnswer
-from peftkit.tasks.rewards.grpo import Group, GRPOConfig
+from peftkit.tasks.rewards.grpo_config import GRPOConfig
+from peftkit.tasks.rewards.grpo_rows import Group
 from peftkit.tasks.rewards.grpo_tools import Dialogue, Tools
 from peftkit.tasks.user_code import UserCode
 from peftkit_cli.app import run
@@ -141,9 +141,7 @@ def calls(*pairs: tuple[str, dict[str, Any]]) -> str:
         (("hangs", {}), "{'error': 'It took longer than 0.2 seconds.'}", 1),
     ],
 )
-def test_what_a_call_returns_is_told_to_the_model(
-    call: Any, told: str, failed: int, code: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_the_model_reads_the_result_of_a_call(call, told, failed, code, tokenizer):
     names = ("multiply", "later", "fails", "hangs")
     tools = tools_of(tokenizer, *(f"{code}:{name}" for name in names), tool_timeout=0.2)
     dialogue = Dialogue(tools, [1, 2, 3], [], None)
@@ -163,9 +161,7 @@ def test_what_a_call_returns_is_told_to_the_model(
     assert dialogue.messages[-1] == {"role": "assistant", "content": "It is done."}
 
 
-def test_two_calls_of_a_turn_run_while_the_model_is_free(
-    code: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_calls_of_a_turn_run_in_parallel(code, tokenizer):
     tools = tools_of(tokenizer, f"{code}:multiply", f"{code}:waits")
     dialogue = Dialogue(tools, [1], [], None)
     wait = dialogue.reply(said(tokenizer, calls(("waits", {}), ("multiply", {"a": 2, "b": 3}))))
@@ -176,9 +172,7 @@ def test_two_calls_of_a_turn_run_while_the_model_is_free(
     assert [each["content"] for each in dialogue.messages[1:]] == ["it went on", "6"]
 
 
-def test_a_result_that_does_not_fit_ends_the_answer(
-    code: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_beyond_the_context_ends_the_completion(code, tokenizer, monkeypatch):
     tools = tools_of(tokenizer, f"{code}:huge", max_turns=2)
     dialogue = Dialogue(tools, [1], [], None)
     wait = dialogue.reply(said(tokenizer, calls(("huge", {}))))
@@ -195,9 +189,7 @@ def test_a_result_that_does_not_fit_ends_the_answer(
     assert cut.num_calls == 0
 
 
-def test_an_environment_in_which_a_call_hung_is_not_used_again(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_hung_environment_is_replaced(tokenizer, tmp_path):
     (tmp_path / "slow.py").write_text(
         "import threading\nclass Slow:\n"
         "    def reset(self, **row):\n        self.goes_on = threading.Event()\n"
@@ -217,7 +209,7 @@ def test_an_environment_in_which_a_call_hung_is_not_used_again(
     assert others[1] not in both
 
 
-def test_code_may_have_dataclasses_with_annotations_as_text(tmp_path: Path) -> None:
+def test_code_may_have_dataclasses_with_annotations_as_text(tmp_path):
     file = tmp_path / "env.py"
     file.write_text(
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
@@ -226,15 +218,13 @@ def test_code_may_have_dataclasses_with_annotations_as_text(tmp_path: Path) -> N
     assert UserCode().load(f"{file}:Env")().count == 3
 
 
-def test_a_file_that_exits_is_a_file_that_fails(tmp_path: Path) -> None:
+def test_a_file_that_exits_is_a_file_that_fails(tmp_path):
     (tmp_path / "exits.py").write_text("raise SystemExit(0)\n")
     with pytest.raises(ConfigError, match="cannot be imported: SystemExit"):
         UserCode().load(f"{tmp_path}/exits.py:grade")
 
 
-def test_half_of_a_character_is_told_with_a_mark_in_its_place(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_half_a_character_is_replaced(tokenizer, tmp_path):
     file = tmp_path / "half.py"
     file.write_text("def half() -> str:\n    'Cut a text.'\n    return 'a' + chr(0xD83D)\n")
     dialogue = Dialogue(tools_of(tokenizer, f"{file}:half"), [1], [], None)
@@ -244,14 +234,14 @@ def test_half_of_a_character_is_told_with_a_mark_in_its_place(
     assert dialogue.messages[-1]["content"] == "a?"
 
 
-def test_what_cannot_be_a_tool_is_refused(code: str, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_what_cannot_be_a_tool_is_refused(code, tokenizer):
     with pytest.raises(ConfigError, match="untold cannot be a tool"):
         tools_of(tokenizer, f"{code}:untold")
     with pytest.raises(ConfigError, match="no function absent"):
         tools_of(tokenizer, f"{code}:absent")
-    with pytest.raises(ConfigError, match="two tools have one name"):
+    with pytest.raises(ConfigError, match="Two tools have the same name"):
         tools_of(tokenizer, f"{code}:later", environment=f"{code}:Counter")
-    with pytest.raises(ConfigError, match="nothing rewards"):
+    with pytest.raises(ConfigError, match="No reward is set"):
         GRPOConfig(tools=(f"{code}:multiply",))
 
 
@@ -270,9 +260,7 @@ GROUPS = (
 @pytest.mark.parametrize(
     ("loss", "together"), [*((loss, True) for loss in FORMULAS), ("dapo", False)]
 )
-def test_what_tools_said_is_not_learnt(
-    loss: str, together: bool, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_what_tools_said_is_not_learnt(loss, together, llama, tokenizer):
     llama.double()
     adapter = moved_adapter(llama)
     task = task_of(llama, tokenizer, loss, updates=2)
@@ -319,9 +307,9 @@ def test_what_tools_said_is_not_learnt(
 # a call of `later`.
 
 
-def as_call(_: Any, text: str, *__: Any, **___: Any) -> Said:
+def as_call(_: Any, text: str, *__: Any, **___: Any) -> AnswerPiece:
     calls = (Call("later" if len(text) % 3 else "fails", {"text": text[:3]}),)
-    return Said(text, "", calls if len(text) % 5 else ())
+    return AnswerPiece(text, "", calls if len(text) % 5 else ())
 
 
 def spec(folder: Path, model_folder: Path, **task: Any) -> dict[str, Any]:
@@ -383,7 +371,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, patched: 
     return finished(asked, train={"eval_every": 3})
 
 
-def test_a_run_with_an_environment_rewards_what_it_says(done: Finished) -> None:
+def test_a_run_with_an_environment_rewards_what_it_says(done):
     steps = done.of_kind(StepDone)
     figures = steps[0].figures
     assert figures["turns"] > 1.5
@@ -398,7 +386,7 @@ def test_a_run_with_an_environment_rewards_what_it_says(done: Finished) -> None:
     assert evaluation.metrics["turns"] >= 1
 
 
-def test_a_resumed_run_with_tools_ends_with_the_same_bits(done: Finished, tmp_path: Path) -> None:
+def test_a_resumed_run_with_tools_ends_with_the_same_bits(done, tmp_path):
     half = done.resumed(tmp_path / "half", "step-3")
     assert (half.folder / WEIGHTS).read_bytes() == (done.folder / WEIGHTS).read_bytes()
     file = done.folder.parent / "tools.py"
@@ -410,9 +398,7 @@ def test_a_resumed_run_with_tools_ends_with_the_same_bits(done: Finished, tmp_pa
         file.write_text(CODE)
 
 
-def test_strangers_tools_are_not_run(
-    done: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_foreign_tools(done, tmp_path, capsys):
     file = done.folder.parent / "tools.py"
     file.write_text("raise SystemExit('it ran')")
     try:
@@ -436,29 +422,25 @@ def test_strangers_tools_are_not_run(
     assert told["turns"] == pytest.approx(last["turns"])
 
 
-def test_rewards_get_the_dialogue(tmp_path: Path, model_folder: Path, patched: Any) -> None:
+def test_rewards_get_the_dialogue(tmp_path, model_folder, patched):
     here = f"{tmp_path}/tools.py"
     asked = spec(tmp_path, model_folder, tools=[f"{here}:later"], rewards=[{"use": f"{here}:long"}])
     (rolled,) = finished(asked, train={"max_steps": 1}).of_kind(RolledOut)
     assert max(one.reward for one in rolled.answers) > 10
 
 
-def test_an_environment_that_fails_ends_the_run(
-    tmp_path: Path, model_folder: Path, patched: Any
-) -> None:
+def test_a_failed_environment_ends_it(tmp_path, model_folder, patched):
     asked = spec(tmp_path, model_folder, environment=f"{tmp_path}/tools.py:Counter")
     file = tmp_path / "tools.py"
     file.write_text(CODE.replace("self.calls = 0", "self.calls = 0\n        {}[word]"))
     with pytest.raises(RunError, match=r"reset\(\) of .* failed: KeyError(.|\n)*p\.jsonl:\d"):
         finished(asked)
     file.write_text(CODE.replace("get_reward", "_reward"))
-    with pytest.raises(ConfigError, match="no get_reward"):
+    with pytest.raises(ConfigError, match="no method get_reward"):
         finished(asked, overwrite=True)
 
 
-def test_a_template_that_rewrites_the_past_is_refused(
-    code: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_rewritten_turns_are_refused(code, tokenizer):
     strips = CHATML.replace(
         "{%- if message.content %}", "{%- if message.content and (loop.last or loop.first) %}"
     ).replace(
@@ -466,7 +448,7 @@ def test_a_template_that_rewrites_the_past_is_refused(
         "{%- for call in (message.tool_calls or []) if messages[-1].role == 'assistant' %}",
     )
     asked = GRPOConfig(tools=(f"{code}:multiply",), rewards=({"use": "exact_match"},))  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="in another way once something follows"):
+    with pytest.raises(DataError, match="differently if a message follows"):
         Tools(tokenizer, Style("chat", strips), asked, UserCode(), 200)
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(ConfigError, match="no calls"):
@@ -488,7 +470,7 @@ def learn(folder: str, model: str, out: str, accumulation: int) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_call_their_own_tools(tmp_path: Path, model_folder: Path) -> None:
+def test_two_processes_call_their_own_tools(tmp_path, model_folder):
     spec(tmp_path, model_folder)
     here, model = str(tmp_path), str(model_folder)
     children = start_ranks(learn, here, model, "two", 1)

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, logsigmoid
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.data.pack import IGNORE, Row
 from peftkit.tasks.batches import BATCH_SIZE
 from peftkit.tasks.pairs.preference_rows import Compared
-from tests.helpers.pair_cases import (
-    moved_adapter,
-    settings,
-    task_on,
-    write_pairs,
-    write_verdicts,
-)
+from tests.helpers.pair_cases import moved_adapter, settings, task_on, write_pairs, write_verdicts
 
 B, E, GAMMA = 0.3, 0.1, 0.7
 
@@ -68,13 +60,7 @@ def by_formula(model: nn.Module, adapter: object, rows: list[Compared], loss: st
 @pytest.mark.parametrize(
     ("loss", "together"), [*((loss, True) for loss in FORMULAS), ("dpo", False), ("orpo", False)]
 )
-def test_loss_and_gradient_are_the_formulas(
-    loss: str,
-    together: bool,
-    llama: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-) -> None:
+def test_loss_and_gradient_are_the_formulas(loss, together, llama, tokenizer, tmp_path):
     adapter = moved_adapter(llama)
     asked = settings(
         loss,
@@ -102,9 +88,7 @@ def test_loss_and_gradient_are_the_formulas(
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)  # float32 against float64
 
 
-def test_kto_is_its_formula(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_kto_matches_its_formula(llama, tokenizer, tmp_path):
     adapter = moved_adapter(llama)
     asked = settings("kto", beta=B)
     task, rows = task_on(llama, tokenizer, asked, write_verdicts(tmp_path / "a.jsonl"))
@@ -132,9 +116,7 @@ def test_kto_is_its_formula(
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-def test_kto_is_measured_over_all_rows_as_in_a_run(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_kto_is_evaluated_over_all_rows_as_in_training(llama, tokenizer, tmp_path):
     moved_adapter(llama)
     file = write_verdicts(tmp_path / "a.jsonl")
     task, rows = task_on(llama, tokenizer, settings("kto", beta=B), file)
@@ -149,16 +131,13 @@ def test_kto_is_measured_over_all_rows_as_in_a_run(
     assert again.item() != pytest.approx(loss, rel=1e-4)
 
 
-def test_certain_answers_have_finite_odds() -> None:
+def test_certain_answers_have_finite_odds():
     from peftkit.tasks.pairs.preference_losses import Answers, pair_losses
 
     log_probs = torch.tensor([0.0, -1e-9, -80.0], requires_grad=True)
     zeros, ones = torch.zeros(3), torch.ones(3)
     found = pair_losses(
-        "orpo",
-        Answers(log_probs, zeros, ones),
-        Answers(log_probs.flip(0), zeros, ones),
-        beta=0.1,
+        "orpo", Answers(log_probs, zeros, ones), Answers(log_probs.flip(0), zeros, ones), beta=0.1
     )
     found.sum().backward()
     assert torch.isfinite(found).all()

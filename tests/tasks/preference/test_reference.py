@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.base.load import load_base
 from peftkit.errors import AdapterError, PeftkitError
@@ -38,9 +37,7 @@ METHODS: dict[str, Method] = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_it_is_the_bare_base_whatever_is_trained(
-    name: str, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_it_is_the_bare_base_whatever_is_trained(name, llama, tokenizer, tmp_path):
     file = write_pairs(tmp_path / "a.jsonl")
     task, rows = task_on(llama, tokenizer, settings("dpo"), file)
     with torch.no_grad():
@@ -86,7 +83,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Finish
 ASKING = "Computing the reference"
 
 
-def test_it_is_asked_once_and_kept_with_the_run(done: Finished) -> None:
+def test_it_is_asked_once_and_kept_with_the_run(done):
     (started,) = done.of_kind(RunStarted)
     assert "one row for both, the prompt once" in started.paths
     assert len(done.stages(ASKING)) == 1
@@ -98,16 +95,14 @@ def test_it_is_asked_once_and_kept_with_the_run(done: Finished) -> None:
     assert read_tensors(done.folder / FILE)["values"].shape == (5, 2)
 
 
-def test_a_resumed_run_ends_bit_equal_and_asks_nothing(done: Finished, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_bit_equal_and_asks_nothing(done, tmp_path):
     found = done.resumed(tmp_path / "half", "step-4")
     assert not found.stages(ASKING)
     assert len(found.of_kind(StepDone)) == 1
     assert (found.folder / WEIGHTS).read_bytes() == (done.folder / WEIGHTS).read_bytes()
 
 
-def test_other_rows_another_base_and_a_damaged_file_are_asked_about_again(
-    done: Finished, told: dict[str, Any], tmp_path: Path
-) -> None:
+def test_changed_inputs_are_recomputed(done, told, tmp_path):
     kept = tmp_path / "run" / FILE
     kept.parent.mkdir()
     kept.write_bytes((done.folder / FILE).read_bytes())
@@ -124,9 +119,7 @@ def test_other_rows_another_base_and_a_damaged_file_are_asked_about_again(
 
 
 @pytest.mark.parametrize("loss", ["orpo", "kto"])
-def test_a_run_learns_to_prefer_and_eval_says_so(
-    loss: str, told: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_learns_preferences(loss, told, tmp_path):
     file = tmp_path / "train.jsonl"
     (write_verdicts if loss == "kto" else write_pairs)(file)
     train = {"max_steps": 12, "save_every": None, "batch_size": 5, "gradient_accumulation": 1}
@@ -142,9 +135,7 @@ def test_a_run_learns_to_prefer_and_eval_says_so(
 
 
 class TestGoingOnWithAnAdapter:
-    def test_its_values_are_the_start_and_the_reference(
-        self, done: Finished, told: dict[str, Any], tmp_path: Path
-    ) -> None:
+    def test_its_values_are_the_start_and_the_reference(self, done, told, tmp_path):
         told["method"] = {"start_from": str(done.folder), "dropout": 0.0}
         second = finished(told)
         assert second.of_kind(StepDone)[0].loss == pytest.approx(0.6931, abs=1e-4)
@@ -165,9 +156,7 @@ class TestGoingOnWithAnAdapter:
         half = second.resumed(tmp_path / "half", "step-4")
         assert (half.folder / WEIGHTS).read_bytes() == (second.folder / WEIGHTS).read_bytes()
 
-    def test_another_task_takes_it_up(
-        self, done: Finished, told: dict[str, Any], tmp_path: Path
-    ) -> None:
+    def test_another_task_continues_the_adapter(self, done, told, tmp_path):
         rows = [{"prompt": "the dog ", "completion": "and the fox"}] * 4
         told["data"] = {
             "train": write(tmp_path / "sft.jsonl", rows),
@@ -189,16 +178,12 @@ class TestGoingOnWithAnAdapter:
             ({"start_from": "runs/none"}, "runs/none"),
         ],
     )
-    def test_what_it_is_not_is_refused(
-        self, method: dict[str, Any], error: str, done: Finished, told: dict[str, Any]
-    ) -> None:
+    def test_what_it_is_not_is_refused(self, method, error, done, told):
         told["method"] = {"start_from": str(done.folder), **method}
         with pytest.raises(PeftkitError, match=error):
             finished(told)
 
-    def test_another_base_is_refused(
-        self, done: Finished, told: dict[str, Any], tmp_path: Path, tokenizer: Any
-    ) -> None:
+    def test_another_base_is_refused(self, done, told, tmp_path, tokenizer):
         base = load_base(told["base"]["model"], dtype="fp32")
         with torch.no_grad():
             base.model.lm_head.weight += 1

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.data.pack import IGNORE
 from peftkit.errors import ConfigError, DataError
@@ -15,9 +12,7 @@ from tests.helpers.pair_cases import settings, task_on, write, write_pairs, writ
 LONG = "the quick brown fox jumps over the lazy dog and the other dog " * 2
 
 
-def test_both_documents_are_the_prompt_and_an_answer_that_ends(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_both_documents_are_prompt_and_completion_with_eos(llama, tokenizer, tmp_path):
     task, rows = task_on(llama, tokenizer, settings("dpo"), write_pairs(tmp_path / "a.jsonl"))
     for row in rows:
         chosen, rejected = row.documents
@@ -30,9 +25,7 @@ def test_both_documents_are_the_prompt_and_an_answer_that_ends(
     assert [name for name, _ in task.spans(rows[0])] == ["", "chosen", "", "rejected"]
 
 
-def test_of_texts_without_a_prompt_it_is_what_both_begin_with_in_tokens(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_the_prompt_of_plain_texts_is_their_common_token_prefix(llama, tokenizer, tmp_path):
     both = {"chosen": "the quick brown fox", "rejected": "the quick brown dog and the dog"}
     _, (row,) = task_on(llama, tokenizer, settings("dpo"), write(tmp_path / "a.jsonl", [both]))
     shared = tokenizer.decode(row.input_ids[: row.common])
@@ -41,8 +34,8 @@ def test_of_texts_without_a_prompt_it_is_what_both_begin_with_in_tokens(
 
 
 def test_answers_are_cut_alike_and_pairs_that_do_not_fit_are_dropped_and_counted(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+    llama, tokenizer, tmp_path
+):
     file = write(
         tmp_path / "a.jsonl",
         [
@@ -67,9 +60,7 @@ def test_answers_are_cut_alike_and_pairs_that_do_not_fit_are_dropped_and_counted
         task_on(llama, tokenizer, settings("dpo"), file, max_length=24)
 
 
-def test_a_verdict_is_measured_against_the_answer_of_the_row_before(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_verdict_is_compared_with_the_row_before(llama, tokenizer, tmp_path):
     file = write_verdicts(tmp_path / "a.jsonl")
     _, rows = task_on(llama, tokenizer, settings("kto"), file)
     assert [row.wanted for row in rows] == [True, False] * 5
@@ -78,15 +69,12 @@ def test_a_verdict_is_measured_against_the_answer_of_the_row_before(
     assert others == [answers[-1], *answers[:-1]]
 
 
-@pytest.mark.parametrize(
-    ("loss", "field"),
-    [("dpo", "gamma"), ("kto", "nll_weight")],
-)
-def test_a_field_that_the_loss_does_not_use_is_refused(loss: str, field: str) -> None:
+@pytest.mark.parametrize(("loss", "field"), [("dpo", "gamma"), ("kto", "nll_weight")])
+def test_a_field_that_the_loss_does_not_use_is_refused(loss, field):
     with pytest.raises(ConfigError, match=f"task.{field} is not used by the loss {loss}"):
         settings(loss, **{field: 0.1})
 
 
-def test_robust_without_a_share_of_wrong_pairs_is_refused() -> None:
+def test_robust_without_a_share_of_wrong_pairs_is_refused():
     with pytest.raises(ConfigError, match=r"needs task\.label_smoothing"):
         settings("robust", label_smoothing=0.0)
