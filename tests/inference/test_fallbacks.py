@@ -99,7 +99,7 @@ def test_an_abstract_method_of_another_version_raises_only_if_it_is_called():
 def notices_of(tmp_path: Any, tokenizer: Tokenizer, model: Any, **settings: Any) -> list[str]:
     events: list[Event] = []
     attach(model, LoRA(rank=2))
-    task = CausalLM(model, tokenizer, DataConfig(train="", packing=False))
+    task = CausalLM(model, tokenizer, DataConfig(train="", max_length=32, packing=False))
     config = TrainConfig(output_dir=tmp_path, max_steps=1, batch_size=2, **settings)
     fit(model, task, ROWS[:4], config=config, on_event=events.append)
     return [event.text for event in events if isinstance(event, Notice)]
