@@ -196,8 +196,8 @@ class _Row:
         self.media: list[Media] = []
         self._listed = {kind: _Listed(kind, record.fields) for kind in KINDS}
         # <audio> and <video> are words of HTML too
-        shown = [k for k, listed in self._listed.items() if listed.values or k is Picture]
-        self._shown = {f"<{kind.name}>": kind for kind in shown}
+        kinds = [k for k, listed in self._listed.items() if listed.values or k is Picture]
+        self._shown = {f"<{kind.name}>": kind for kind in kinds}
         self._any_shown = re.compile("(" + "|".join(self._shown) + ")")
 
     def without_media(self) -> Record:

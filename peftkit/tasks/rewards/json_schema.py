@@ -84,12 +84,12 @@ def _inside(value: Any, schema: Mapping[str, Any], search: Search) -> bool:
         return all(matches(item, schema.get("items", {}), search) for item in value)
     if not isinstance(value, dict):
         return True
-    known, other = schema.get("properties", {}), schema.get("additionalProperties", True)
+    properties, other = schema.get("properties", {}), schema.get("additionalProperties", True)
     if not set(schema.get("required", ())) <= value.keys():
         return False
     for name, item in value.items():
-        if name in known:
-            if not matches(item, known[name], search):
+        if name in properties:
+            if not matches(item, properties[name], search):
                 return False
         elif other is False or (isinstance(other, dict) and not matches(item, other, search)):
             return False

@@ -93,8 +93,8 @@ class PairEncoder(RowEncoder):
         self._room, self._limits = self._frame.room(max_source), (max_source, max_target)
 
     def key(self, where: str) -> object:
-        known = (self._name, self._config.model_dump_json(), self._room, self._limits[1])
-        return (*tokenizer_key(self._tokenizer), *known)
+        settings = (self._name, self._config.model_dump_json(), self._room, self._limits[1])
+        return (*tokenizer_key(self._tokenizer), *settings)
 
     def read(self, records: Sequence[Record], where: str) -> ParsedRow:
         parsed = parse(records, self._name, where=where, fields=self._config.fields)
