@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from peftkit.errors import BaseError, did_you_mean, first_few
+from peftkit.errors import BaseError, did_you_mean, first_few, is_url
 
 HUB_ID = r"[\w.-]+(/[\w.-]+)?"
 
@@ -112,6 +112,9 @@ def locate(model: str, revision: str | None = None) -> Location:
         return _local(path)
     if re.fullmatch(HUB_ID, model) and not model.startswith(".") and path.suffix != ".gguf":
         return Location(model, model, hub_id=model, revision=revision)
+    if is_url(model):
+        fix = "Download the model first, or give its id on the Hugging Face hub: ORG/NAME."
+        raise BaseError(f"cannot read the base {model}.", found="URLs are not read.", fix=fix)
     raise BaseError(
         f"there is no base model {model!r}.", found="No such file or folder.", fix=suggest(model)
     )
