@@ -186,9 +186,9 @@ def test_a_missing_file_error_lists_others(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("url", ["s3://bucket/rows.jsonl", "https://host/a.jsonl?download=1"])
 def test_urls_are_not_taken_for_paths(url):
+    (source,) = files_of(url)
     with pytest.raises(DataError) as error:
-        for source in files_of(url):
-            read_records(source)
+        read_records(source)
     assert error.value.found == "URLs are not read."
     assert "Download the file first" in error.value.fix
 
