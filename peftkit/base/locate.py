@@ -162,6 +162,17 @@ def _short_name(name: str, revision: str | None) -> Location:
     return Location(name, model.hub_id, model.hub_id, revision=revision)
 
 
+def gguf_of(model: str) -> Path | None:
+    """Return the GGUF file of a base: the file itself, or the file in its short name's package."""
+    package = importlib.util.find_spec(KNOWN[model].package) if model in KNOWN else None
+    for folder in (package and package.submodule_search_locations) or ():
+        path = Path(folder) / KNOWN[model].inside
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    path = Path(model).expanduser()
+    return path if path.suffix == ".gguf" and path.is_file() else None
+
+
 def _local(path: Path) -> Location:
     name = os.path.abspath(path)
     if path.is_file():

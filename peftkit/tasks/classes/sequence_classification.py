@@ -247,7 +247,7 @@ class SequenceClassification(Classifier, TextTask):
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
-        """Return `predicted_label` and `prediction`, the probabilities or the value, of each row."""
+        """Return each row's `predicted_label` and `prediction`: the probabilities, or the value."""
         pairs = (texts for texts, _ in values_in(records, self.encoder.texts_of))
         texts = [text if pair is None else (text, pair) for text, pair in pairs]
         predictions = self._by_label(self.predict(model, texts, on_event))
