@@ -1,7 +1,8 @@
 """Sweeps: several runs over one base, one after the other, each in a subfolder of the sweep.
 
 sweep.json and sweep.csv have the settings, state and metrics of each member, report.html all
-curves, and best/ a copy of the best member's adapter. A member's folder is an ordinary run: it can be resumed alone.
+curves, and best/ a copy of the best member's adapter. A member's folder is an ordinary run: it can
+be resumed alone.
 """
 
 from __future__ import annotations
@@ -390,8 +391,8 @@ def _finish(out: Path, outcomes: Mapping[str, Outcome], on_event: Listener) -> l
     if (chosen := best.best_metric) in best.metrics and chosen not in metrics:
         metrics = [chosen, *metrics[:-1]]
     measured = (f"eval {metric_name(name)}" for name in metrics)
-    ends = ("eval loss, last", loss_name(), "steps", "time", "state")
-    columns = ("member", *names, *measured, *ends)
+    columns = ("member", *names, *measured)
+    columns += ("eval loss, last", loss_name(), "steps", "time", "state")
     rows = []
     for o in ranked:
         losses = ("-" if loss is None else f"{loss:.4f}" for loss in (o.eval_loss, o.loss))

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 from peftkit import Adapter, LoRA, attach, load_base, merge, save_adapter
 from peftkit.base.build import build
 from peftkit.base.gguf_file import blocks_of, source_of
+from peftkit.base.locate import KNOWN, gguf_of
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.request import request_of
 from peftkit.base.skeleton import on_meta
