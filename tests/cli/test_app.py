@@ -41,7 +41,7 @@ COMMANDS: dict[str, list[str]] = {
     "predict": ["ADAPTER", "--text", "--data", "--out", "--base", "--force", "--json"],
     "eval": [
         "ADAPTER", "--data", "--tasks", "--include", "--limit", "--fewshot", "--chat-template",
-        "--compare", "--run-rewards", "--base", "--force", "--json",
+        "--compare", "--run-rewards", "--row-style", "--base", "--force", "--json",
     ],
     "serve": [
         "[NAME=]RUN...", "--host", "--port", "--api-key", "--base", "--max-batch", "--max-waiting",
