@@ -1,4 +1,4 @@
-"""Sequence classification: a text, or a pair of texts, has one label, several, or a number.
+"""Sequence classification: one label, several labels or a number for a text or a pair of texts.
 
 Shapes: B rows, L labels.
 """
@@ -57,7 +57,7 @@ PROBLEM_TYPES: dict[Problem, ProblemType] = {
     "regression": "regression",
 }
 NUMBER = "value"
-"""Name of the one output of a regression."""
+"""Name of the output of a regression."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class LabelledRow(TextsRow):
     """A text, or a pair of texts, and its label.
 
     Args:
-        target: (index of the label,); 1.0 or 0.0 for each label of several; or (the number,).
+        target: (index of the label,); for several labels, 1.0 or 0.0 for each; or (the number,).
         source: "train.jsonl:7".
     """
 
@@ -126,7 +126,7 @@ class SequenceClassification(Classifier, TextTask):
     """Classification of texts, or regression on them.
 
     Args:
-        model: With a classification head; its config names the labels and the problem.
+        model: A model with a classification head; its config has the labels and the problem.
     """
 
     def build(self, model: nn.Module) -> None:
@@ -136,7 +136,7 @@ class SequenceClassification(Classifier, TextTask):
         if end is not None and self.texts.encode("a").input_ids[-1] != end:
             raise BaseError(
                 f"{type(unwrapped(model)).__name__} classifies by the end token.",
-                found="The tokenizer adds none to a text.",
+                found="The tokenizer does not append it to a text.",
                 fix="Give the base's own tokenizer, or another base.",
             )
         self.labels = labels_of(settings)
@@ -181,7 +181,7 @@ class SequenceClassification(Classifier, TextTask):
             texts: Texts, or pairs of texts, as in training.
 
         Raises:
-            DataError: One is empty, or of the other kind.
+            DataError: A text is empty, or single texts and pairs are mixed up.
         """
         pairs = [(text, None) if isinstance(text, str) else text for text in texts]
         for pair in pairs:
@@ -190,7 +190,7 @@ class SequenceClassification(Classifier, TextTask):
             ):
                 raise DataError(
                     f"cannot classify {shown(pair[0])}.",
-                    found="It is empty, or not what the adapter was trained on.",
+                    found="It is empty, or a pair where the adapter takes single texts, or the reverse.",
                     fix="Give one text." if self.config.pair is None else "Give pairs of texts.",
                 )
         rows = [self.texts.encode(*pair) for pair in pairs]
@@ -215,7 +215,7 @@ class SequenceClassification(Classifier, TextTask):
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
-        """Return the probabilities, or the value, of each row as `prediction`."""
+        """Return each row's probabilities, or its value, as `prediction`."""
         pairs = (texts for texts, _ in values_in(records, self.encoder.texts_of))
         texts = [text if pair is None else (text, pair) for text, pair in pairs]
         predictions = self._by_label(self.predict(model, texts, on_event))
@@ -252,11 +252,13 @@ class SequenceClassificationConfig(ClassifierConfig):
     def _labels(self) -> SequenceClassificationConfig:
         check_names(self.labels)
         if self.labels and self.problem == "regression":
-            raise ConfigError("a regression has no labels.", fix="Leave one of the two out.")
+            raise ConfigError(
+                "a regression has no labels.", fix="Remove task.labels or task.problem."
+            )
         return self
 
     def resolve(self, data: DataConfig) -> SequenceClassificationConfig:
-        """Infer the problem and the labels from the training data where they are not set."""
+        """Infer the problem and the labels from the training data if they are not set."""
         if self.problem == "regression" or (self.problem != "auto" and self.labels):
             return self
         read = partial(field_of, name=self.label, setting="task.label")
@@ -282,7 +284,7 @@ class SequenceClassificationConfig(ClassifierConfig):
 
 
 def _problem(settings: Any, num_labels: int) -> Problem:
-    """Return the problem of a model's config; transformers' default where it sets none."""
+    """Return the problem of a model's config; by default, the same as transformers."""
     problem_type = (
         settings.problem_type or PROBLEM_TYPES["regression" if num_labels == 1 else "single_label"]
     )
