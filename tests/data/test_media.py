@@ -214,7 +214,7 @@ def test_hostile_images_are_named_with_their_row(name, tmp_path):
 def test_absent_and_long_images_are_named(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"image of a:1(.|\n)*gone.png"):
         Picture(tmp_path / "gone.png", "a:1").decode()
-    with pytest.raises(DataError, match="It is no file"):
+    with pytest.raises(DataError, match="It is not a regular file"):
         Picture(Path("/dev/zero"), "a:1").decode()
     with pytest.raises(DataError, match="data URL"):
         Picture("data:;base64,!!!", "a:1").decode()

@@ -245,7 +245,7 @@ def test_what_cannot_be_asked_is_refused(run_folder, tmp_path):
     opened = open_adapter(run_folder)
     with pytest.raises(DataError, match=r"Cannot decode the image of gone(.|\n)*gone.png"):
         generate_with_media(opened, "what?", [Picture(tmp_path / "gone.png", "gone")])
-    with pytest.raises(DataError, match=r"the audio clip of a.wav(.|\n)*takes no audio clips"):
+    with pytest.raises(DataError, match=r"the audio clip of a.wav(.|\n)*not support audio clips"):
         generate_with_media(opened, "what?", [Audio(tmp_path / "a.wav", "a.wav")])
     with pytest.raises(AdapterError, match=r"runs\d*/colours(.|\n)*image_text"):
         open_bank({"a": run_folder})

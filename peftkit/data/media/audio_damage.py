@@ -2,7 +2,7 @@
 
 - WAV: compare the header's sample size (RFC 2361; EBU Tech 3306 for RF64) with the file's.
 - Ogg (RFC 3533): verify each page's checksum and the end-of-stream flag of the last page.
-- MP3 (ISO/IEC 11172-3, 13818-3): frames must be contiguous to the end and match a Xing header's count.
+- MP3 (ISO/IEC 11172-3, 13818-3): frames must be contiguous and match a Xing header's count.
 
 The FLAC decoder verifies checksums itself. WAV samples and the content of MP3 frames have no
 checksums, so overwritten bytes there are not detected.

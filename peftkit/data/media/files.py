@@ -1,8 +1,8 @@
 """Images, audio and video of rows, and their decoding within bounds.
 
 A medium is a path (relative to the data file), a data URL, encoded bytes, or {"bytes": ..., "path":
-...} as in Hugging Face datasets. Nothing is downloaded. The decoders are optional extras, imported on
-first use: Pillow (`images`), soundfile and soxr (`audio`), PyAV (`video`).
+...} as in Hugging Face datasets. Nothing is downloaded. The decoders are optional extras, imported
+on first use: Pillow (`images`), soundfile and soxr (`audio`), PyAV (`video`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Limits:
 
 
 class Media:
-    """An undecoded image, audio clip or video: a path, bytes (possibly memory-mapped) or a data URL.
+    """An undecoded image, audio clip or video: a path, bytes (maybe memory-mapped) or a data URL.
 
     Each kind is a subclass. After the first read, the repr contains a hash of the bytes, so equal
     media have equal reprs regardless of their location.
@@ -185,7 +185,8 @@ class Media:
         """Return the encoded bytes.
 
         Raises:
-            DataError: The file is missing, not a regular file, or too large; or the data URL is invalid.
+            DataError: The file is missing, not a regular file, or too large; or the data URL is
+                invalid.
         """
         if isinstance(self.data, Path):
             try:
@@ -600,7 +601,7 @@ class Video(Media):
                 ]
                 seconds = (times[-1] - times[0]) * float(stream.time_base or 0) or 1.0
                 if len(frames) < len(places):
-                    words = f"It is cut short: only {len(frames)} of {len(places)} frames can be decoded."
+                    words = f"It is cut short: {len(frames)} of {len(places)} frames decode."
                     raise self.error(words, "Replace or remove it.")
                 fps = max(len(times) - 1, 1) / seconds
         except DataError:

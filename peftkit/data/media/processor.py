@@ -29,7 +29,7 @@ def unsuited(name: str, kind: type[Media], reason: str) -> BaseError:
     """Return the error for a processor or a model that does not support a kind of media."""
     fix = "Give another base; docs/images.md and docs/sound.md list families that are tested."
     if importlib.util.find_spec("torchvision") is None:
-        fix = "It may need the package torchvision: pip install torchvision. Otherwise give another base."
+        fix = "It may need the package torchvision: pip install torchvision. Or give another base."
     return BaseError(
         f"Cannot use {name} for conversations with {kind.kind}s.", found=reason, fix=fix
     )

@@ -190,7 +190,7 @@ class SequenceClassification(Classifier, TextTask):
             ):
                 raise DataError(
                     f"cannot classify {shown(pair[0])}.",
-                    found="It is empty, or a pair where the adapter takes single texts, or the reverse.",
+                    found="It is empty, or it differs from training in being a text or a pair.",
                     fix="Give one text." if self.config.pair is None else "Give pairs of texts.",
                 )
         rows = [self.texts.encode(*pair) for pair in pairs]

@@ -57,8 +57,7 @@ class CTC(SpeechTask):
         processor: The base's; only a feature extractor if the vocabulary comes from the data.
 
     Raises:
-        BaseError: There is no feature extractor, or the model has no method to compute the number of
-            positions.
+        BaseError: There is no feature extractor, or the model cannot count its positions.
     """
 
     def build(self, model: nn.Module) -> None:
@@ -67,7 +66,7 @@ class CTC(SpeechTask):
         self.hearing = Hearing(model, self.processor, config.max_seconds)
         if not self.hearing.is_exact:
             raise BaseError(
-                f"{type(bare).__name__} has no method for the number of positions of an audio clip.",
+                f"{type(bare).__name__} cannot count the positions of an audio clip.",
                 found=f"It lacks {' and '.join(LENGTHS)}.",
                 fix="Give a base such as wav2vec2, HuBERT, WavLM or Parakeet.",
             )
@@ -195,7 +194,7 @@ class CTCConfig(SpeechConfig):
 
     type: Literal["ctc"] = "ctc"
     vocabulary: Literal["base", "data"] = "base"
-    """base: the characters of the base's tokenizer; data: the texts' characters, with a new head."""
+    """base: the base tokenizer's characters; data: the texts' characters, with a new head."""
     case: Literal["keep", "lower", "upper"] = "keep"
     """Convert texts to lower or upper case first; wav2vec2's vocabulary is upper case."""
     tokens: tuple[str, ...] = ()
@@ -219,7 +218,7 @@ class CTCConfig(SpeechConfig):
             raise DataError(
                 f"Cannot build a vocabulary from the texts of {data.train_name}.",
                 found=f"They have {len(characters):,} different characters.",
-                fix=f"Set task.text to the right field; the limit is {MAX_CHARACTERS:,} characters.",
+                fix=f"Set task.text to the right field; the limit is {MAX_CHARACTERS:,}.",
             )
         return self.model_copy(update={"tokens": (BLANK, UNKNOWN, SPACE, *characters)})
 

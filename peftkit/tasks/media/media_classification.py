@@ -161,7 +161,7 @@ class ClassifiedMediaConfig(ClassifierConfig):
     command: ClassVar[str] = "peftkit predict {folder} --data FILE"
 
     label: str = "label"
-    """Field with the label in data with rows; for class folders, the folder names are the labels."""
+    """Field with the label in data with rows; class folders are labels by their names."""
 
     @field_validator("labels", mode="before")
     @classmethod
@@ -355,4 +355,4 @@ class AudioClassificationConfig(ClassifiedMediaConfig):
     audio: str = "audio"
     """Field with the clip in data with rows: a path, or bytes; file_name is read too."""
     max_seconds: Annotated[float, Field(gt=0)] | None = None
-    """Longest clip in seconds; null: the base's window, or 30."""
+    """Longest clip in seconds; null: the base's chunk length, or 30."""

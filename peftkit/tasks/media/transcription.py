@@ -1,7 +1,7 @@
 """Transcription: an encoder reads audio, a decoder writes its transcript.
 
 The decoder reads its start token and all labels except the last. All labels are targets, including
-language and task tokens, as in transformers' Whisper example.
+language and task tokens, as in transformers' recipe.
 
 Shapes: B rows, T tokens of the longest labels, n of all labels together.
 """
@@ -230,7 +230,7 @@ class TranscriptionConfig(SpeechConfig):
     says: Literal["transcribe", "translate"] = "transcribe"
     """Text in the spoken language, or in English; a row's `task` takes precedence."""
     max_seconds: Annotated[float, Field(gt=0)] | None = None
-    """Longest clip in seconds, longer ones are dropped; null: the base's window."""
+    """Longest clip in seconds, longer ones are dropped; null: the base's chunk length."""
 
     def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
         """Write language and task into the generation config."""
