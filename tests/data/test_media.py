@@ -408,5 +408,5 @@ def test_rows_say_how_much_of_a_video_is_shown(tmp_path):
 def test_a_model_that_watches_nothing_refuses_a_video_by_name(tmp_path):
     model, processor = FAMILIES["llava"].build()
     task = ImageTextConfig().on(model, processor, DataConfig(train="", max_length=None))
-    with pytest.raises(DataError, match=r"video 1 of .*rows.jsonl:1(.|\n)*takes no videos"):
+    with pytest.raises(DataError, match=r"video 1 of .*rows.jsonl:1(.|\n)*does not support videos"):
         rows_of(task, tmp_path)

@@ -289,7 +289,7 @@ def test_the_command_line_shows_media(case, run_folder, data, capsys, monkeypatc
     assert output.out.split() == [*case.files]
     assert all(f"({size}) goes with the next message" in output.err for size in case.sizes.values())
     assert "gone.file" in output.err
-    assert "The base takes no videos" in output.err
+    assert "The base does not support videos" in output.err
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3", "mllama", "gemma3"])

@@ -191,7 +191,7 @@ def test_a_folder_can_be_told_its_labels(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"task_type": "QUESTION_ANS"}, "a task that peftkit does not have"),
+        ({"task_type": "QUESTION_ANS"}, "a task that peftkit does not support"),
         ({"task_type": "SOMETHING_ELSE"}, "SOMETHING_ELSE"),
     ],
 )
