@@ -138,8 +138,8 @@ def ranking_metrics(rankings: Iterable[Sequence[tuple[float, float]]]) -> dict[s
     """Return the mean nDCG and MRR over queries with a relevant text; 0 if there are none.
 
     nDCG is the discounted gain divided by the ideal order's (Jarvelin and Kekalainen, 2002). MRR is
-    1 over the rank of the first text with relevance above 0.5, or 0 beyond CUT_OFF. Among texts with
-    equal scores, the less relevant ranks first.
+    1 over the rank of the first text with relevance above 0.5, or 0 beyond CUT_OFF. Among texts
+    with equal scores, the less relevant ranks first.
 
     Args:
         rankings: For each query, the score and the relevance (0 to 1) of each text.

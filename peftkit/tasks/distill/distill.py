@@ -303,7 +303,7 @@ class Distill(RolloutTask):
     def answer_metrics(
         self, pairs: Sequence[tuple[str, str]], rows: Sequence[Distilled]
     ) -> dict[str, float]:
-        """Return the shares of answers equal to the teacher's, and to the references of the rows."""
+        """Return shares of answers equal to the teacher's, and to the references of the rows."""
         references = [
             (answer, row.reference)
             for (answer, _), row in zip(pairs, rows, strict=True)
