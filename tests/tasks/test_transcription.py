@@ -176,7 +176,7 @@ def test_what_is_no_sound_is_named(tmp_path):
     path.write_text('{"sound": "a.wav", "text": "a"}\n')
     with pytest.raises(DataError, match=r"audio: missing"):
         task_on(whisper(), **ENGLISH).load(str(path))
-    with pytest.raises(BaseError, match="no encoder and decoder"):
+    with pytest.raises(BaseError, match="not an encoder-decoder"):
         task_on((ARCHITECTURES["llama"]().eval(), whisper()[1]))
 
 

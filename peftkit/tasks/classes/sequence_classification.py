@@ -1,4 +1,4 @@
-"""Sequence classification: a text, or a pair of texts, has one label, several, or a number.
+"""Sequence classification: one label, several labels or a number for a text or a pair of texts.
 
 Shapes: B rows, L labels.
 """
@@ -59,7 +59,7 @@ PROBLEM_TYPES: dict[Problem, ProblemType] = {
     "regression": "regression",
 }
 NUMBER = "value"
-"""Name of the one output of a regression."""
+"""Name of the output of a regression."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class LabelledRow(TextsRow):
     """A text, or a pair of texts, and its label.
 
     Args:
-        target: (index of the label,); 1.0 or 0.0 for each label of several; or (the number,).
+        target: (index of the label,); for several labels, 1.0 or 0.0 for each; or (the number,).
         source: "train.jsonl:7".
     """
 
@@ -128,7 +128,7 @@ class SequenceClassification(Classifier, TextTask):
     """Classification of texts, or regression on them.
 
     Args:
-        model: With a classification head; its config names the labels and the problem.
+        model: A model with a classification head; its config has the labels and the problem.
     """
 
     def build(self, model: nn.Module) -> None:
@@ -138,7 +138,7 @@ class SequenceClassification(Classifier, TextTask):
         if end is not None and self.texts.encode("a").input_ids[-1] != end:
             raise BaseError(
                 f"{type(unwrapped(model)).__name__} classifies by the end token.",
-                found="The tokenizer adds none to a text.",
+                found="The tokenizer does not append it to a text.",
                 fix="Give the base's own tokenizer, or another base.",
             )
         self.set_labels(labels_of(settings))
@@ -213,7 +213,7 @@ class SequenceClassification(Classifier, TextTask):
             texts: Texts, or pairs of texts, as in training.
 
         Raises:
-            DataError: One is empty, or of the other kind.
+            DataError: A text is empty, or single texts and pairs are mixed up.
         """
         pairs = [(text, None) if isinstance(text, str) else text for text in texts]
         for pair in pairs:
@@ -222,7 +222,7 @@ class SequenceClassification(Classifier, TextTask):
             ):
                 raise DataError(
                     f"cannot classify {shown(pair[0])}.",
-                    found="It is empty, or not what the adapter was trained on.",
+                    found="It is empty, or it differs from training in being a text or a pair.",
                     fix="Give one text." if self.config.pair is None else "Give pairs of texts.",
                 )
         rows = [self.texts.encode(*pair) for pair in pairs]
@@ -298,12 +298,14 @@ class SequenceClassificationConfig(ClassifierConfig):
     def _labels(self) -> SequenceClassificationConfig:
         check_names(self.labels)
         if self.labels and self.problem == "regression":
-            raise ConfigError("a regression has no labels.", fix="Leave one of the two out.")
+            raise ConfigError(
+                "a regression has no labels.", fix="Remove task.labels or task.problem."
+            )
         self._check_weights()
         return self
 
     def resolve(self, data: DataConfig) -> SequenceClassificationConfig:
-        """Infer the problem and the labels from the training data where they are not set."""
+        """Infer the problem and the labels from the training data if they are not set."""
         is_balanced = self.class_weights == "balanced"
         if self.problem == "regression" or (
             self.problem != "auto" and self.labels and not is_balanced
@@ -353,7 +355,7 @@ class SequenceClassificationConfig(ClassifierConfig):
 
 
 def _problem(settings: Any, num_labels: int) -> Problem:
-    """Return the problem of a model's config; transformers' default where it sets none."""
+    """Return the problem of a model's config; by default, the same as transformers."""
     problem_type = (
         settings.problem_type or PROBLEM_TYPES["regression" if num_labels == 1 else "single_label"]
     )
