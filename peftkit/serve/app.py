@@ -175,7 +175,7 @@ class _Service:
     def __init__(self, bank: AdapterBank, models: Models, worker: Worker, limits: Limits) -> None:
         self._bank, self._models, self._worker, self._limits = bank, models, worker, limits
         self._began = time.time()
-        self._grammars: dict[tuple[int, ...], Grammars] = {}
+        self._grammars: dict[tuple[tuple[int, ...], int], Grammars] = {}
         self._call_styles = cache(lambda style: CallStyle(bank.base.tokenizer, style))
         self._stops = cache(lambda style: tuple(stop_ids(bank.base.tokenizer, style)))
         # prompts are slow to prepare, and tokenizers are not thread-safe: one thread
@@ -344,14 +344,14 @@ class _Service:
             return None
         base = self._bank.base
         stops = tuple(sampling.stops)
-        if stops not in self._grammars:
+        size = linear_shape(unwrap_adapter(base.model.get_output_embeddings()))[1]
+        if (key := (stops, size)) not in self._grammars:
             ends = sorted({*end_tokens(base.model, base.tokenizer), *stops})
-            size = linear_shape(unwrap_adapter(base.model.get_output_embeddings()))[1]
-            self._grammars[stops] = Grammars(base.tokenizer, size, ends, self._limits)
+            self._grammars[key] = Grammars(base.tokenizer, size, ends, self._limits)
         if schema is not None:
-            return self._grammars[stops].of_json(schema)
+            return self._grammars[key].of_json(schema)
         grammar = parsed.grammar(base.tokenizer, ids)
-        return self._grammars[stops].of_lark(grammar, "tool_choice")
+        return self._grammars[key].of_lark(grammar, "tool_choice")
 
     def _token_text(self, token: int) -> str:
         return str(self._bank.base.tokenizer.decode([token]))

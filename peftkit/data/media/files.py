@@ -185,7 +185,8 @@ class Media:
         """Return the encoded bytes.
 
         Raises:
-            DataError: They are missing, no regular file's, or too many.
+            DataError: They are missing, no regular file's, too many, or not those of the row's
+                digest.
         """
         if isinstance(self.data, Path):
             try:
@@ -208,7 +209,11 @@ class Media:
             stored = bytes(self.data)
         if len(stored) > MAX_BYTES:
             raise self._too_long(len(stored))
-        self._digest = self._digest or hashlib.sha256(stored).hexdigest()[:32]
+        digest = hashlib.sha256(stored).hexdigest()[:32]
+        if self._digest not in ("", digest):
+            fix = f"Prepare the rows again; remove the {self.kind} if it is damaged."
+            raise self.error("Its bytes changed after the row was prepared.", fix)
+        self._digest = digest
         return stored
 
     def _too_long(self, size: int) -> DataError:
