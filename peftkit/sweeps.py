@@ -251,19 +251,16 @@ def sweep(
                 on_event(Notice(f"{member.name} failed; the sweep continues. {error}"))
             else:
                 outcome.state, outcome.steps, outcome.seconds = "done", result.step, result.seconds
-                outcome.loss, outcome.error = _finite(result.metrics["loss"]), ""
-                outcome.eval_loss = _finite(result.metrics.get("eval_loss"))
+                losses = [result.metrics["loss"], result.metrics.get("eval_loss")]
+                if not all(math.isfinite(loss) for loss in losses if loss is not None):
+                    losses = [None, None]  # it diverged in its last step: ranked after the others
+                (outcome.loss, outcome.eval_loss), outcome.error = losses, ""
             _write(out, outcomes)
             lock(member)
             has_tokens = member.recipe.base.new_tokens or member.recipe.method.start_from
             if has_tokens or outcome.state == "failed":
                 base = None  # it has more tokens, or the failed run's adapter
         return _finish(out, outcomes, on_event)
-
-
-def _finite(loss: float | None) -> float | None:
-    """Return a loss; None for NaN and infinity, which have no rank and no JSON."""
-    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def _without_repeats(on_event: Listener) -> Listener:

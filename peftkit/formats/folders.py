@@ -40,7 +40,7 @@ ADAPTER_FILES = (
 """Files of an adapter in any format, which a new adapter replaces."""
 RECORDS = (
     *("run.json", "metrics.jsonl", "samples.jsonl", "answers.jsonl", "tasks.json"),
-    *("report.html", "diagnosis.json", "teacher_answers.jsonl", "reference_log_probs.safetensors"),
+    *("report.html", "diagnosis.json", "teacher_answers.jsonl"),
 )
 """Files of a run besides the adapter: logs, samples, reports and later evaluations."""
 OVERWRITTEN = "overwritten"

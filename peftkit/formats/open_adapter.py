@@ -27,8 +27,7 @@ from peftkit.files.strict_json import shown
 from peftkit.files.tensors import read_tensors
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.folders import CONFIG, NOTES, START, TENSORS
-from peftkit.formats.guard import check_safetensors
-from peftkit.formats.guard import read_json
+from peftkit.formats.guard import check_safetensors, read_json
 from peftkit.formats.peft.load import AdapterFile, load_adapter, named_tensors, read_adapter
 from peftkit.formats.peft.low_rank import A, B, layers_of, read_low_rank
 from peftkit.formats.peft.notes import Provenance

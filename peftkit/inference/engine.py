@@ -208,6 +208,13 @@ class Limits:
     pass_tokens: int = 2048
 
 
+class PromptTooLong(DataError):
+    """A prompt fills the model's context."""
+
+    code = "context_length_exceeded"
+    """OpenAI's error code, by which clients shorten the conversation."""
+
+
 class AnswerTooLarge(RunError):
     """Memory ran out for a single completion; the engine continues without it."""
 
@@ -425,7 +432,7 @@ def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int)
     """Return how many tokens can follow the longest prompt.
 
     Raises:
-        DataError: A prompt is empty or fills the context.
+        DataError: A prompt is empty, or fills the context (`PromptTooLong`).
     """
     if not all(prompts):
         raise DataError("the prompt is empty: it has no tokens.", fix="Give at least one word.")
@@ -434,7 +441,7 @@ def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int)
         return max_new_tokens
     longest = max(len(prompt) for prompt in prompts) + num_virtual(model)
     if longest >= limit:
-        raise DataError(
+        raise PromptTooLong(
             f"the prompt leaves no room for an answer: it has {longest:,} tokens.",
             found=f"The context of {type(model).__name__} is {limit:,} tokens.",
             fix="Shorten it.",

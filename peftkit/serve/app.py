@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -35,7 +34,7 @@ from peftkit.serve.body import bounded_body
 from peftkit.serve.call_grammar import call_grammar
 from peftkit.serve.dialects import dialects
 from peftkit.serve.generation import Generation, Output, resolve_seed
-from peftkit.serve.grammars import Grammars, check_grammar
+from peftkit.serve.grammars import Grammars, check_grammar, schema_text
 from peftkit.serve.limits import Limits
 from peftkit.serve.models import BARE, Models
 from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
@@ -330,7 +329,7 @@ class _Service:
         """Return the check of a request's grammar, which may take seconds; None: it has none."""
         schema, limits = parsed.body.schema_of_answer, self._limits
         if schema is not None:
-            return partial(check_grammar, json.dumps(schema), "response_format", limits)
+            return partial(check_grammar, schema_text(schema), "response_format", limits)
         if parsed.tools is None or not parsed.tools.forced:
             return None
         grammar = parsed.grammar(self._bank.base.tokenizer, parsed.prompts[0])

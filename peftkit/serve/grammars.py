@@ -26,6 +26,8 @@ KEPT = 256
 """Grammars whose check is remembered."""
 WALL_SECONDS = 10
 """Wall-clock limit of a check, in multiples of its CPU limit: the machine may be busy."""
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+"""White space between the tokens of JSON; without a bound, small models write nothing else."""
 _FIX = "Use another schema."
 _CHILD = """
 import json, sys
@@ -75,7 +77,7 @@ class Grammars:
             RequestError: llguidance is not installed, or refuses the schema or the tokenizer; or
                 the schema is too large, or takes too much time or memory.
         """
-        return self._constraint(json.dumps(schema), param, is_lark=False)
+        return self._constraint(schema_text(schema), param, is_lark=False)
 
     def of_lark(self, grammar: str, param: str) -> Constraint:
         """Return the constraint of one completion to a Lark grammar; errors as in `of_json`."""
@@ -99,6 +101,11 @@ class Grammars:
         if matcher.is_error():
             raise _no_grammar(matcher.get_error().splitlines()[0], _FIX, param)
         return Constraint(matcher, self._vocab_size)
+
+
+def schema_text(schema: Mapping[str, Any]) -> str:
+    """Return a JSON schema for llguidance, with bounded white space."""
+    return json.dumps({"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **schema})
 
 
 _checked: OrderedDict[tuple[bool, str, Limits], str] = OrderedDict()

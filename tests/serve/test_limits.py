@@ -82,6 +82,20 @@ def test_a_grammar_beyond_the_parser_fails_its_completion_only(bank):
     assert "by its grammar" in failed.json()["error"]["message"]
 
 
+def test_white_space_of_json_is_bounded(tokenizer):
+    pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
+    constraint = Grammars(tokenizer, 384, [2]).of_json({"type": "object"})
+    (space,) = tokenizer(" ", add_special_tokens=False)["input_ids"][-1:]
+    (brace,) = tokenizer("{", add_special_tokens=False)["input_ids"][-1:]
+    constraint.take(brace)
+    number = 0
+    while constraint.allowed()[space]:
+        constraint.take(space)
+        number += 1
+        assert number <= 64
+    assert number
+
+
 def test_requests_of_an_executor_never_keep_the_process():
     threads = DaemonThreads(1, "test-daemon")
     assert threads.submit(pow, 2, 3).result() == 8

@@ -7,13 +7,21 @@ import json
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from peftkit.base.load import load_base
 from peftkit.data.chat import Chat
 from peftkit.formats.peft.load import read_adapter
+from peftkit.inference.bank import AdapterBank
+from peftkit.methods.lora import LoRA
+from peftkit.serve.app import make_app
 from peftkit.serve.store import Store
+from peftkit.serve.training import TrainingOptions
 from peftkit.serve.tuning import jobs, progress, recipes, rows
 from peftkit.serve.tuning.documents import JOB, changing
-from tests.helpers.jobs import JOBS, chats, hyper
+from peftkit.settings import BaseConfig
+from tests.helpers.bank import write_adapter
+from tests.helpers.jobs import HERE, JOBS, Client, chats, hyper
 
 
 def test_a_job_is_cancelled_and_a_chat_answered_between_rows(client, monkeypatch):
@@ -104,3 +112,19 @@ def test_a_job_starts_from_an_adapter_of_another_rank(client, monkeypatch):
     assert second["status"] == "succeeded", second["error"]
     method = read_adapter(client.folder / "jobs" / second["id"]).method
     assert (method.rank, method.alpha) == (4, 4)
+
+
+def test_a_job_adds_no_tokens_to_the_server_s_base(model_folder, tmp_path):
+    base = load_base(str(model_folder), dtype="fp32")
+    folder = write_adapter(base.model, LoRA(rank=2), tmp_path / "op", 1)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(folder)
+    settings = BaseConfig(model=str(model_folder), dtype="fp32")
+    options = TrainingOptions(folder=tmp_path / "server", base=settings)
+    size = len(base.tokenizer)
+    with Client(make_app(AdapterBank(base, {"op": folder}), training=options), base_url=HERE) as c:
+        job = c.until(c.job(chats(), model="op", method=hyper(n_epochs=1))["id"])
+    assert (job["status"], job["error"]["code"]) == ("failed", "invalid_model")
+    assert len(base.tokenizer) == size
+    assert base.model.get_input_embeddings().num_embeddings == 384
