@@ -40,6 +40,29 @@ class Notice(Event):
     text: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fallback:
+    """A path that is slower or larger than the planned one, reported once, when it is chosen.
+
+    Attributes:
+        path: The path, as a clause: "Blocks are not compiled".
+        cause, cost, fix: One sentence each.
+    """
+
+    path: str
+    cause: str
+    cost: str
+    fix: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.path}. {self.cause} {self.cost} {self.fix}"
+
+    @property
+    def notice(self) -> Notice:
+        return Notice(self.text)
+
+
 @dataclass(frozen=True, slots=True)
 class Table(Event):
     """A table to print once: the audit of the base, the counts of the data.

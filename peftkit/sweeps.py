@@ -159,8 +159,8 @@ def check_members(members: Sequence[Member]) -> Purpose:
         ConfigError: Names the first setting that differs, and in which members.
     """
     if not 2 <= len(members) <= MAX_MEMBERS:
-        found = f"This one has {len(members)}."
-        raise ConfigError(f"a sweep has from 2 to {MAX_MEMBERS} members", found=found)
+        size = f"This one has {len(members)}."
+        raise ConfigError(f"a sweep has from 2 to {MAX_MEMBERS} members", found=size)
     if world_size() > 1:
         fix = "Start it without accelerate launch or torchrun."
         raise ConfigError("a sweep runs in one process", fix=fix)
@@ -290,8 +290,8 @@ def _outcomes_in(out: Path, members: Sequence[Member], resume: bool) -> dict[str
     saved = {entry["name"]: Outcome(**entry) for entry in read_json(out / SWEEP)["members"]}
     if {name: o.settings for name, o in saved.items()} != {m.name: m.settings for m in members}:
         fix = "Resume it with its original settings, or choose another folder (--out DIR)."
-        found = ", ".join(saved)
-        raise OutputError(f"the sweep in {out} has other members", found=found, fix=fix)
+        names = ", ".join(saved)
+        raise OutputError(f"the sweep in {out} has other members", found=names, fix=fix)
     return fresh | {name: outcome for name, outcome in saved.items() if outcome.state == "done"}
 
 

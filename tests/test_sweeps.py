@@ -1,7 +1,5 @@
 """A member of a sweep is the run that it would be alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

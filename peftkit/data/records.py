@@ -41,10 +41,10 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A record without a row; `reason` is its index in `RowEncoder.drops`."""
+    """A record without a row; `reason` is a key of `RowEncoder.drops`."""
 
     source: str
-    reason: int
+    reason: str
 
 
 def read_records(where: str | Sequence[Source]) -> list[Record]:

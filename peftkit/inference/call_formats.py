@@ -112,25 +112,25 @@ def _whole(text: str) -> Any:
     return value
 
 
-def _call(found: Any) -> Call:
-    if not isinstance(found, Mapping) or not isinstance(found.get("name"), str):
+def _call(value: Any) -> Call:
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise NoCall("no object with a name")
-    given = found.get("arguments", found.get("parameters", {}))
+    given = value.get("arguments", value.get("parameters", {}))
     if isinstance(given, str):
         given = _whole(given)
     if not isinstance(given, dict):
         raise NoCall("arguments are no object")
-    identity = found.get("id")
-    return Call(found["name"], given, identity if isinstance(identity, str) else None)
+    identity = value.get("id")
+    return Call(value["name"], given, identity if isinstance(identity, str) else None)
 
 
-def calls_of(found: Any) -> list[Call]:
+def calls_of(value: Any) -> list[Call]:
     """Return the calls of one object with a name and arguments, or of a list of them.
 
     Raises:
         NoCall: It is anything else.
     """
-    return [_call(one) for one in (found if isinstance(found, list) else [found])]
+    return [_call(one) for one in (value if isinstance(value, list) else [value])]
 
 
 def _inside(text: str, opening: str, close: str) -> str:
@@ -162,35 +162,35 @@ def _coder(text: str) -> list[Call]:
 
 def _llama(text: str) -> list[Call]:
     text = text.removeprefix("<|python_tag|>").strip()
-    found, at = [], 0
+    calls, at = [], 0
     while at < len(text):
         value, at = _decoded(text, at)
-        found.append(_call(value))
+        calls.append(_call(value))
         while at < len(text) and text[at] in "; \t\r\n":
             at += 1
-    return found
+    return calls
 
 
 _MISTRAL = re.compile(r"([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\{)")
 
 
 def _mistral(text: str) -> list[Call]:
-    found: list[Call] = []
+    calls: list[Call] = []
     for piece in filter(None, map(str.strip, text.split("[TOOL_CALLS]"))):
         if piece.startswith("["):
-            found += calls_of(_whole(piece))
+            calls += calls_of(_whole(piece))
         elif match := _MISTRAL.match(piece):
-            found.append(_call({"name": match[1], "arguments": _whole(piece[match.end() :])}))
-            found[-1] = found[-1]._replace(id=match[2])
+            calls.append(_call({"name": match[1], "arguments": _whole(piece[match.end() :])}))
+            calls[-1] = calls[-1]._replace(id=match[2])
         else:
             raise NoCall("no name")
-    return found
+    return calls
 
 
 def _harmony(text: str) -> list[Call]:
-    header, found, body = text.removesuffix("<|call|>").partition("<|message|>")
+    header, separator, body = text.removesuffix("<|call|>").partition("<|message|>")
     name = re.search(r"to=functions\.([\w.-]+)", header)
-    if name is None or not found:
+    if name is None or not separator:
         raise NoCall("no function")
     return [_call({"name": name[1], "arguments": _whole(body)})]
 
@@ -223,9 +223,9 @@ def typed(call: Call, tools: Sequence[Mapping[str, Any]]) -> Call:
     schema: Mapping[str, Any] = next(
         (t["function"] for t in tools if t["function"]["name"] == call.name), {}
     )
-    known = (schema.get("parameters") or {}).get("properties") or {}
-    given = {key: _of_type(value, known.get(key)) for key, value in call.arguments.items()}
-    return call._replace(arguments=given)
+    properties = (schema.get("parameters") or {}).get("properties") or {}
+    arguments = {key: _of_type(value, properties.get(key)) for key, value in call.arguments.items()}
+    return call._replace(arguments=arguments)
 
 
 def _of_type(text: str, schema: Any) -> Any:

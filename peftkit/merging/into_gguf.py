@@ -67,8 +67,8 @@ def merge_into_gguf(
         )
     _check_free(out, location.gguf_path, overwrite)
     if tokens := new_tokens_of(file.folder, name, revision):
-        found = f"The file's tokenizer lacks tokens of the adapter: {first_few(tokens, 5, ', ')}."
-        raise MergeError(f"cannot merge into {out}", found=found, fix=_WITH_TOKENS)
+        missing = f"The file's tokenizer lacks tokens of the adapter: {first_few(tokens, 5, ', ')}."
+        raise MergeError(f"cannot merge into {out}", found=missing, fix=_WITH_TOKENS)
     settings: dict[str, Any] = {"quantize": "none", "dtype": "fp32", "device": "cpu"}
     opened = open_adapter(file.folder, base, **settings, force=force, on_event=on_event)
     check_all(opened.adapter)
@@ -174,8 +174,8 @@ def write_changes(adapter: Adapter, blocks: Mapping[str, Blocks], path: Path, ta
 def _check(names: Sequence[str], blocks: Mapping[str, Blocks]) -> None:
     message = "cannot merge into the types of the base's file"
     if others := [name for name in names if name not in blocks]:
-        found = f"{others[0]} is not stored in supported blocks"
-        raise MergeError(message, found=found, fix=_INSTEAD)
+        reason = f"{others[0]} is not stored in supported blocks"
+        raise MergeError(message, found=reason, fix=_INSTEAD)
     changed = [blocks[name] for name in names]
     if kinds := Counter(weight.form.kind for weight in changed if not weight.can_be_written):
         names = ", ".join(f"{number} in {kind.upper()}" for kind, number in kinds.items())

@@ -111,8 +111,8 @@ def merge(
         from peftkit.merging.into_gguf import merge_into_gguf  # the optional package gguf
 
         if dtype is not None:
-            found = "Its weights keep the types of the base's file."
-            raise MergeError("a GGUF file takes no --dtype", found=found, fix="Leave it out.")
+            reason = "Its weights keep the types of the base's file."
+            raise MergeError("a GGUF file takes no --dtype", found=reason, fix="Leave it out.")
         if from_quantized:
             raise MergeError(
                 "a GGUF file takes no --from-quantized",

@@ -8,7 +8,6 @@ subprocess with limits first, and in this process only if that succeeded.
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import threading
@@ -122,16 +121,20 @@ def check_grammar(
     """
     spec = find_spec("llguidance")
     if spec is None or spec.origin is None:
-        found = "llguidance is not installed on the server."
-        raise _no_grammar(found, "pip install 'peftkit[json]'", param)
+        reason = "llguidance is not installed on the server."
+        raise _no_grammar(reason, "pip install 'peftkit[json]'", param)
     if len(text) > limits.schema_bytes:
-        found = f"It has {len(text):,} characters; the limit is {limits.schema_bytes:,}."
-        raise _no_grammar(found, "Use a smaller schema.", param)
+        reason = f"It has {len(text):,} characters; the limit is {limits.schema_bytes:,}."
+        raise _no_grammar(reason, "Use a smaller schema.", param)
     key = is_lark, text, limits
     with _lock:
         problem = _checked.get(key)
     if problem is None:
-        problem = _compiled(text, str(Path(spec.origin).parents[1]), limits, is_lark=is_lark)
+        folder = str(Path(spec.origin).parents[1])
+        try:
+            problem = _compiled(text, folder, limits, is_lark=is_lark)
+        except TimeoutError as error:
+            raise _no_grammar(str(error), _FIX, param) from None
         with _lock:
             _checked[key] = problem
             while len(_checked) > KEPT:
@@ -141,7 +144,11 @@ def check_grammar(
 
 
 def _compiled(text: str, folder: str, limits: Limits, *, is_lark: bool) -> str:
-    """Return what is wrong with a grammar; "": nothing."""
+    """Return what is wrong with a grammar; "": nothing.
+
+    Raises:
+        TimeoutError: It takes too long, perhaps because the machine is busy.
+    """
     numbers = limits.grammar_seconds, limits.grammar_bytes, limits.lexer_states
     too_slow = f"It takes more than {limits.grammar_seconds} seconds to compile."
     try:
@@ -153,16 +160,18 @@ def _compiled(text: str, folder: str, limits: Limits, *, is_lark: bool) -> str:
             timeout=limits.grammar_seconds * WALL_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return too_slow
-    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        return too_slow
+        raise TimeoutError(too_slow) from None
+    if done.returncode in (-24, -9):  # SIGXCPU, SIGKILL: `signal` has neither on Windows
+        raise TimeoutError(too_slow)
+    if done.returncode > 0 and "MemoryError" not in done.stderr:
+        return done.stderr.strip().rpartition("\n")[2] or "llguidance failed."
     if done.returncode:
         return f"It takes more than {limits.grammar_bytes >> 20} MiB to compile."
     problem: str = json.loads(done.stdout)
     return problem
 
 
-def _no_grammar(found: str, fix: str, param: str) -> RequestError:
+def _no_grammar(reason: str, fix: str, param: str) -> RequestError:
     return RequestError(
-        f"the completion cannot be constrained to this {param}.", found=found, fix=fix, param=param
+        f"the completion cannot be constrained to this {param}.", found=reason, fix=fix, param=param
     )

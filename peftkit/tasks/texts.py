@@ -94,9 +94,9 @@ class SpecialTokens:
         self.lead, self.tail = special_tokens_around(tokenizer, "a")
         if special_tokens_around(tokenizer, "the 2 of us") != (self.lead, self.tail):
             raise BaseError(
-                "Cannot tell what the tokenizer of the base puts around a text.",
-                found="It is not the same tokens for every text.",
-                fix="Give a base whose tokenizer does so.",
+                "Cannot determine the special tokens that the tokenizer adds to a text.",
+                found="They differ between texts.",
+                fix="Use a base whose tokenizer adds the same tokens to every text.",
             )
 
     def room(self, max_length: int) -> int:
@@ -139,7 +139,7 @@ class Texts:
         pad_id = unwrapped(model).config.get_text_config().pad_token_id
         if pad_id is None:
             raise BaseError(
-                f"{type(unwrapped(model)).__name__} cannot tell padding from text.",
+                f"{type(unwrapped(model)).__name__} has no padding token.",
                 found="Its config has no pad_token_id.",
                 fix="Load it for this task: load_base(..., purpose=task.purpose).",
             )
@@ -269,7 +269,7 @@ class TextTask(Task):
 class Classifier(Task):
     """A task whose head predicts each target.
 
-    Its batches have `targets`, whose first dimension is n, and what the model reads.
+    Its batches have the model's inputs and `targets`, whose first dimension is n.
     """
 
     progress: ClassVar[str] = "Classifying"
@@ -324,7 +324,7 @@ class ClassifierConfig(TaskConfig):
 
     @property
     def problem_type(self) -> ProblemType | None:
-        """transformers' problem type; None: that of the base."""
+        """transformers' problem type; None: the base's."""
         return None
 
     @property

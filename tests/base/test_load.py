@@ -1,7 +1,5 @@
 """The base: found where it was said to be, loaded whole, and the same whatever it is loaded as."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The front door: names and flags, exit codes, what goes where, and how fast help comes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The command line with tasks of classes: what it prints, and what it refuses with exit 2."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`peftkit init`: every recipe that it writes is one that trains."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each command for real, on a tiny model: check, train, generate, chat, eval, merge, inspect."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Files and data sets as records: read strictly, every error with its file, line and column."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 

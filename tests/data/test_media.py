@@ -1,7 +1,5 @@
 """Images and videos of rows: where they are, how they are decoded, what is refused."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """An adapter merged into a GGUF file: the same file, but for the blocks that it changes."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run does besides learning: samples, metrics of answers, the best weights, an early end."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

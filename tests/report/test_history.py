@@ -1,7 +1,5 @@
 """What is read of a run's files, whole or torn."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -29,7 +29,7 @@ def patterns(number: int) -> dict[str, Any]:
     ("schema", "limits", "message"),
     [
         (patterns(40), Limits(grammar_seconds=1), "more than 1 seconds"),
-        (patterns(40), Limits(grammar_bytes=100 << 20, grammar_seconds=30), "more than 100 MiB"),
+        (patterns(40), Limits(grammar_bytes=300 << 20, grammar_seconds=30), "more than 300 MiB"),
         ({"enum": ["a" * 70_000]}, Limits(), "the limit is 65,536"),
         ({"type": "nothing"}, Limits(), "nothing"),
     ],

@@ -1,7 +1,5 @@
 """The metrics are those of scikit-learn, scipy and seqeval."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

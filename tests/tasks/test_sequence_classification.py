@@ -1,7 +1,5 @@
 """Sequence classification: problems found in data, batches, losses, and rows that are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -144,8 +144,8 @@ def _frame_size(stored: bytes, at: int) -> int:
     header = int.from_bytes(stored[at : at + 4], "big") if at + 4 <= len(stored) else 0
     version, layer = header >> 19 & 3, header >> 17 & 3
     bit_rate, rate, padding = header >> 12 & 15, header >> 10 & 3, header >> 9 & 1
-    known = header >> 21 == 0x7FF and version != 1 and layer == 1
-    if not known or bit_rate in (0, 15) or rate == 3:
+    is_layer_3 = header >> 21 == 0x7FF and version != 1 and layer == 1
+    if not is_layer_3 or bit_rate in (0, 15) or rate == 3:
         return 0
     kilobits = (_MPEG1 if version == 3 else _MPEG2)[bit_rate - 1]
     return (144 if version == 3 else 72) * 1000 * kilobits // _RATES[version][rate] + padding

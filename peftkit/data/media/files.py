@@ -219,11 +219,11 @@ class Media:
     def _too_long(self, size: int) -> DataError:
         return self.error(f"It has {size:,} bytes, more than {MAX_BYTES:,}.", "Make it smaller.")
 
-    def error(self, found: str, fix: str) -> DataError:
+    def error(self, reason: str, fix: str) -> DataError:
         """Return the error of a medium that cannot be decoded."""
         place = f"{self.data}: " if isinstance(self.data, Path) else ""
         return DataError(
-            f"Cannot decode {self.which} of {self.source}.", found=f"{place}{found}", fix=fix
+            f"Cannot decode {self.which} of {self.source}.", found=f"{place}{reason}", fix=fix
         )
 
 

@@ -25,7 +25,7 @@ FEATURES = ("pixel_values", "pixel_values_videos")
 """Inputs whose size is the cost of a vision tower."""
 
 
-def unsuited(name: str, kind: type[Media], found: str) -> BaseError:
+def unsuited(name: str, kind: type[Media], reason: str) -> BaseError:
     """Return the error of a processor or a model without support for such media."""
     fix = "Give another base; docs/images.md and docs/sound.md list families that are tested."
     if importlib.util.find_spec("torchvision") is None:
@@ -33,7 +33,7 @@ def unsuited(name: str, kind: type[Media], found: str) -> BaseError:
             "It may need the package torchvision: pip install torchvision. Else give another base."
         )
     return BaseError(
-        f"Cannot use {name} for conversations with {kind.kind}s.", found=found, fix=fix
+        f"Cannot use {name} for conversations with {kind.kind}s.", found=reason, fix=fix
     )
 
 

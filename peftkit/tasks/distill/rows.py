@@ -59,9 +59,10 @@ class TeacherPrompt:
 
     def before(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """Return a conversation with the prompt before it; its own system message comes second."""
-        own = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
-        rest = messages[1:] if own else messages
-        system = "\n\n".join(text for text in (self.system, own) if text)
+        has_system = bool(messages) and messages[0]["role"] == "system"
+        texts = (self.system, messages[0]["content"] if has_system else "")
+        rest = messages[1:] if texts[1] else messages
+        system = "\n\n".join(text for text in texts if text)
         first: tuple[Message, ...] = ({"role": "system", "content": system},) if system else ()
         return (*first, *self.turns, *rest)
 
@@ -76,8 +77,8 @@ def read_prompt(path: str | Path) -> TeacherPrompt:
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as problem:
-        found = str(problem) if file.exists() else neighbours(file, "*")
-        raise DataError(f"Cannot read the teacher's prompt {path}.", found=found) from None
+        detail = str(problem) if file.exists() else neighbours(file, "*")
+        raise DataError(f"Cannot read the teacher's prompt {path}.", found=detail) from None
     if file.suffix.lower() not in (*TEXT_ENDINGS, ".json", ".jsonl"):
         raise DataError(
             f"Cannot read the teacher's prompt {path}.",
@@ -99,17 +100,17 @@ def _of_text(text: str) -> list[Mapping[str, Any]]:
     """Return the messages of a text: what stands before the first heading of a turn is system."""
     first, *parts = TURN.split(text)
     named = zip(["system", *parts[::2]], [first, *parts[1::2]], strict=True)
-    said = [{"role": role.lower(), "content": part.strip()} for role, part in named]
-    return [message for number, message in enumerate(said) if number or message["content"]]
+    messages = [{"role": role.lower(), "content": part.strip()} for role, part in named]
+    return [message for number, message in enumerate(messages) if number or message["content"]]
 
 
 def _of_json(text: str, ending: str) -> Any:
     lines = [text] if ending == ".json" else [line for line in text.splitlines() if line.strip()]
     values = [json.loads(line) for line in lines]
-    found = values[0] if len(values) == 1 else values
-    if isinstance(found, Mapping):
-        return found.get("messages", [found])
-    return found
+    value = values[0] if len(values) == 1 else values
+    if isinstance(value, Mapping):
+        return value.get("messages", [value])
+    return value
 
 
 def _of_messages(messages: Any) -> TeacherPrompt:
@@ -118,8 +119,8 @@ def _of_messages(messages: Any) -> TeacherPrompt:
     if not messages:
         raise WrongField("", "it has no messages")
     row = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    found, _ = parse_messages([*messages, *row], "messages")  # as they will stand before a row
-    turns = found[: -len(row)]
+    parsed, _ = parse_messages([*messages, *row], "messages")  # as they will stand before a row
+    turns = parsed[: -len(row)]
     for number, message in enumerate(turns):
         if not isinstance(message.get("content"), str) or not message["content"].strip():
             raise WrongField(f"messages[{number}].content", "empty")
@@ -131,8 +132,8 @@ def _of_messages(messages: Any) -> TeacherPrompt:
 # Rows of two documents that end in the same answer: the student's, and the teacher's.
 
 
-TOO_LONG = 2
-"""Number of the last one of `DistillEncoder.drops`."""
+TOO_LONG = "too long after the teacher's prompt"
+"""Reason to drop a row; see `RowEncoder.drops`."""
 Read = tuple[list[PromptExample], ParsedRow]
 
 
@@ -182,7 +183,7 @@ class DistillEncoder(RowEncoder):
     kind: ClassVar[type[Distilled]] = Distilled
     drops: Mapping[str, str] = {
         **DocumentEncoder.drops,
-        "too long after the teacher's prompt": "shorten the teacher's prompt",
+        TOO_LONG: "shorten the teacher's prompt",
     }
 
     def __init__(
@@ -202,17 +203,17 @@ class DistillEncoder(RowEncoder):
         self._encoder = Encoder(tokenizer, template)
 
     def key(self, where: str) -> object:
-        known = (self.style, self._format, self._max_length, self._limit, self._room)
-        return (*tokenizer_key(self._tokenizer), *known, self._prompt)
+        settings = (self.style, self._format, self._max_length, self._limit, self._room)
+        return (*tokenizer_key(self._tokenizer), *settings, self._prompt)
 
     def read(self, records: Sequence[Record], where: str) -> Read:
         require_template(self._tokenizer, self.style.chat_template)
         return read_prompts(records, self._format, where=where)
 
     def rows(self, read: Read) -> EncodedRows:
-        rows, counts, (asked, parsed) = list[Any](), Counter[str](), read
-        for one in asked:
-            row = self._row(one, counts)
+        rows, counts, (examples, parsed) = list[Any](), Counter[str](), read
+        for example in examples:
+            row = self._row(example, counts)
             rows.append(row)
             if isinstance(row, Distilled):
                 if targets := row.num_targets // 2:
@@ -220,7 +221,7 @@ class DistillEncoder(RowEncoder):
                 for who, length in zip(("student", "teacher"), row.lengths, strict=True):
                     counts[f"{who}_prompts"] += length - targets
         agreed = {"format": str(parsed.format), "style": self.style.kind}
-        return EncodedRows(rows, agreed, counts, parsed.unused, shared_system(asked))
+        return EncodedRows(rows, agreed, counts, parsed.unused, shared_system(examples))
 
     def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
         kept = max(len(rows), 1)
@@ -228,24 +229,24 @@ class DistillEncoder(RowEncoder):
         averages = f"{teacher:,.0f}, {student:,.0f}: {teacher - student:,.0f} saved per request"
         return [("tokens of a prompt, teacher's and student's", averages)]
 
-    def _row(self, asked: PromptExample, counts: Counter[str]) -> Distilled | Dropped:
+    def _row(self, example: PromptExample, counts: Counter[str]) -> Distilled | Dropped:
         student, teacher = (
-            prompt_ids(self._tokenizer, messages, self.style, asked.tools)
-            for messages in (asked.messages, self._prompt.before(asked.messages))
+            prompt_ids(self._tokenizer, messages, self.style, example.tools)
+            for messages in (example.messages, self._prompt.before(example.messages))
         )
-        answer = self._answer(asked) if self._room is None else []
+        answer = self._answer(example) if self._room is None else []
         if self._room is None and not answer:
-            return Dropped(asked.source, NOTHING)
+            return Dropped(example.source, NOTHING)
         room = self._max_length - len(student)
         if room <= 0:
-            return Dropped(asked.source, BEYOND)
+            return Dropped(example.source, BEYOND)
         counts["cut"] += len(answer) > room
         if len(teacher) + (self._room or min(len(answer), room)) > self._limit:
-            return Dropped(asked.source, TOO_LONG)
-        return distilled(student, teacher, answer[:room], asked)
+            return Dropped(example.source, TOO_LONG)
+        return distilled(student, teacher, answer[:room], example)
 
-    def _answer(self, asked: PromptExample) -> list[int]:
+    def _answer(self, example: PromptExample) -> list[int]:
         """Return the tokens of a row's own answer, with the one that ends it."""
-        turns = (*asked.messages, {"role": "assistant", "content": asked.reference or ""})
-        whole = Conversation(turns, (len(turns) - 1,), asked.tools, asked.source)
+        turns = (*example.messages, {"role": "assistant", "content": example.reference or ""})
+        whole = Conversation(turns, (len(turns) - 1,), example.tools, example.source)
         return [label for label in self._encoder.encode(whole).labels if label != IGNORE]

@@ -1,4 +1,4 @@
-"""The teacher: its settings, a teacher model of its own, and its stored answers."""
+"""The teacher: its settings, a separate teacher model, and stored answers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TeacherConfig(Config):
         if not (self.prompt or self.adapter or self.model):
             raise ConfigError(
                 "task.teacher is empty.",
-                found="Without a prompt the base would teach itself.",
+                found="Without a prompt, the teacher would equal the student.",
                 fix="Name a prompt, an adapter or a model.",
             )
         return self
@@ -132,13 +132,15 @@ def teacher_answers(
     longest: int,
     run: TrainingRun,
 ) -> Answers:
-    """Return the teacher's answers to rows: those of the run's folder, and others generated now.
+    """Return the teacher's answers: stored answers of the run's folder, and new ones.
 
-    Processes share the rows, unless the base is sharded.
+    Unless the base is sharded, processes divide the rows.
 
     Args:
-        key: What answers depend on besides the prompt. answer: Has the teacher answer prompts.
-        text: Decodes tokens. longest: The most tokens of an answer.
+        key: Identifies the teacher and its settings.
+        answer: Generates the teacher's answers to prompts.
+        text: Decodes tokens.
+        longest: Maximum tokens of an answer.
 
     Raises:
         Interrupted: A signal came; answers so far are stored.
@@ -200,7 +202,7 @@ def _report(
     text: Callable[[Sequence[int]], str],
     run: TrainingRun,
 ) -> None:
-    """Report the teacher's answers, compared with those of the rows where they have any."""
+    """Report the teacher's answers, and their similarity to the answers of the rows."""
     answered = [(row, text(answers[row.teacher_ids].ids)) for row in rows]
     if answered and not any(answer.strip() for _, answer in answered):
         raise DataError(

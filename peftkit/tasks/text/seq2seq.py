@@ -69,6 +69,10 @@ class PairRow:
         return len(self.labels)
 
 
+EMPTY = "source or target is empty"
+"""Reason to drop a pair; see `RowEncoder.drops`."""
+
+
 class PairEncoder(RowEncoder):
     """Encoder of pairs; drops those with an empty text.
 
@@ -78,7 +82,7 @@ class PairEncoder(RowEncoder):
     """
 
     kind: ClassVar[type[PairRow]] = PairRow
-    drops: Mapping[str, str] = {"source or target is empty": "give these rows both"}
+    drops: Mapping[str, str] = {EMPTY: "give these rows both"}
 
     def __init__(
         self, tokenizer: Any, config: Seq2SeqConfig, name: Any, max_source: int, max_target: int
@@ -89,8 +93,8 @@ class PairEncoder(RowEncoder):
         self._room, self._limits = self._frame.room(max_source), (max_source, max_target)
 
     def key(self, where: str) -> object:
-        known = (self._name, self._config.model_dump_json(), self._room, self._limits[1])
-        return (*tokenizer_key(self._tokenizer), *known)
+        settings = (self._name, self._config.model_dump_json(), self._room, self._limits[1])
+        return (*tokenizer_key(self._tokenizer), *settings)
 
     def read(self, records: Sequence[Record], where: str) -> ParsedRow:
         parsed = parse(records, self._name, where=where, fields=self._config.fields)
@@ -106,7 +110,7 @@ class PairEncoder(RowEncoder):
 
     def rows(self, read: ParsedRow) -> EncodedRows:
         counts = Counter[str]()
-        rows = [self.encode(each, counts) or Dropped(each.source, 0) for each in read.examples]
+        rows = [self.encode(each, counts) or Dropped(each.source, EMPTY) for each in read.examples]
         return EncodedRows(rows, {"format": read.format}, counts, read.unused)
 
     def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
