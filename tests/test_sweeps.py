@@ -186,6 +186,15 @@ def test_a_member_that_fails_fails_alone(base, tmp_path):
     assert json.loads((tmp_path / "out" / "sweep.json").read_text())["members"][1]["error"]
 
 
+def test_a_loss_that_is_not_finite_at_the_end_ends_no_sweep(base, tmp_path):
+    recipe = write(tmp_path / "data", base, train={"max_steps": 1, "eval_every": 1})
+    members = grid(recipe, ["train.learning_rate=1e-3,1e30,2e-3"], out=tmp_path / "out")
+    outcomes = sweep(members, tmp_path / "out")
+    assert [outcome.state for outcome in outcomes] == ["done", "done", "done"]
+    assert [outcome.eval_loss is None for outcome in outcomes] == [False, False, True]
+    assert outcomes[2].name == members[1].name
+
+
 def test_a_sweep_holds_the_folders_of_all_its_members(base, tmp_path):
     recipe = write(tmp_path / "one", base)
     out = tmp_path / "out"

@@ -4,10 +4,14 @@ The templates below do, in few lines, what those of well-known families do.
 """
 
 import copy
+import random
+import re
+import time
 from typing import Any
 
 import pytest
 
+from peftkit.data.chat import Chat, special_texts
 from peftkit.data.chat_template import CHATML, choose_template
 from peftkit.data.encode import Encoder
 from peftkit.data.format import parse
@@ -294,3 +298,21 @@ def test_a_template_is_chosen_by_name_or_file(tokenizer, tmp_path):
         choose_template(tokenizer, "chatlm")
     with pytest.raises(DataError, match="No such file"):
         choose_template(tokenizer, str(tmp_path / "yours.jinja"))
+
+
+def test_the_end_of_a_turn_is_found_in_linear_time(tokenizer):
+    own = with_template(tokenizer, CHATML)
+    special = "|".join(map(re.escape, special_texts(own)))
+    pattern = re.compile(rf"((?:{special})+)(?:\s|{special})*\Z")  # cubic
+    chat, generator = Chat(own), random.Random(1)
+    pieces = [*special_texts(own), " ", "\n", "x", "the"]
+    for _ in range(2000):
+        text = "".join(generator.choices(pieces, k=generator.randrange(9)))
+        match = pattern.search(text)
+        expected = (match.end(1), True) if match else (len(text), False)
+        assert chat._ended(text, 0, len(text))[1:] == expected
+    text = "<|im_end|>" * 20_000
+    for end in ("x", ""):
+        began = time.monotonic()
+        chat._ended(text + end, 0, len(text + end))
+        assert time.monotonic() - began < 5

@@ -223,6 +223,16 @@ def test_absent_and_long_images_are_named(tmp_path, monkeypatch):
             Picture(stored, "a:1").decode()
 
 
+def test_bytes_that_changed_after_preparation_are_refused():
+    picture = Picture(png(), "a:1")
+    digest = picture.stored()["digest"] or (picture.encoded() and picture.stored()["digest"])
+    whole = png()
+    damaged = whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]
+    assert Picture(whole, "a:1", digest=digest).encoded() == whole
+    with pytest.raises(DataError, match="bytes changed"):
+        Picture(damaged, "a:1", digest=digest).encoded()
+
+
 def test_large_images_are_scaled_in_proportion():
     small = Picture(png(size=(40, 10)), "a:1").decode(max_pixels=100)
     assert small.size == (20, 5)

@@ -14,7 +14,8 @@ from tests.helpers.bank import tiny_base, write_adapter
 pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
 from starlette.testclient import TestClient
 
-from peftkit.serve.app import Limits, make_app
+from peftkit.serve.app import make_app
+from peftkit.serve.limits import Limits
 from tests.helpers.serving import HERE
 
 

@@ -201,6 +201,31 @@ def test_sparse_tensors_have_a_dense_bound(client, monkeypatch):
     assert "more than 200,000 bytes" in failed["error"]
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["target_tokens", *(f"x{i}" for i in range(20))], "unknown: x"),
+        (["target_tokens", "weights"], "more than 268,435,456 bytes"),
+    ],
+)
+def test_datums_are_checked_before_a_tensor_is_made(client, monkeypatch, names, message):
+    model = client.model()
+    body = wire.MESSAGES["ForwardBackward"](model_id=model.id, seq_id=1, loss="cross_entropy")
+    for _ in range(4):
+        one = body.data.add()
+        one.chunks.add().text.tokens = wire.bytes_of([5], torch.int32)
+        for name in names:
+            tensor = one.inputs[name]
+            tensor.dtype = wire.NUMBERS[torch.int64]
+            tensor.shape.extend((1, wire.MAX_CELLS))
+            tensor.sparse.rows = wire.bytes_of([0, 0], torch.int64)
+    made: list[str] = []
+    monkeypatch.setattr(rows, "tensor_of", lambda tensor, name: made.append(name))
+    failed = client.retrieve(model.send(body.SerializeToString()).json()["request_id"])
+    assert message in failed["error"]
+    assert not made
+
+
 def test_a_failure_of_the_server_is_no_5xx(client, monkeypatch):
     model = client.model()
 
