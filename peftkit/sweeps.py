@@ -285,7 +285,7 @@ def sweep(
 
 def _eval_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of the eval rows, except the loss and what follows from it."""
-    names = (name for name in metrics if name.startswith("eval_"))
+    names = (n for n in metrics if n.startswith("eval_") and math.isfinite(metrics[n]))
     left_out = ("eval_loss", "eval_perplexity")
     return {name.removeprefix("eval_"): metrics[name] for name in names if name not in left_out}
 

@@ -14,9 +14,21 @@ from peftkit.train.step import Trainer
 
 def fallbacks_of(trainer: Trainer) -> list[Fallback]:
     """Return the fallbacks of a prepared run; all processes call it."""
-    layout = getattr(trainer.task, "layout", None)
-    padding = getattr(layout, "fallback", None)
-    return [*([padding] if padding else []), *_kernels(trainer), *_generation(trainer)]
+    return [*_padding(trainer), *_kernels(trainer), *_generation(trainer)]
+
+
+def _padding(trainer: Trainer) -> list[Fallback]:
+    cause = getattr(getattr(trainer.task, "layout", None), "why_padded", "")
+    if not cause:
+        return []
+    return [
+        Fallback(
+            path="Rows are padded",
+            cause=cause,
+            cost="Each row costs as much as the longest row of its batch.",
+            fix="A smaller train.tokens_per_batch pads less.",
+        )
+    ]
 
 
 def _kernels(trainer: Trainer) -> list[Fallback]:
