@@ -40,7 +40,6 @@ from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.run_hooks import hooks_of
 from peftkit.train.checkpoint_files import versions
-from peftkit.train.metrics import MetricsFiles
 
 if TYPE_CHECKING:
     from peftkit.formats.open_adapter import Continued
@@ -278,6 +277,8 @@ def _with_metrics(run: RunRecord, result: Result, on_event: Listener) -> Result:
         return result
     listener = on_event
     if result.is_main:
+        from peftkit.train.metrics import MetricsFiles  # imports the trackers
+
         files = MetricsFiles(run.folder, lambda text: on_event(Notice(text)))
         listener = to_all(files.on_event, on_event)
     metrics = run.task.metrics(run.base.model, run.eval, on_event=listener)

@@ -63,13 +63,13 @@ def class_report(predicted: Tensor, true: Tensor, labels: Sequence[str]) -> Clas
         names = zip(("precision", "recall", "f1"), map(float, shares), strict=True)
         by_label[label] = {**dict(names), "rows": num_rows}
         rows.append((label, *(f"{float(share):.3f}" for share in shares), f"{num_rows:,}"))
-    confusion = None
+    confusion: list[list[int]] | None = None
     if size <= MAX_CONFUSED:
-        confusion = torch.bincount(true * size + predicted, minlength=size**2)
-        confusion = confusion.view(size, size).tolist()
-    names = ("label", "precision", "recall", "F1", "rows")
+        pairs = torch.bincount(true * size + predicted, minlength=size**2)
+        confusion = pairs.view(size, size).tolist()
+    heads = ("label", "precision", "recall", "F1", "rows")
     title = "The eval rows by label"
-    return ClassReport(title, names, tuple(rows), labels=by_label, confusion=confusion)
+    return ClassReport(title, heads, tuple(rows), labels=by_label, confusion=confusion)
 
 
 def mean_f1(hits: Tensor, true: Tensor, predicted: Tensor) -> float:
