@@ -40,7 +40,6 @@ from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.run_hooks import hooks_of
 from peftkit.train.checkpoint_files import versions
-from peftkit.train.metrics import MetricsFiles
 
 if TYPE_CHECKING:
     from peftkit.formats.open_adapter import Continued
@@ -276,10 +275,10 @@ def _with_metrics(run: RunRecord, result: Result, on_event: Listener) -> Result:
     """Add the task's metrics on the eval rows if the training loop has not computed them."""
     if not run.eval or (run.task.predicts_tokens and not run.settings.measures_before):
         return result
-    listener = on_event
-    if result.is_main:
-        files = MetricsFiles(run.folder, lambda text: on_event(Notice(text)))
-        listener = to_all(files.on_event, on_event)
+    from peftkit.train.metrics import MetricsFiles  # imports the trackers
+
+    files = MetricsFiles(run.folder, lambda text: on_event(Notice(text)))
+    listener = to_all(files.on_event, on_event) if result.is_main else on_event
     metrics = run.task.metrics(run.base.model, run.eval, on_event=listener)
     if not metrics:  # computed by the run's evaluations
         return result

@@ -32,7 +32,7 @@ from peftkit.events import Event, Listener, Notice, Saved, Stage, Table, ignore,
 from peftkit.execution.environment import world_size
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.signals import Interrupted, stopping_immediately
-from peftkit.figures import duration, loss_name, metric_name, short
+from peftkit.figures import duration, loss_name, metric_name, score_of, short
 from peftkit.files.disk import LOCKS, new_folder, read_json, writable_folder, write_json, write_text
 from peftkit.formats.folders import SWEEP
 from peftkit.planning.resolve import resolve_plan
@@ -43,7 +43,6 @@ from peftkit.run import run
 from peftkit.train.checkpoint_files import Checkpoints
 from peftkit.train.metrics import require_trackers
 from peftkit.train.start import locked, prepare_output
-from peftkit.train.validation import LOWER_IS_BETTER
 
 BEST = "best"
 MAX_MEMBERS = 256
@@ -93,9 +92,8 @@ class Outcome:
     @property
     def rank(self) -> tuple[bool, float]:
         """The sort key: the metric or the eval loss, else the training loss; failed ones last."""
-        if (ranked := self.metrics.get(self.best_metric)) is not None:
-            higher = not LOWER_IS_BETTER.search(self.best_metric)
-            return self.state == "failed", -ranked if higher else ranked
+        if self.best_metric in self.metrics:
+            return self.state == "failed", score_of(self.metrics, self.best_metric)
         value = self.loss if self.eval_loss is None else self.eval_loss
         return self.state == "failed" or value is None, math.inf if value is None else value
 

@@ -60,16 +60,16 @@ def class_report(predicted: Tensor, true: Tensor, labels: Sequence[str]) -> Clas
     columns = (precision, recall, _f1(hits, support + num_predicted))
     by_label, rows = {}, []
     for label, num_rows, *shares in zip(labels, support.tolist(), *columns, strict=True):
-        figures = dict(zip(("precision", "recall", "f1"), map(float, shares), strict=True))
-        by_label[label] = {**figures, "rows": num_rows}
+        names = zip(("precision", "recall", "f1"), map(float, shares), strict=True)
+        by_label[label] = {**dict(names), "rows": num_rows}
         rows.append((label, *(f"{float(share):.3f}" for share in shares), f"{num_rows:,}"))
-    confusion = None
+    confusion: list[list[int]] | None = None
     if size <= MAX_CONFUSED:
-        counts = torch.bincount(true * size + predicted, minlength=size**2)
-        confusion = counts.view(size, size).tolist()
-    names = ("label", "precision", "recall", "F1", "rows")
+        pairs = torch.bincount(true * size + predicted, minlength=size**2)
+        confusion = pairs.view(size, size).tolist()
+    heads = ("label", "precision", "recall", "F1", "rows")
     title = "The eval rows by label"
-    return ClassReport(title, names, tuple(rows), labels=by_label, confusion=confusion)
+    return ClassReport(title, heads, tuple(rows), labels=by_label, confusion=confusion)
 
 
 def mean_f1(hits: Tensor, true: Tensor, predicted: Tensor) -> float:

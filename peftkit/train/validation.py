@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from peftkit.errors import ConfigError, DataError
+from peftkit.errors import DataError
 from peftkit.events import EvalDone, Notice, Sampled
 from peftkit.execution import rng
 from peftkit.execution.parallel import Part
+from peftkit.figures import not_better, score_of
 from peftkit.forward.loss import perplexity
 from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import begin_training
@@ -23,10 +23,6 @@ from peftkit.train.step import Trainer
 
 if TYPE_CHECKING:
     from peftkit.evaluation.text_watch import TextWatch
-
-
-LOWER_IS_BETTER = re.compile(r"loss|perplexity|mse|wer|cer|kl")
-"""Metrics of which a lower value is better, by name."""
 
 
 class Evaluator:
@@ -142,7 +138,7 @@ class Validation:
         finite = math.isfinite(loss)
         if not finite:
             self.run.say(Notice(f"The eval loss after step {state.step} is {loss}."))
-        score = self._score(metrics)
+        score = score_of(metrics, run.config.best_metric)
         if state.best_metric != run.config.best_metric:  # changed for a resumed run
             state.best_metric, state.best_step, state.best_loss = run.config.best_metric, None, None
             state.best_score, state.patience_loss, state.worse_evals = None, None, 0
@@ -181,18 +177,6 @@ class Validation:
 
             gather(self.run.model)
 
-    def _score(self, metrics: Mapping[str, float]) -> float:
-        """Return `train.best_metric`, negated if higher is better.
-
-        Raises:
-            ConfigError: The evaluation has no such metric.
-        """
-        name = self.run.config.best_metric
-        if name not in metrics:
-            found = f"An evaluation of this task has: {', '.join(metrics)}."
-            raise ConfigError(f"there is no metric {name!r} for train.best_metric", found=found)
-        return metrics[name] if LOWER_IS_BETTER.search(name) else -metrics[name]
-
     def _judge(self, score: float) -> None:
         """Count evaluations without improvement, for early stopping."""
         state, early_stopping = self.run.state, self.run.config.early_stopping
@@ -205,10 +189,6 @@ class Validation:
             state.worse_evals += 1
         if self.is_over and state.step < self.num_steps:
             lowest = math.inf if state.patience_loss is None else state.patience_loss
-            name, text = self.run.config.best_metric, f"did not fall below {lowest:.4g}"
-            if lowest == math.inf:
-                text = "was not finite"
-            elif not LOWER_IS_BETTER.search(name):
-                text = f"did not rise above {-lowest:.4g}"
-            where = f"Stopped early after step {state.step} of {self.num_steps}: the eval {name}"
+            where = f"Stopped early after step {state.step} of {self.num_steps}: the eval"
+            text = not_better(self.run.config.best_metric, lowest)
             self.run.say(Notice(f"{where} {text} in {state.worse_evals} evaluations."))
