@@ -74,9 +74,9 @@ def test_it_opens_without_an_object_for_each_token_and_converts_its_tokenizer_on
 def test_it_answers_and_trains(gemma):
     base = load_base(str(gemma), dtype="fp32")
     summary = base.audit.table().summary
-    assert "268,098,176 parameters, q4_k+q5_0+q6_k+q8_0, 7.35 bits each, 246.5 MB" in summary
+    assert "268,098,176 parameters, q4_k+q5_0+q6_k+q8_0, 7.36 bits each, 246.6 MB" in summary
     if base.audit.copy_bytes:
-        assert summary.endswith("246.5 MB, and 1.1 GB of unpacked copies for speed")
+        assert summary.endswith("246.6 MB, and 1.1 GB of unpacked copies for speed")
     batch = base.tokenizer("The capital of France is Paris.", return_tensors="pt")
     assert base.tokenizer.decode(batch.input_ids[0, 6]) == " Paris"
     with torch.no_grad():
