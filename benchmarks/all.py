@@ -1,12 +1,12 @@
-"""Run what the tables in README.md and docs/ say, and write those tables.
+"""Run the benchmarks behind the tables in README.md and docs/, and write the tables.
 
-    python -m benchmarks.all                       # what is not of this code yet, shortest first
+    python -m benchmarks.all                       # all stale figures, shortest first
     python -m benchmarks.all train growth --peers PEERS/bin/python
-    python -m benchmarks.all --write               # the tables alone, from the files
+    python -m benchmarks.all --write               # only the tables, from the files
 
-Each benchmark writes one file, benchmarks/figures/NAME.json; a run that was ended goes on where it
-was. A table says by itself where the code that it measures has changed since (comments, docstrings
-and empty lines do not count).
+Each benchmark writes one file, benchmarks/figures/NAME.json; an interrupted run continues after its
+last command. A table marks figures whose code has changed since (comments, docstrings and empty
+lines do not count).
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ def code_of(file: Path) -> str:
 
 
 def stored(name: str) -> dict[str, Any] | None:
-    """Return what is in a benchmark's file; None: it has none."""
+    """Return the content of a benchmark's file; None if there is none."""
     path = FILES / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def is_stale(name: str) -> bool:
-    """Tell whether the code has changed since, or what it was is not known."""
+    """Return whether the measured code has changed, or is unknown."""
     facts = stored(name)
     return facts is None or facts["code"] != digest(ENTRIES[name].measures)
 
 
 def _minutes(name: str) -> float:
-    """Return how long a benchmark took when it last ran; what is not known comes last."""
+    """Return the duration of a benchmark's last run; unknown durations sort last."""
     return (stored(name) or {}).get("minutes", math.inf)
 
 
@@ -85,10 +85,10 @@ def _minutes(name: str) -> float:
 
 
 def measure(name: str, pythons: Mapping[str, str]) -> bool:
-    """Run a benchmark's commands and write its file; return whether all went well.
+    """Run a benchmark's commands and write its file; return whether all commands succeeded.
 
     Args:
-        pythons: Of other environments, by the words that stand for them in commands.
+        pythons: Interpreters of other environments, by their placeholders in commands.
     """
     entry, outputs = ENTRIES[name], []
     code, commit = digest(entry.measures), _commit()
@@ -128,7 +128,7 @@ def measure(name: str, pythons: Mapping[str, str]) -> bool:
 
 
 def _commit() -> str:
-    """Return the commit of the code, and -dirty where more than figures and pages has changed."""
+    """Return the commit of the code, with -dirty if other files than figures and pages changed."""
     written = [f":!{path}" for path in (*PAGES, FILES.relative_to(ROOT).as_posix())]
     try:
         commit = _git("rev-parse", "--short", "HEAD")
@@ -154,7 +154,7 @@ def figures_in(entry: Benchmark, output: str) -> dict[str, str]:
     """Return the figures of an output by name.
 
     Raises:
-        ValueError: One is not there.
+        ValueError: A figure is missing.
     """
     figures = {}
     for name, pattern in entry.reads.items():
@@ -166,7 +166,7 @@ def figures_in(entry: Benchmark, output: str) -> dict[str, str]:
 
 
 def tables_in(output: str) -> list[list[list[str]]]:
-    """Return the cells of each table in Markdown, its rule left out."""
+    """Return the cells of each Markdown table, without the rule."""
     blocks = re.findall(r"(?m)(?:^\|.*\|$\n?)+", output)
     rows = [[_cells(line) for line in block.splitlines()] for block in blocks]
     return [[lines[0], *lines[2:]] for lines in rows]
@@ -177,7 +177,7 @@ def _cells(line: str) -> list[str]:
 
 
 def lines_in(output: str) -> list[str]:
-    """Return the lines after the first table that belong to none."""
+    """Return the lines after the first table that are outside of tables."""
     _, mark, rest = output.partition("\n|")
     lines = rest.splitlines()[1:] if mark else []
     return [line for line in lines if line.strip() and not line.startswith("|")]
@@ -187,7 +187,7 @@ def lines_in(output: str) -> list[str]:
 
 
 def about(facts: Mapping[str, Any]) -> str:
-    """Return where and of which commit figures are."""
+    """Return the machine and the commit of figures."""
     load = " to ".join(dict.fromkeys(f"{value:g}" for value in facts["load"]))
     cores = f"{facts['cores']} cores" if facts["cores"] else ""
     parts = (facts["cpu"], cores, f"load {load}" if load else "", f"commit {facts['commit']}")
@@ -195,7 +195,7 @@ def about(facts: Mapping[str, Any]) -> str:
 
 
 def full(name: str) -> str:
-    """Return a benchmark's commands, tables and lines, and where they were measured."""
+    """Return a benchmark's commands, tables and lines, and the machine."""
     facts, pattern = _of(name), ENTRIES[name].shown_rows
     commands, tables, lines = facts["commands"], facts["tables"], facts["lines"]
     if all("--repeats 1" in command for command in commands):
@@ -260,13 +260,13 @@ def _of(name: str) -> dict[str, Any]:
 
 
 def written(text: str) -> str:
-    """Return a page with its marked tables as the files give them."""
+    """Return a page with its marked tables written from the files."""
     text = FULL.sub(lambda match: f"{match[1]}\n{full(match[2])}\n\n{match[3]}", text)
     return SUMMED.sub(lambda match: match[1] + summary(match[2].split()), text)
 
 
 def write() -> Iterator[str]:
-    """Write the tables of all pages; yield those that changed."""
+    """Write the tables of all pages; yield the changed pages."""
     for page in PAGES:
         path = ROOT / page
         text = path.read_text(encoding="utf-8")

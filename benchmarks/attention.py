@@ -1,8 +1,8 @@
-"""Our attention beside torch's own on this CPU: milliseconds of a layer, forward and both ways.
+"""peftkit's attention compared with torch's on this CPU: milliseconds per layer and direction.
 
     python -m benchmarks.attention
 
-On one thread, and of its processor time: that says more than a clock where processors are shared.
+Processor time of one thread, which is more stable than wall time on a shared machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WAYS: dict[str, Callable[..., Tensor]] = {
 
 
 def milliseconds(work: Callable[[], object], repeats: int = 7) -> float:
-    """Return the median processor time of a call, after one that is not counted."""
+    """Return the median processor time of a call, after a warm-up call."""
     work()
     times = []
     for _ in range(repeats):

@@ -1,11 +1,11 @@
-"""What does it cost to serve many adapters at once? A bank of ours beside PEFT, in one run.
+"""The cost of serving many adapters together: an adapter bank compared with PEFT.
 
     python -m benchmarks.bank                   # SmolLM2-135M, 8 adapters, 100 resident
     python -m benchmarks.bank --dtype fp32 --repeats 5
 
-Generates with one adapter for all rows and with another for each row, taking turns, over the same
-adapter files; then times switches, and holds many adapters. Exits 1 when a mixed batch does not
-compute what each adapter computes alone: no speed is told then.
+Generates alternately with one adapter for all rows and with a different one for each row, from the
+same adapter files; then times switches and loads many adapters. If a mixed batch gives other logits
+than each adapter alone, no speed is reported and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from peftkit.inference.bank import AdapterBank
 from peftkit.methods.lora import LoRA
 
 TOLERANCES = {"fp32": 1e-4, "bf16": 0.05}
-"""Of logits, relative to their norm: sums in another order, in 24 and in 8 bits of mantissa."""
+"""Maximum difference of logits relative to their norm: the order of sums differs, with 24 and 8
+bits of mantissa."""
 
 Using = Callable[[], AbstractContextManager[object]]
 
@@ -67,7 +68,7 @@ def disagreement(found: Tensor, expected: Tensor) -> float:
 
 @torch.no_grad()
 def seconds(model: Any, ids: Tensor, new_tokens: int, using: Using, **kwargs: Any) -> float:
-    """Return the time that a generation of exactly so many tokens takes."""
+    """Return the time for generating exactly this many tokens."""
     config = GenerationConfig(
         max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0
     )
@@ -160,7 +161,7 @@ def agree(args: argparse.Namespace, bank: AdapterBank, theirs: Any, ids: Tensor)
         f"against PEFT's mixed {from_theirs:.1e}"
     )
     if max(apart, from_theirs) > TOLERANCES[args.dtype]:
-        print(f"that is more than {TOLERANCES[args.dtype]}: no speed is told")
+        print(f"that is more than {TOLERANCES[args.dtype]}: no speed is reported")
         return False
     return True
 
@@ -168,7 +169,7 @@ def agree(args: argparse.Namespace, bank: AdapterBank, theirs: Any, ids: Tensor)
 def time_batches(
     args: argparse.Namespace, bank: AdapterBank, theirs: Any, ids: Tensor
 ) -> dict[str, list[float]]:
-    """Return the seconds of each way to generate, all ways taking turns."""
+    """Return the seconds of each kind of generation, run alternately."""
     names, model = list(bank.names), bank.base.model
     theirs.set_adapter(names[0])
     ways: dict[str, tuple[Any, Using, dict[str, Any]]] = {
@@ -179,7 +180,7 @@ def time_batches(
         "PEFT mixed": (theirs, nullcontext, {"adapter_names": names}),
     }
     runs: dict[str, list[float]] = {way: [] for way in ways}
-    for repeat in range(args.repeats + 1):  # the first is for warming up
+    for repeat in range(args.repeats + 1):  # the first is a warm-up
         for way, (model, using, kwargs) in ways.items():
             took = seconds(model, ids, args.new_tokens, using, **kwargs)
             if repeat:
@@ -188,7 +189,7 @@ def time_batches(
 
 
 def report(args: argparse.Namespace, runs: dict[str, list[float]], ids: Tensor) -> None:
-    """Print the table of speeds: the fastest of the runs, as other programs may slow the others."""
+    """Print the table of speeds: the fastest of the runs, because other programs may slow some."""
     tokens = len(ids) * args.new_tokens
     print(f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print(f"{args.model} in {args.dtype}, {len(ids)} rows, rank {args.rank}, ", end="")
@@ -202,7 +203,7 @@ def report(args: argparse.Namespace, runs: dict[str, list[float]], ids: Tensor) 
 
 
 def report_share(args: argparse.Namespace, bank: AdapterBank, seconds: float, ids: Tensor) -> None:
-    """Print which part of a mixed batch's seconds the machine would need at its limits."""
+    """Print the time of a mixed batch at the machine's limits, as a share of its measured time."""
     best, sizes = limits(), Sizes.of(bank.base.model, args.rank)
     prompts, num_new = [ids.shape[1]] * len(ids), len(ids) * args.new_tokens
     least = sizes.answer_seconds(prompts, num_new, len(ids), best, args.dtype)
@@ -219,7 +220,7 @@ def report_switches(bank: AdapterBank, theirs: Any, names: Sequence[str]) -> Non
 
 
 def report_memory(bank: AdapterBank, paths: dict[str, Path], number: int) -> None:
-    """Hold many adapters; print what each takes, by count and by the process's own memory."""
+    """Load many adapters; print the memory of each, counted and measured."""
     folders = list(paths.values())
     before = resident_bytes()
     start = perf_counter()

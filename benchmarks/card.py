@@ -1,13 +1,14 @@
-"""The first hour with a GPU: what each part of the code does on this card, as one Markdown page.
+"""Checks and measurements of each part of the code on a GPU, as one Markdown page.
 
     python -m benchmarks.card
     python -m benchmarks.card --part operators --out card.md   # one part, below ten minutes
     python -m benchmarks.card --carry FOLDER                   # for a machine without a network
 
-Every part proves something without any peer and on any card: 16 bits first, kernels against their
-definitions in float64, training and answers against the CPU's and against themselves, a released
-shape with its plan, and runs under the memory of smaller cards. A part that fails says how, and the
-others go on; the page grows with each. Random weights and tokens. benchmarks.gpu has the peers.
+No part needs a peer or a certain card: 16 bits first, kernels compared with their definitions in
+float64, training and generation compared with the CPU and with themselves, a released shape with
+its plan, and runs with the memory of smaller cards. If a part fails, its error is recorded and the
+others continue; the page is extended after each part. Weights and tokens are random. benchmarks.gpu
+compares with peers.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ PARTS: dict[str, Part] = {
     "compiled": card_runs.compiled,
     "suite": card_runs.suite,
 }
-"""The main road first."""
+"""The main path first."""
 
 
 def run_part(job: Job, name: str) -> tuple[str, bool]:
-    """Return what a part shows, in Markdown, and whether all of it is well."""
+    """Return a part's results in Markdown, and whether all of them are good."""
     part, lines, problem = PARTS[name], list[Line](), ""
     began = time.perf_counter()
     with left_clean():
@@ -87,7 +88,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the parts; return 1 if something is not well, 2 without a GPU."""
+    """Run the parts; return 1 if a result is bad, 2 without a GPU."""
     args = arguments(argv)
     if args.carry is not None:
         size = carry(args.carry, args.packages, args.python, args.cuda)
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lengths, caps = tuple(args.large_lengths), tuple(args.caps)
     small = (args.model, args.layers, args.length)
     job = Job(device, *small, args.large, args.large_layers, lengths, caps)
-    shown, is_well = ["# What this card does"], True
+    shown, is_well = ["# Results of this card"], True
     for name in args.part:
         print(f"\n{name}", flush=True)
         text, part_is_well = run_part(job, name)

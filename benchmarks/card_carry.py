@@ -1,4 +1,7 @@
-"""What a bare machine lacks, in one folder to put on its PYTHONPATH, of less than 64 MiB."""
+"""Pack missing packages for a machine without a network into one folder below 64 MiB.
+
+The folder goes on that machine's PYTHONPATH.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 PACKAGES = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "bitsandbytes")
-"""What a machine with torch and transformers often lacks of what training imports."""
+"""Packages that training imports and a machine with torch and transformers often lacks."""
 MOST_BYTES = 64 << 20
 
 
 def is_needed(name: str, cuda: str) -> bool:
-    """Return whether a file of a wheel is needed: of bitsandbytes' libraries one kind of CUDA's.
+    """Return whether a wheel's file is needed: of bitsandbytes' libraries only one CUDA version.
 
     Args:
         cuda: Version of CUDA without a dot, as 130.

@@ -1,4 +1,4 @@
-"""What the parts of benchmarks.card work with: a job, models of random weights, judgement."""
+"""Shared code of the parts of benchmarks.card: the job, random models, comparisons."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from peftkit.tasks.tokens import CausalLM
 from peftkit.train.loop import fit
 
 LIMITS = {torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-"""Largest difference, as a share of the largest value: float32 products may round to TF32's 10
-bits, and the others round a few times to 10 and to 7 bits."""
+"""Maximum difference relative to the largest value: float32 products may round to TF32's 10 bits,
+and the others round a few times to 10 and to 7 bits."""
 
 Line = Sequence[str]
-"""A row of a part's table; "NO" in it says that something is not well."""
+"""A row of a part's table; "NO" marks a bad result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the parts work with.
+    """The settings of the parts.
 
     Attributes:
         model: Name of a shape. layers: Blocks of small models.
@@ -55,7 +55,7 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The one in which the device multiplies fastest: bf16, or fp16 on old cards."""
+        """The dtype with the fastest products: bf16, or fp16 on old cards."""
         gpu = gpu_of(self.device)
         return torch.bfloat16 if gpu is None else gpu.fast_dtype()
 
@@ -79,7 +79,7 @@ def made(
 
 
 def made_large(job: Job, quantize: str = "nf4") -> Any:
-    """Return a model of a released shape, each block quantised as soon as it is there."""
+    """Return a model of a released shape, each block quantised when it is complete."""
 
     def packed(block: Any) -> None:
         block.requires_grad_(False)
@@ -115,18 +115,18 @@ def apart(values: Tensor, expected: Tensor) -> float:
 
 
 def verdict(is_well: bool) -> str:
-    """Return what the last column says."""
+    """Return the text of the last column."""
     return "yes" if is_well else "NO"
 
 
 def judged(difference: float, limit: float) -> tuple[str, str]:
-    """Return a difference and whether it is within a limit; NaN is not."""
+    """Return a difference and whether it is within a limit; NaN is outside."""
     return f"{difference:.2g}", verdict(difference <= limit)
 
 
 @dataclass(slots=True)
 class Heard:
-    """What a run said."""
+    """The recorded events of a run."""
 
     losses: list[float] = field(default_factory=list)
     speeds: list[float] = field(default_factory=list)
@@ -160,7 +160,7 @@ def train(model: Any, rows: Sequence[Row], **settings: Any) -> Heard:
 
 @contextmanager
 def capped(device: torch.device, num_bytes: float | None) -> Iterator[None]:
-    """Let this process have so many bytes of a CUDA card within the context."""
+    """Limit this process to this many bytes of a CUDA card within the context."""
     gpu = gpu_of(device)
     if num_bytes is None or gpu is None:
         yield
@@ -175,7 +175,7 @@ def capped(device: torch.device, num_bytes: float | None) -> Iterator[None]:
 
 @contextmanager
 def left_clean() -> Iterator[None]:
-    """Free what the context leaves behind."""
+    """Free memory after the context."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Each kernel against its definition in float64, both ways, in every dtype that the card has."""
+"""Each kernel compared with its definition in float64, forward and backward, in each dtype."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from peftkit.kernels.packed import packed_linear
 from peftkit.quant.layers import pack
 
 ROWS = (1, 5, 8, 64, 512, 2048)
-"""Rows of a product with packed weights: other kernels take few of them."""
+"""Rows of a product with packed weights: few rows use other kernels."""
 NEAR_TIES = 1e-3
 """Share of codes that may differ from the CPU's: values halfway between two."""
 DOCUMENTS = (64, 37, 5, 1)
@@ -35,8 +35,8 @@ class Case(NamedTuple):
 
     Attributes:
         inputs: In float64, on the CPU.
-        num_trained: How many of them, from the first, have a gradient.
-        kernel, definition: The same of these inputs, by the kernel and by the formula.
+        num_trained: Number of inputs, from the first, that have a gradient.
+        kernel, definition: The function of these inputs, by the kernel and by the formula.
     """
 
     name: str
@@ -53,7 +53,7 @@ def difference(case: Case, device: torch.device, dtype: torch.dtype) -> float:
         (case.kernel, device, dtype),
         (case.definition, torch.device("cpu"), torch.float64),
     ):
-        inputs = [x.to(dtype).to(place, kind) for x in case.inputs]  # both of what is rounded
+        inputs = [x.to(dtype).to(place, kind) for x in case.inputs]  # both from rounded inputs
         trained = [x.requires_grad_() for x in inputs[: case.num_trained]]
         out = run(*inputs)
         generator = torch.Generator().manual_seed(2)
@@ -170,7 +170,7 @@ def _documents(window: int | None) -> Case:
 
 
 def _packed_lines(job: Job, dtype: torch.dtype) -> Iterator[Line]:
-    """Codes beside the CPU's, and products with packed weights of few rows and of many."""
+    """Codes compared with the CPU's, and products of few and many rows with packed weights."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(256, 512, generator=generator, dtype=torch.float64).to(dtype)
     name = str(dtype).removeprefix("torch.")
@@ -214,7 +214,7 @@ def _packed_lines(job: Job, dtype: torch.dtype) -> Iterator[Line]:
 
 
 def operators(job: Job) -> Iterator[Line]:
-    """Each kernel against its definition in float64, both ways where it has a gradient."""
+    """Each kernel compared with its definition in float64, with gradients if it has them."""
     yield "operator", "dtype", "largest difference", "well"
     for dtype in dict.fromkeys((job.dtype, torch.float16, torch.float32)):
         for case in cases():

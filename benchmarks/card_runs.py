@@ -1,4 +1,4 @@
-"""Runs on a card: training, answers, rows of changing lengths, a released shape, caps of memory."""
+"""Runs on a card: training, generation, varying lengths, a released shape, memory caps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from peftkit.inference.sampling import Sampling
 from peftkit.kernels.device import gpu_of
 
 LOSS_CLOSE = 2e-3
-"""Relative, in float32: other kernels sum in another order."""
+"""Relative difference in float32: other kernels sum in another order."""
 LOSS_CLOSE_16_BIT = 2e-2
 MODES: tuple[Activations, ...] = ("keep", "recompute", "offload")
 ANSWER_ROWS = (1, 8, 64)
@@ -56,7 +56,7 @@ GB = 1e9
 
 
 def environment(job: Job) -> Iterator[Line]:
-    """What is here, and what follows from it."""
+    """The machine, and the code paths that follow from it."""
     gpu, here = gpu_of(job.device), free_now(job.device)
     yield "what", "is"
     yield "device", str(job.device) if gpu is None else gpu.name(job.device)
@@ -134,7 +134,7 @@ def _apart(losses: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def compiled(job: Job) -> Iterator[Line]:
-    """Compiled blocks against plain ones: the same losses."""
+    """Compiled blocks compared with eager ones: the same losses."""
     yield "blocks", "losses", "notices", "well"
     curves: dict[str, Heard] = {}
     for name, compile_them in (("plain", False), ("compiled", True)):
@@ -163,7 +163,7 @@ def _answers(engine: CachedEngine, prompts: Sequence[Sequence[int]], new: Sequen
 
 
 def decoding(job: Job) -> Iterator[Line]:
-    """Answers of many lengths, which join and leave: as without recorded graphs, and how fast."""
+    """Completions of many lengths, which join and leave: equal without CUDA graphs, and speed."""
     yield "answers at once", "tokens/s eager", "recorded", "graphs", "alike", "cache MB", "well"
     model = made(job, job.device, "none", job.dtype).eval()
     gpu = gpu_of(job.device)
@@ -206,7 +206,7 @@ def _pinned_bytes() -> int:
 
 
 def large(job: Job) -> Iterator[Line]:
-    """A released shape in nf4, one row a step: speed, share of the peak, memory beside the plan."""
+    """A released shape in nf4, one row a step: speed, share of the peak, memory and its plan."""
     columns = ("activations", "tokens", "tokens/s", "of the peak", "allocated GB", "plan GB")
     yield *columns, "reserved GB", "pinned GB", "loss", "well"
     gpu = gpu_of(job.device)
@@ -242,7 +242,7 @@ def large(job: Job) -> Iterator[Line]:
 
 
 def _timed(step: Callable[[], Any]) -> tuple[list[float], list[float]]:
-    """Return losses and seconds of some steps, each of which waits for the device."""
+    """Return losses and seconds of some steps; each synchronises with the device."""
     losses, seconds = [], []
     for _ in range(3):
         began = time.perf_counter()
@@ -252,12 +252,12 @@ def _timed(step: Callable[[], Any]) -> tuple[list[float], list[float]]:
 
 
 def _reserved_bytes(device: torch.device) -> int:
-    """Return the most that torch has reserved."""
+    """Return the peak bytes that torch reserved."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 
 def memory(job: Job) -> Iterator[Line]:
-    """The same run under smaller and smaller caps, memory left to it: how it ends."""
+    """The same run under decreasing memory caps, with train.memory on auto."""
     yield "cap MB", "plan", "notices", "retries", "MB after", "ended", "well"
     gpu = gpu_of(job.device)
     if job.device.type != "cuda" or gpu is None:
@@ -285,7 +285,7 @@ def memory(job: Job) -> Iterator[Line]:
                 ended = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
         gc.collect()
         after = gpu.used(job.device)
-        # it learns the same, or says in words of ours that not even one row fits
+        # the same losses, or our error that not even one row fits
         same = ended == "well" and _apart(heard.losses, whole.losses) <= LOSS_CLOSE
         well = (same or ended.startswith("refused")) and after <= before + (1 << 25)
         facts = (f"{gpu.retries(job.device)}", f"{after / 1e6:.1f}", ended, verdict(well))
@@ -293,7 +293,7 @@ def memory(job: Job) -> Iterator[Line]:
 
 
 def caps(job: Job) -> Iterator[Line]:
-    """The released shape in nf4 under the memory of smaller cards, as a run plans for itself."""
+    """The released shape in nf4 with the memory of smaller cards, as planned by a run."""
     yield "card GB", "tokens", "plan", "notices", "allocated GB", "ended", "well"
     gpu = gpu_of(job.device)
     if job.device.type != "cuda" or gpu is None:
@@ -321,7 +321,7 @@ def suite(job: Job) -> Iterator[Line]:
     """The simulated card's tests on this one: streaming, resume, merging, rewards, serving."""
     yield "tests of tests/simulated_gpu", "well"
     command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
-    # torch without CUDA: this card is simulated, and so is that of the tests
+    # torch without CUDA: this card is simulated, like the card of the tests
     environment = {**os.environ, "PEFTKIT_REAL_CARD": "1" if torch.version.cuda else ""}
     try:
         done = subprocess.run(

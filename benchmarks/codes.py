@@ -1,10 +1,10 @@
-"""How long a weight takes to be dequantised, by the form of its codes, beside nf4.
+"""The time for dequantising a weight, by the layout of its codes, compared with nf4.
 
     python -m benchmarks.codes
     python -m benchmarks.codes --device cuda --dtype bf16
 
-One matrix at a time into new memory, the best of several passes over all forms in turn. On a CPU it
-is the time of the processor, in one thread, which counts less of what else the machine does.
+One matrix at a time into new memory; the best of several alternating passes over all layouts. On a
+CPU this is processor time of one thread, which other load affects less.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Ways = dict[str, tuple[float, Callable[[], Tensor]]]
 
 
 def ways(size: int, dtype: torch.dtype, device: str) -> Ways:
-    """Return for each form the bits of a weight, and what dequantises it."""
+    """Return the bits per weight and the dequantising function of each layout."""
     weight = torch.randn(size, size, dtype=dtype, device=device)
     packed, packing = pack(weight, "nf4")
     bits = 8 * packing.num_bytes(packed) / weight.numel()

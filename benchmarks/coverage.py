@@ -4,8 +4,8 @@
     python -m benchmarks.coverage --methods lora,dora --architectures llama,t5 --quantize none,nf4
     python -m benchmarks.coverage --skip compiling_changes_nothing   # the slow one
 
-A cell is `pass`, perhaps with a note, or `n/a` with the reason, or FAIL; what notes, reasons and
-failures mean is told below the table. Exits 1 when a cell fails. Models are tiny and random.
+A cell is `pass`, perhaps with a note, or `n/a` with the reason, or FAIL; the text below the table
+explains notes, reasons and failures. Exits 1 when a cell fails. Models are tiny and random.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Key(NamedTuple):
 
 
 def run_row(keys: Sequence[Key], skipped: Sequence[str]) -> dict[Key, laws.Outcome]:
-    """Ask all laws of some cells, in this process."""
+    """Check all laws of some cells, in this process."""
     asked = [law for law in laws.LAWS if law.__name__ not in skipped]
     return {key: laws.check(key.method, key.architecture, key.quantize, asked) for key in keys}
 
 
 def run(keys: Sequence[Key], skipped: Sequence[str], jobs: int) -> dict[Key, laws.Outcome]:
-    """Ask all laws of all cells, a row at a time; with one job in this process."""
+    """Check all laws of all cells, a row at a time; with one job in this process."""
     rows: dict[tuple[str, str], list[Key]] = {}
     for key in keys:
         rows.setdefault((key.architecture, key.quantize), []).append(key)
@@ -72,7 +72,7 @@ def _rows(
 
 
 def quiet() -> None:
-    """Let a process use one core, and say nothing of others."""
+    """Limit a process to one core, and silence its warnings."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
 
@@ -94,7 +94,7 @@ def table(found: dict[Key, laws.Outcome], quantize: str) -> Iterator[str]:
 
 
 def legend(found: dict[Key, laws.Outcome], skipped: Sequence[str]) -> Iterator[str]:
-    """Yield what cells mean: their laws, notes, reasons and failures."""
+    """Yield the explanation of cells: their laws, notes, reasons and failures."""
     yield "pass: all of these hold"
     for law in laws.LAWS:
         if law.__name__ not in skipped:

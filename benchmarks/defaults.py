@@ -1,12 +1,12 @@
-"""Do the defaults learn? The recipe that `peftkit init` writes, beside others, on small data.
+"""Compare the recipe of `peftkit init` with variants of it on small data sets.
 
     python -m benchmarks.defaults --out runs/defaults [--only format]
 
-Three data sets are made: a format (100 rows), a style (300) and a classification in words (1,000),
-each with 64 rows held out; the words that decide the class of a held-out row are in no other. On
-each the recipe of `peftkit.defaults` is trained, the same with one setting changed, and the recipe
-of before the rules (packed, 16 rows, 2e-4).
-A score is the share of the held-out answers that are exactly right. Prints Markdown.
+Generates three data sets: a format (100 rows), a style (300) and a classification by generated text
+(1,000), each with 64 held-out rows. The words that decide the class of a held-out row occur in no
+training row. Each data set trains the recipe of `peftkit.defaults`, variants with one setting
+changed, and the recipe before these rules (packed, 16 rows, 2e-4). A score is the share of the
+held-out answers that are exactly right. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ CLASSES = {
     "sales": ("quote", "discount", "licence", "offer", "order form", "price list", "new contract"),
 }
 NEW_WORDS = 2
-"""The last words of each class are in held-out rows alone."""
+"""The last words of each class occur only in held-out rows."""
 SENTENCES = (
     "I have a question about my {word}, since {day}.",
     "The {word} is wrong again, please look at it before {day}.",
@@ -105,12 +105,12 @@ SETS: dict[str, tuple[Callable[[random.Random, bool], Row], int]] = {
 
 
 def make_rows(name: str, folder: Path, seed: int = 0) -> tuple[Path, Path]:
-    """Write training and held-out rows; return both files. No question stands in both."""
+    """Write training and held-out rows; return both files. No question is in both."""
     make, number = SETS[name]
     rng = random.Random(seed)
     held_out = _distinct(make, rng, HELD_OUT, is_held_out=True)
     train = _distinct(make, rng, number, held_out)
-    while len(train) < number:  # few sentences: some come again, as customers' do
+    while len(train) < number:  # few sentences: some repeat, as in real data
         train.append(rng.choice(train))
     folder.mkdir(parents=True, exist_ok=True)
     files = folder / "train.jsonl", folder / "held_out.jsonl"
@@ -127,7 +127,7 @@ def _distinct(
     *,
     is_held_out: bool = False,
 ) -> list[str]:
-    """Return lines of rows with as many questions, if there are, none of them among others."""
+    """Return rows as lines, with distinct questions that are not in `others`."""
     asked = {json.loads(line)["instruction"] for line in others}
     tries = (make(rng, is_held_out) for _ in range(50 * number))
     rows = {row["instruction"]: row for row in tries if row["instruction"] not in asked}

@@ -1,14 +1,14 @@
-"""How fast rows become tokens, and how much memory they take: at 10,000, 100,000 and more rows.
+"""Speed and memory of encoding 10,000, 100,000 and more rows.
 
     python -m benchmarks.encoding                                  # 10,000 and 100,000 rows
     python -m benchmarks.encoding --rows 100000 --against map trl --peers PEERS/bin/python
     python -m benchmarks.encoding --rows 1000000
 
 Rows of about 200 tokens, a prompt and a completion of one message each, SmolLM2's tokenizer and
-template. Each measurement is a process of its own, and its children. `ours`: from the file to rows
-that can be trained on, then 1,000 of them read at random, then the order of an epoch; `again`: the
-same, encoded before. `map`: what a script with datasets does: load_dataset("json"), the template
-and the tokenizer in a map, no labels told apart. `trl`: what SFTTrainer does before it trains.
+template. Each measurement runs in a separate process with its children. `ours`: encode the file,
+read 1,000 random rows, draw the order of an epoch; `again`: the same from the cache. `map`: a
+script with datasets: load_dataset("json"), template and tokenizer in a map, without masked labels.
+`trl`: SFTTrainer up to its first step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORDS = "the order of pizza street large small with olives and cheese to Ann".sp
 
 
 def main() -> None:
-    """Measure, and print a row for each way and number of rows."""
+    """Measure, and print a row for each method and number of rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000])
     parser.add_argument("--against", choices=["map", "trl"], nargs="*", default=[])
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def in_process(way: str, path: Path, processes: int, python: str) -> dict[str, float]:
-    """Run one measurement in a process of its own."""
+    """Run one measurement in a separate process."""
     job = {
         "way": way,
         "path": str(path),

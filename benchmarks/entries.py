@@ -10,7 +10,7 @@ KERNELS = tuple(
     f"kernels/{name}.py" for name in (*ON_A_CPU, "lora", "packed", "stacked", "tiled", "varlen")
 )
 LORA = (*KERNELS, "adapter.py", "methods/base.py", "methods/lora.py", "model", "quant")
-"""Of peftkit/: what any run of a LoRA adapter goes through on a CPU."""
+"""Files of peftkit/ that every LoRA run on a CPU uses."""
 LOADING = ("base/build.py", "base/load.py", "base/pack.py", "base/pretrained.py", "base/store.py")
 GGUF = ("base/gguf_file.py", "base/published", "kernels/gguf_blocks.py")
 
@@ -38,28 +38,28 @@ PAIRS = (
 REWARDS = (
     *CAUSAL,
     *_tasks("documents", "run_hooks", "rewards/grpo", "rewards/grpo_losses"),
-    "tasks/rewards/reward_functions.py",
+    *_tasks("rewards/grpo_rows", "rewards/reward_functions"),
     "inference",
 )
 CLASSES = (*TRAINING, *_tasks("classes/labels", "metrics", "texts"))
 ANSWERS = (*LORA, "inference")
 PEERS = {"PEERS": "trl and peft", "UNSLOTH": "unsloth"}
-"""Words of commands that stand for the Python of another environment -> what it has."""
+"""Placeholders in commands for Pythons of other environments -> their packages."""
 TRAIN = "python -m benchmarks.train --peers PEERS "
 RECIPE = (*CAUSAL, "data", "recipe.py", "run.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One entry: what is run, and what stands in a table.
+    """A benchmark: its commands, and its cells in a table.
 
     Attributes:
-        commands: As one types them, one after the other, variables of the environment first; the
-            words of `PEERS` stand for Pythons.
-        measures: Files and folders of peftkit/ whose change makes the figures old.
-        what, tells: The first two cells of a row that sums it up; {names} are figures.
+        commands: Shell commands in order, environment variables first, with the placeholders of
+            `PEERS`.
+        measures: Files and folders of peftkit/; figures are stale if they change.
+        what, tells: The first two cells of a summary row; {names} are figures.
         shown_rows: Pattern that selects the table rows of a page; by default, all rows.
-        reads: Name of a figure -> where it stands in the output; all places, with commas.
+        reads: Name of a figure -> pattern in the output; several matches are joined by commas.
     """
 
     commands: tuple[str, ...]
@@ -71,7 +71,7 @@ class Benchmark:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The words of other environments that take part."""
+        """The placeholders in its commands."""
         words = {word for command in self.commands for word in command.split()}
         return tuple(word for word in PEERS if word in words)
 

@@ -1,12 +1,12 @@
-"""Training speed of other architectures beside a bare PEFT loop: shapes of about 100M parameters.
+"""Training speed of several architectures compared with a minimal PEFT loop.
 
     python -m benchmarks.families
     python -m benchmarks.families --families gpt2,bert --json figures.json
 
-Random weights, the same on both sides; the same rows, whose lengths vary, half of each masked
-(BERT: 15 % hidden; T5: a source and its target); LoRA on the same layers. The loop runs with
-adapters in bf16 and in float32, and the faster one counts. Exits 1 where losses differ by more than
-the tolerance of benchmarks.train: no speed is told then.
+Shapes of about 100M parameters. Both sides use the same random weights, rows of the same varying
+lengths, half of each masked (BERT: 15 % hidden; T5: a source and its target), and LoRA on the same
+layers. The loop runs with adapters in bf16 and in float32; the faster one counts. If losses differ
+by more than the tolerance of benchmarks.train, no speed is reported and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ Rows = list[dict[str, list[int]]]
 MASK, FIRST_WORD = 2, 5
 """Of shapes.tokenizer()."""
 WITHOUT_EXPERTS = "qwen3_moe-attention"
-"""The same model, experts left alone: PEFT makes each expert's whole update, which is slow."""
+"""The same model without adapted experts: PEFT computes each expert's full update, which is
+slow."""
 
 
 def make_rows(task: str, number: int, shortest: int = 64, longest: int = 192) -> Rows:
-    """Return rows of few words, so that there is something to learn."""
+    """Return rows of few different words, which a model can learn."""
     rng = random.Random(0)
     rows = []
     for _ in range(number):
@@ -53,7 +54,7 @@ def make_rows(task: str, number: int, shortest: int = 64, longest: int = 192) ->
 
 
 def make_job(family: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return a family's job; both sides adapt the layers that ours calls all linear ones."""
+    """Return a family's job; both sides adapt the layers of our role all-linear."""
     from peftkit.methods.lora import LoRA
 
     name = family.removesuffix("-attention")
@@ -93,7 +94,7 @@ def measure(family: str, args: argparse.Namespace, folder: Path) -> tuple[Runs, 
 
 
 def line(family: str, figures: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a family's line of the table: ours against the faster of the loops."""
+    """Return a family's row of the table: peftkit compared with the faster loop."""
     loops = [figures[side] for side in ("peft", "peft-fp32") if "problem" not in figures[side]]
     problem = figures["ours"].get("problem") or next(
         (found["problem"] for found in figures.values() if "problem" in found), ""

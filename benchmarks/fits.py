@@ -1,13 +1,13 @@
-"""Which models train on which cards, by the plan: the longest row, and what waits in main memory.
+"""Planned training of models on cards: the longest row, and the memory of streamed weights.
 
     python -m benchmarks.fits
     python -m benchmarks.fits --models llama-3.1-8b --cards 8,24 --quantize int8
 
-LoRA of rank 16 on all linears, fp32 Adam, one row at a time. Of each model and card the longest row
-that some way of keeping activations lets through, with the packed base on the card and then with
-its blocks streamed from main memory; "no" where one of `--tokens` does not fit. Nothing is trained:
-a step of a few blocks is counted without data, of rows of `--tokens` and of longer ones, up to a
-quarter of the longest at least (`REACH` in `peftkit/planning/memory.py`).
+LoRA of rank 16 on all linears, fp32 Adam, one row at a time. For each model and card: the longest
+row in any activation mode, with the packed base on the card and with its blocks streamed from main
+memory; "no" if a row of `--tokens` does not fit. Nothing is trained: a step of a few blocks is
+counted without data, for rows of `--tokens` and longer rows, at least up to a quarter of the
+longest (`REACH` in `peftkit/planning/memory.py`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MODELS = ("llama-3.1-8b", "qwen2.5-14b", "qwen2.5-32b", "llama-3-70b")
 CARDS = (6, 8, 12, 16, 24, 48, 80)
 GB = 10**9
 PLACES: dict[Placement, str] = {"device": "", "stream": ", streamed"}
-"""Where the base is, and what a row of the table says of it."""
+"""Placement of the base, and its name in the table."""
 
 
 def recipe_of(model: str, quantize: str, tokens: int, embeddings: str) -> Recipe:
-    """Return a recipe that trains a model on rows of so many tokens, one at a time."""
+    """Return a recipe that trains a model on rows of this many tokens, one at a time."""
     asked = {
         "base": {"model": model, "quantize": quantize, "quantize_embeddings": embeddings},
         "method": {"type": "lora", "rank": 16},
@@ -42,7 +42,7 @@ def recipe_of(model: str, quantize: str, tokens: int, embeddings: str) -> Recipe
 
 
 def way_on(recipe: Recipe, card: int, placement: Placement) -> Strategy | None:
-    """Return the way with the longest row on a card of so many GB; None: too short a one."""
+    """Return the activation mode with the longest row on a card; None if that row is too short."""
     config = shapes.SHAPES[recipe.base.model].make_config()
     estimator = MemoryEstimator(recipe, config, gpu_of_size(card * GB))
     best = max(estimator.placed(placement), key=lambda way: way.longest_row)

@@ -1,4 +1,4 @@
-"""How fast are answers? Greedy tokens a second of peftkit beside PEFT + transformers' generate.
+"""Greedy tokens per second of peftkit compared with PEFT + transformers' generate.
 
     python -m benchmarks.generation                     # SmolLM2-135M, bf16, PEFT in batches of 8
     python -m benchmarks.generation --quantize nf4
@@ -8,10 +8,10 @@
 
 Both sides run in turn in one process: the same adapter (random, on all linear layers), the
 quickstart's orders as prompts with its chat template, the same numbers of new tokens. PEFT's side
-makes batches (`--batch-size`), which run until the longest answer has ended; ours decides itself
-how many answers grow at once. Seconds are of the clock and of the processor: on a shared machine
-the latter says more. Also told: how many of the tokens agree (in bf16 sums in another order choose
-another token here and there, and all after it are others).
+runs batches (`--batch-size`) until their longest completion ends; peftkit chooses the number of
+concurrent completions. Both wall time and processor time are reported; the latter is more stable on
+a shared machine. The table also has the share of equal tokens: in bf16, another order of sums
+sometimes chooses another token, and all later tokens differ.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from peftkit.methods.lora import LoRA
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 NUM_DECODED = 32
-"""Tokens of the answer whose decoding is held against the bytes that the machine reads."""
+"""Tokens of the completion for comparing decoding with the machine's memory bandwidth."""
 Answers = list[list[int]]
 
 
 def prompts_of(tokenizer: Any, number: int, folder: Path) -> list[list[int]]:
-    """Return the quickstart's requests as its chat template asks them."""
+    """Return the quickstart's requests, formatted by the chat template."""
     lines = make_rows(folder, number).read_text(encoding="utf-8").splitlines()
     asked = [json.loads(line)["instruction"] for line in lines]
     return [
@@ -62,7 +62,7 @@ def prompts_of(tokenizer: Any, number: int, folder: Path) -> list[list[int]]:
 
 
 def random_adapter(model: Any, rank: int) -> Any:
-    """Put an adapter on all linear layers that changes what the model says."""
+    """Attach an adapter to all linear layers that changes the output."""
     adapter = attach(model, LoRA(rank=rank, alpha=2 * rank))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def theirs(args: argparse.Namespace, folder: Path) -> Any:
 
 
 class Work(NamedTuple):
-    """What both sides are to do: of each answer its prompt, and how many tokens it has."""
+    """The work of both sides: the prompt and the number of tokens of each completion."""
 
     prompts: list[list[int]]
     lengths: list[int]
@@ -112,7 +112,7 @@ def work_of(tokenizer: Any, args: argparse.Namespace, folder: Path) -> Work:
 
 @torch.no_grad()
 def peft_answers(model: Any, work: Work, args: argparse.Namespace) -> Answers:
-    """Return new tokens, some prompts at a time, sorted by length."""
+    """Return new tokens by PEFT, in batches of prompts sorted by length."""
     answers: Answers = [[] for _ in work.prompts]
     order = sorted(range(len(answers)), key=lambda n: (-len(work.prompts[n]), -work.lengths[n]))
     for start in range(0, len(order), args.batch_size):
@@ -145,9 +145,9 @@ def shares(
     dtype: torch.dtype,
     device: str,
 ) -> str:
-    """Return which part of the machine's limit prompts are read at, and one answer decoded.
+    """Return the shares of the machine's limits for prompts and for decoding one completion.
 
-    Prompts are read by products, what they begin with in common once; a token of a single answer
+    Prompts are bound by products, with shared prefixes counted once; a token of a single completion
     reads all weights once. The limits are measured before and after.
     """
     prompts = list(map(list, dict.fromkeys(map(tuple, prompts))))
@@ -169,7 +169,7 @@ def shares(
 
 
 def timed(run: Callable[[Work], Answers], work: Work) -> tuple[Answers, float, float]:
-    """Return the answers, and seconds of the clock and of the processor."""
+    """Return the completions, wall time and processor time."""
     clock, processor = perf_counter(), process_time()
     answers = run(work)
     return answers, perf_counter() - clock, process_time() - processor

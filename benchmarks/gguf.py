@@ -1,13 +1,13 @@
-"""SmolLM2's own GGUF file, trained over as it is, beside the same weights in NF4 and in bf16.
+"""SmolLM2's GGUF file: training over its blocks, compared with NF4 and bf16.
 
     python -m benchmarks.gguf            # the quickstart's rows, 80 steps each
     python -m benchmarks.gguf --rows 64
 
-The file has its linear layers in Q4_1 and its embedding in Q8_0. Each run is a process of its own:
-answers to held-out orders before, a run by the quickstart's recipe, answers and loss after. Time is
-that of the processor in the training call; memory is what no file backs (RssAnon), the most after a
-step. Then the adapter of the file is merged, into a file of its types and into 16 bits, and both
-are measured on the same rows.
+The file has its linear layers in Q4_1 and its embedding in Q8_0. Each run is a separate process:
+completions of held-out orders, a run by the quickstart's recipe, completions and loss afterwards.
+Time is processor time of the training call; memory is anonymous memory (RssAnon), the maximum after
+a step. Then the adapter of the file is merged into a file of the same types and into 16 bits, and
+both are measured on the same rows.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def shown(figures: dict[str, float]) -> Sequence[str]:
 
 
 def in_process(job: dict[str, str]) -> dict[str, Any]:
-    """Run one measurement in a process of its own."""
+    """Run one measurement in a separate process."""
     command = [sys.executable, "-m", "benchmarks.gguf", "--job", json.dumps(job)]
     done = subprocess.run(command, env=os.environ, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -166,7 +166,7 @@ def on_rows(base: Base, held_out: str, style: Style) -> dict[str, float]:
 
 
 def packaged() -> str:
-    """Return the path of SmolLM2's file, which a package holds."""
+    """Return the path of SmolLM2's file, which is part of a package."""
     known = KNOWN[NAME]
     package = importlib.util.find_spec(known.package)
     folders = (package and package.submodule_search_locations) or ()

@@ -1,15 +1,16 @@
-"""What a GPU reaches: share of its peak, 4 bits beside 16, longest rows under a cap of memory.
+"""Training on a GPU: share of its peak, 4 and 16 bits, longest rows under a memory cap.
 
     python -m benchmarks.gpu --peers PEERS/bin/python --json figures.json
     python -m benchmarks.gpu --parts speed,longest --model llama-3.2-3b
 
 Random weights of released shapes, made on the device, quantised block by block; random tokens, all
-of them learnt; LoRA on all linears. The parts: `speed` (bf16 and NF4 at --length, share of the peak
-by 4N + 3a + 6P FLOP a token, against TRL + PEFT), `longest` (the longest row that trains under each
-of --caps), `large` (70B in NF4 under 48 GB at 12k tokens), `small` (8B in NF4 under 8 GB at 8k).
-A cap is set by torch.cuda.set_per_process_memory_fraction; the CUDA context comes on top of it.
+of them targets; LoRA on all linears. The parts: `speed` (bf16 and NF4 at --length, share of the
+peak by 4N + 3a + 6P FLOP a token, against TRL + PEFT), `longest` (the longest row that trains under
+each of --caps), `large` (70B in NF4 under 48 GB at 12k tokens), `small` (8B in NF4 under 8 GB at
+8k). A cap is set by torch.cuda.set_per_process_memory_fraction; the CUDA context comes on top of
+it.
 
-Unsloth loads from folders only: hold it against ours with `benchmarks.train --device cuda`.
+Unsloth loads from folders only: compare it with `benchmarks.train --device cuda`.
 Needs CUDA: without it this exits 2 and measures nothing.
 """
 
@@ -40,7 +41,7 @@ def share_of_peak(model: str, length: int, rank: int, speed: float, tflops: floa
 
 
 def longest(fits: Callable[[int], bool], low: int, high: int, step: int) -> int:
-    """Return the longest row that fits, within `step` tokens; 0 if not even `low` does.
+    """Return the longest row that fits, within `step` tokens; 0 if `low` does not fit.
 
     Doubles until a row does not fit, then bisects: each trial is a training run, so they are few.
 
@@ -88,7 +89,7 @@ def make_job(model: str, length: int, steps: int, args: argparse.Namespace, **mo
 
 
 def trial(job: Mapping[str, Any], side: str, args: argparse.Namespace, folder: Path) -> Any:
-    """Run one job; return its facts, {"failed": why} where it broke."""
+    """Run one job; return its facts, or {"failed": why}."""
     worker, changes = ("ours", {}) if side == "ours" else PEERS[side]
     python = sys.executable if side == "ours" else args.peers
     try:
@@ -152,7 +153,7 @@ def capped(
 
 
 def lengths(args: argparse.Namespace, folder: Path) -> tuple[list[list[str]], list[Any]]:
-    """Measure what fits under each cap."""
+    """Measure the longest rows under each cap."""
     plans = []
     if "small" in args.parts:
         plans.append((args.model, 8.0, 8192, 8192, "ours"))

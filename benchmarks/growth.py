@@ -1,11 +1,11 @@
-"""How the cost of training grows: with the length of a row, the rank, the number of layers.
+"""Growth of training cost with the length of a row, the rank and the number of layers.
 
     python -m benchmarks.growth
     python -m benchmarks.growth --against peft --json figures.json
     python -m benchmarks.growth --quick
 
-SmolLM2, one row a step, all of its tokens learnt. Each point is a process of its own with a limit
-of time; rows that do not fit say so, and longer ones are left out.
+SmolLM2, one row a step, all of its tokens targets. Each point runs in a separate process with a
+time limit; a row that does not fit is reported, and longer ones are skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.train import PEERS
 from benchmarks.workers import WorkerFailed, work
 
 LENGTH, RANK, LAYERS = 512, 16, 30
-"""Of a point that grows in something else."""
+"""Row length of points that vary another size."""
 GRIDS = {
     "tokens": (256, 512, 1024, 2048, 4096, 8192),
     "rank": (1, 4, 16, 64, 256),
@@ -58,7 +58,7 @@ def make_job(source: str, kind: str, value: int, args: argparse.Namespace) -> di
 
 
 def measure(job: dict[str, Any], side: str, args: argparse.Namespace, folder: Path) -> Any:
-    """Return a point's figures, or why there are none."""
+    """Return a point's figures, or its error."""
     worker, changes = ("ours", {}) if side == "ours" else PEERS[side]
     python = sys.executable if side == "ours" else args.peers
     try:

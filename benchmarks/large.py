@@ -3,14 +3,14 @@
     python -m benchmarks.large
     python -m benchmarks.large --size 7b --folder DIR
 
-A Llama of random weights in bf16 is written to the disk, one tensor in memory at a time (1.1b:
-2.2 GB, 7b: 13.5 GB); each way runs in a process of its own. Loading: `whole`, all of it in 16 bits
-first, then packed to nf4 in place; `streamed`, weight by weight; `first start` and `second start`,
-with the cache of packed bases, which the first one fills. A step of one row of 512 tokens,
-recomputed, LoRA of rank 16: on a base in main memory, on the cache's mapped file, and streamed from
-it (base.placement: stream).
+A Llama of random weights in bf16 is written to the disk, one tensor in memory at a time (1.1b: 2.2
+GB, 7b: 13.5 GB); each measurement runs in a separate process. Loading: `whole`, in 16 bits, then
+packed to nf4 in place; `streamed`, weight by weight; `first start` and `second start`, with the
+cache of packed bases, which the first one fills. A step of one row of 512 tokens, recomputed, LoRA
+of rank 16: on a base in main memory, on the cache's mapped file, and streamed from it
+(base.placement: stream).
 
-Anonymous memory is what a process needs; pages of files the system takes back when it likes.
+A process needs its anonymous memory; the system can reclaim pages of files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SIZES: dict[str, dict[str, int]] = {
 }
 VOCAB = 32_000
 SHARD = 2_000_000_000
-"""Bytes of a file, about."""
+"""Approximate bytes per file."""
 FIGURES = ("anonymous", "store", "kept")
 
 
@@ -96,7 +96,7 @@ def _drawn(specs: list[TensorSpec], generator: torch.Generator) -> Iterator[torc
 
 
 def main() -> None:
-    """Print a row for each way."""
+    """Print a row for each measurement."""
     ways = (*LOADING, *STEPS)
     parser = argparse.ArgumentParser(description=__doc__)
     told = Path(tempfile.gettempdir()) / "peftkit-large"

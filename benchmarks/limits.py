@@ -1,6 +1,6 @@
-"""What the machine can do at most: products a second, and bytes read a second.
+"""The machine's limits: the rate of matrix products, and the memory bandwidth.
 
-Measured in the run whose speeds are held against them: shared machines change from hour to hour.
+They are measured in the same run as the speeds, because shared machines change from hour to hour.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 SECONDS = 1.0
-"""Of measuring one limit; the best of all tries counts."""
+"""Seconds for measuring one limit; the best of all tries counts."""
 SIDE = {"cpu": 2048, "cuda": 8192}
-"""Of the square matrices that are multiplied."""
+"""Size of the square matrices of a product."""
 READ_BYTES = 1 << 28
-"""Of the matrix that one row is multiplied with: no cache holds it."""
+"""Size of the matrix that is multiplied with one row: larger than the caches."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -31,7 +31,7 @@ class Limits:
     read: float
 
     def best(self, other: Limits) -> Limits:
-        """Return the higher of both in each."""
+        """Return the higher value of each limit."""
         return Limits(
             max(self.bf16, other.bf16), max(self.fp32, other.fp32), max(self.read, other.read)
         )
@@ -61,7 +61,7 @@ def limits(device: str = "cpu", *, seconds: float = SECONDS) -> Limits:
 
 
 def _best(run: Callable[[], Any], kind: str, seconds: float) -> float:
-    """Return the least seconds of a call; the first call makes its kernel and does not count."""
+    """Return the least seconds of a call, after a first call that creates its kernel."""
     wait = torch.cuda.synchronize if kind == "cuda" else lambda: None
     run()
     best, until = float("inf"), time.perf_counter() + seconds
@@ -76,7 +76,7 @@ def _best(run: Callable[[], Any], kind: str, seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the products of a causal model are counted from.
+    """The sizes that determine the products of a causal model.
 
     Attributes:
         blocks, head: Values of the linear layers of the blocks, and of the head.
@@ -106,23 +106,24 @@ class Sizes:
         )
 
     def step_flop(self, lengths: Sequence[int], num_tokens: int, num_learnt: int) -> float:
-        """Return the FLOP of LoRA steps over rows: 4N + 3.5a + 6P, the head on learnt tokens alone.
+        """Return the FLOP of LoRA steps over rows: 4N + 3.5a + 6P, the head on target tokens only.
 
         Args:
             lengths: Tokens of each row.
-            num_tokens: Of all rows, tokens that rows of a batch have in common counted once.
-            num_learnt: Tokens that have a label.
+            num_tokens: Tokens of all rows; shared prefixes of a batch count once.
+            num_learnt: Target tokens.
         """
         attention = self.attention * sum(length**2 for length in lengths) / 2
         tokens = (4 * self.blocks + 6 * self.adapter) * num_tokens
         return tokens + 4 * self.head * num_learnt + 3.5 * attention
 
     def prefill_flop(self, lengths: Sequence[int], num_tokens: int | None = None) -> float:
-        """Return the FLOP of reading prompts, with an adapter beside the base.
+        """Return the FLOP of reading prompts with base and adapter.
 
         Args:
             lengths: Tokens of each.
-            num_tokens: Of all, what they begin with in common counted once; None: nothing.
+            num_tokens: Tokens of all prompts, shared prefixes counted once; None: nothing is
+                shared.
         """
         attention = self.attention * sum(length**2 for length in lengths) / 2
         number = sum(lengths) if num_tokens is None else num_tokens
@@ -136,15 +137,15 @@ class Sizes:
     def answer_seconds(
         self, prompts: Sequence[int], num_new: float, rows: float, best: Limits, dtype: str
     ) -> float:
-        """Return the seconds that answers take at the machine's limits.
+        """Return the seconds that completions take at the machine's limits.
 
-        A step of decoding reads all weights once, or multiplies them with its rows, whatever takes
+        A decoding step reads all weights once or multiplies them with its rows, whichever takes
         longer.
 
         Args:
             prompts: Tokens of each.
-            num_new: Tokens of all answers together.
-            rows: Answers that grow at once.
+            num_new: Tokens of all completions.
+            rows: Concurrent completions.
             dtype: "bf16" or "fp32", of the base.
         """
         products = getattr(best, dtype)

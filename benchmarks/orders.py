@@ -1,4 +1,4 @@
-"""The rows that benchmarks learn from: the quickstart's orders, made anew with each seed."""
+"""Training rows of benchmarks: the quickstart's orders, generated from a seed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_rows(folder: Path, number: int | None = None, kind: str = "orders") -> 
 
 
 def _conversation(rng: random.Random, quickstart: dict[str, Any]) -> dict[str, str]:
-    """Return a row whose answer is many orders one after the other, of a length all its own."""
+    """Return a row whose completion is a random number of orders."""
     count = min(LONGEST, 1 + int(rng.expovariate(1 / MEAN_SENTENCES)))
     sentences = [quickstart["make_order"](rng)["instruction"] for _ in range(count)]
     asked = f"Write down what {count} people said when they ordered from {sentences[0].split()[-2]}"

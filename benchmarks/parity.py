@@ -1,9 +1,9 @@
-"""Is every loss PEFT's? The same adapter, rows and steps, in peftkit and in a plain loop over PEFT.
+"""Compare losses with PEFT: the same adapter, rows and steps in peftkit and in a plain loop.
 
     python -m benchmarks.parity                      # fp32: within 1e-4 at every step
     python -m benchmarks.parity --quantize nf4       # NF4: within 2e-2
 
-Exits 1 when a step differs by more.
+Exits 1 if a step differs by more.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def peft_model(name: str, quantize: str, adapter: Path) -> torch.nn.Module:
     )
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # else it repacks itself and loses gradients
+            module.support_avx512bf16_for_cpu = False  # else gradients are lost
     return peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
 
 

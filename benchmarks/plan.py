@@ -1,9 +1,9 @@
-"""What `peftkit plan` says of a step's memory, beside what the CPU's allocator says of the step.
+"""Compare the memory of a step in `peftkit plan` with measurements of the CPU's allocator.
 
     python -m benchmarks.plan
 
 The measured step is `Trainer.step` on a model with random weights: the forward and backward passes
-and the optimizer. Weights, adapters and optimizer state are those of the live tensors.
+and the optimizer. Weights, adapters and optimizer state are measured on the live tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from peftkit.train.step import Trainer, trainable_parameters
 
 FAMILIES = ("smollm2-135m", "gpt2", "gpt_neox", "gemma2", "qwen3_moe")
 LAYERS = 6
-"""Of each; a plan builds two or three."""
+"""Blocks of each model; a plan builds two or three."""
 LENGTHS = (128, 512, 1024)
 WAYS: tuple[Activations, ...] = ("keep", "recompute")
 
@@ -62,7 +62,7 @@ def reckoner_of(
     free: int | None = None,
     dtype: str = "bf16",
 ) -> StepEstimator:
-    """Return what a model's plans are reckoned with: LoRA of rank 16.
+    """Return the settings of a model's plans: LoRA of rank 16.
 
     Args:
         free: Main memory in bytes, where a CPU may keep packed weights unpacked as well.
@@ -76,7 +76,7 @@ def reckoner_of(
 
 
 def planned(steps: StepEstimator, way: Activations, length: int) -> int:
-    """Return the peak that the plan tells of a step of one row."""
+    """Return the planned peak of a step of one row."""
     state = STATE_BYTES["adamw"] * steps.num_trained
     return sum(steps.count(1, length, way).peak.values()) + state
 
@@ -109,7 +109,7 @@ class Measured:
 
     @classmethod
     def around(cls, model: Any, device: torch.device | str) -> Measured:
-        """Return what measures the steps of a model with an adapter, which is on a device."""
+        """Return a function that measures steps of a model with an adapter on a device."""
         measured = cls.__new__(cls)
         measured.model = model
         measured._hold(device)
@@ -123,7 +123,7 @@ class Measured:
 
     @contextmanager
     def steps(self, way: Activations, length: int) -> Iterator[Callable[[], object]]:
-        """Give what takes a step of a row; it has been called once."""
+        """Yield a function that takes a step of a row, after a first call."""
         config = TrainConfig(
             gradient_checkpointing=way != "keep", compile=False, tokens_per_batch=None
         )
@@ -145,7 +145,7 @@ class Measured:
             trainer.blocks.restore()
 
     def peak(self, way: Activations, length: int) -> int:
-        """Return the bytes of the weights, and of all that a step allocates at its most."""
+        """Return the bytes of the weights, and the peak bytes that a step allocates."""
         with self.steps(way, length) as step:
             held = _bytes_of(self.model) + _bytes_of(self.optimizer)
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
@@ -165,7 +165,7 @@ def _bytes_of(holder: Any) -> int:
 
 
 def _most(seen: Any) -> int:
-    """Return the most that was allocated at once, beyond what was there before."""
+    """Return the peak of additional allocated bytes."""
     events = [
         (event.start_ns(), event.nbytes())
         for event in seen.profiler.kineto_results.events()
@@ -179,7 +179,7 @@ def _most(seen: Any) -> int:
 
 
 def main() -> None:
-    """Print planned and measured peaks of every family, form, way and length."""
+    """Print planned and measured peaks of every family, quantization, mode and length."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--quantize", default="none,nf4")

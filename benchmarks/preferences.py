@@ -1,12 +1,12 @@
-"""Preferences beside TRL: is every loss the same, and how fast is DPO?
+"""Compare preference losses and the speed of DPO with TRL.
 
     python -m benchmarks.preferences --peers PEERS/bin/python          # each loss, 10 steps in fp32
     python -m benchmarks.preferences --peers PEERS/bin/python --speed  # DPO in bf16, SmolLM2-135M
 
-The first takes a small Llama with random weights, unless --model names another, and exits 1 when a
-loss differs by more than 1e-4. KTO's rows are few, all in each step: TRL takes the answers of other
-prompts from its batch, peftkit from the file. ORPO's and CPO's own loss is a mean over the tokens
-of a batch in TRL and over pairs here: TRL gets its pairs one by one.
+The first command uses a small Llama with random weights, unless --model names another, and exits 1
+if a loss differs by more than 1e-4. KTO has few rows, all in each step: TRL pairs prompts with
+other completions of the batch, peftkit of the file. The losses of ORPO and CPO are means over the
+tokens of a batch in TRL and over pairs here: TRL receives its pairs one by one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LOSSES = ("dpo", "ipo", "robust", "hinge", "orpo", "simpo", "cpo", "kto")
 STEPS, BATCH_SIZE = 10, 4
 NAMES = {"ours": "peftkit", "trl": "TRL + PEFT"}
 SHAPES = {"long prompts": (6, 1), "long answers": (1, 4)}
-"""Orders in a prompt, and in an answer."""
+"""Orders per prompt and completion."""
 
 
 def pairs(folder: Path, count: int, asked: int = 1, answered: int = 1) -> list[dict[str, Any]]:
@@ -60,7 +60,7 @@ def pairs(folder: Path, count: int, asked: int = 1, answered: int = 1) -> list[d
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one answer of each pair, in turn a wanted and an unwanted one."""
+    """Return one completion of each pair, alternately chosen and rejected."""
     sides = (("chosen", True), ("rejected", False))
     return [
         {"prompt": row["prompt"], "completion": row[sides[n % 2][0]], "label": sides[n % 2][1]}
@@ -74,7 +74,7 @@ def write(rows: Sequence[dict[str, Any]], file: Path) -> str:
 
 
 def job_of(args: argparse.Namespace, rows: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """Return what both sides are told."""
+    """Return the settings of both sides."""
     steps = len(rows) // BATCH_SIZE
     order = StatelessSampler(len(rows), BATCH_SIZE, 0)
     ordered = [rows[index] for step in range(steps) for index in order.step_indices(step)]
@@ -124,7 +124,7 @@ def parity(args: argparse.Namespace, folder: Path) -> int:
         job |= {"learning_rate": 1e-4, "steps": STEPS, "output": str(folder / "out" / loss)}
         if loss == "robust":
             job["settings"] = {"label_smoothing": 0.1}
-        if loss == "kto":  # the rows stand as they are in the file
+        if loss == "kto":  # in the order of the file
             job["ordered"] = job["file"]
         jobs.append(job)
     ours = work("ours_preferences", {"jobs": jobs}, folder)
@@ -142,7 +142,7 @@ def parity(args: argparse.Namespace, folder: Path) -> int:
 
 
 def speed(args: argparse.Namespace, folder: Path) -> int:
-    """Compare pairs per second and peak memory of DPO, the reference computed before."""
+    """Compare pairs per second and peak memory of DPO, with precomputed references."""
     args.model = args.model or NAME
     best, measured = limits(), []
     for name, (asked, answered) in SHAPES.items():
@@ -168,7 +168,7 @@ def speed(args: argparse.Namespace, folder: Path) -> int:
 
 
 def step_flop(model: str, rows: Sequence[dict[str, Any]]) -> float:
-    """Return the FLOP of a mean step's products: a prompt counts once, its two answers each."""
+    """Return the FLOP of a mean step's products: a prompt counts once."""
     base = load_base(model, dtype="bf16")
     sizes = Sizes.of(base.model, 16)
 
@@ -185,7 +185,7 @@ def step_flop(model: str, rows: Sequence[dict[str, Any]]) -> float:
 
 
 def main() -> int:
-    """Run what was asked."""
+    """Run the requested comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", required=True, help="python of an environment with trl and peft")
     parser.add_argument("--model")

@@ -1,10 +1,10 @@
-"""Where a training step's time goes: self time of torch's operators, by kind.
+"""Profile a training step: self time of torch's operators, by kind.
 
     python -m benchmarks.profile
     python -m benchmarks.profile --side peft --json figures.json
 
-Of SmolLM2 on the orders; some steps warm up, some are counted. On a GPU the time is the device's.
-Profiling itself takes time, most where operators are small: shares tell more than milliseconds.
+SmolLM2 on the orders, after warm-up steps. On a GPU, times are device times. Profiling adds time,
+mostly to small operators, so shares are more reliable than milliseconds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WITHIN = {
     "loss": ("crossentropy", "cross_entropy", "log_softmax", "nll_loss"),
     "dequantise": ("packed", "dequant"),
 }
-"""An operator whose name has one of these, and all that it calls, is of this kind."""
+"""Operators with these parts in their names, and the operators that they call, by kind."""
 OWN = {
     "attention": ("aten::bmm", "aten::baddbmm", "aten::_softmax"),
     "matmul": ("aten::mm", "aten::addmm", "linear", "_grouped_mm"),
@@ -52,14 +52,15 @@ OWN = {
         *("aten::sin", "aten::threshold", "aten::relu"),
     ),
 }
-"""Else its own name decides. Products of batches are attention's, in models without experts."""
+"""Otherwise its own name decides. Batched products belong to attention, in models without
+experts."""
 
 
 def kind_of(names: Sequence[str]) -> str:
     """Return the kind of an operator.
 
     Args:
-        names: Its own name, then those of what called it, innermost first.
+        names: Its name, then the names of its callers, innermost first.
     """
     lowered = [name.lower() for name in names]
     for kind, signs in WITHIN.items():
@@ -145,11 +146,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--train", type=json.loads, default={}, help='of our train section: {"seed": 1}'
     )
-    parser.add_argument("--top", type=int, default=12, help="operators to name besides")
+    parser.add_argument("--top", type=int, default=12, help="operators to list")
     parser.add_argument("--json", type=Path, help="write the measurements here")
     args = parser.parse_args(words)
     if args.warmup < 1:
-        parser.error("--warmup: at least one step has to come before those that are counted")
+        parser.error("--warmup: at least one step must precede the measured steps")
     with tempfile.TemporaryDirectory() as folder:
         watched, seconds = trained(args, Path(folder))
     on_device = torch.cuda.is_available() and args.device != "cpu"

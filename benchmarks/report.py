@@ -1,4 +1,4 @@
-"""What benchmarks tell, and how: medians with their spread, tables, machine, versions, JSON."""
+"""Reports of benchmarks: medians with their range, tables, machine, versions, JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIBRARIES = ("torch", "transformers", "peft", "trl", "unsloth", "accelerate", "b
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median of several runs, and the least and largest of them."""
+    """Median, minimum and maximum of several runs."""
 
     median: float
     low: float
@@ -39,7 +39,7 @@ def disagreement(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Return the mean difference of two loss curves over the mean of the second.
 
     Raises:
-        ValueError: They have not as many steps.
+        ValueError: Their numbers of steps differ.
     """
     if len(ours) != len(theirs) or not ours:
         raise ValueError(f"the loss curves have {len(ours)} and {len(theirs)} steps")
@@ -73,7 +73,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what a figure depends on besides the programs."""
+    """Return the properties of the machine that figures depend on."""
     facts: dict[str, Any] = {"cpu": _cpu(), "cores": os.cpu_count()}
     facts["threads"] = os.environ.get("OMP_NUM_THREADS", "all")
     facts["load"] = round(os.getloadavg()[0], 1)
@@ -86,7 +86,7 @@ def machine() -> dict[str, Any]:
 
 
 def heading(of_versions: Mapping[str, Mapping[str, str]]) -> str:
-    """Return lines that say where and with which libraries a table was measured."""
+    """Return lines with the machine and the libraries of a table."""
     facts = machine()
     gpu = f", {facts['gpu']}" if facts["gpu"] else ", no GPU"
     lines = [
@@ -99,7 +99,7 @@ def heading(of_versions: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def write_json(path: Path | None, figures: Mapping[str, Any]) -> None:
-    """Write figures with the command and the machine that made them; nothing without a path."""
+    """Write figures with their command and machine; without a path, do nothing."""
     if path is None:
         return
     about = {"command": " ".join(sys.orig_argv[1:]), "machine": machine(), "versions": versions()}

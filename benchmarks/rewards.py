@@ -1,12 +1,12 @@
-"""Learning from rewards beside TRL: is each loss the same, and what do a step and its memory cost?
+"""Compare losses, step time and memory of GRPO with TRL.
 
     python -m benchmarks.rewards --peers PEERS/bin/python          # each loss, fp32, given answers
     python -m benchmarks.rewards --peers PEERS/bin/python --speed  # steps of GRPO, SmolLM2-135M
 
-The first takes a small Llama with random weights and a moved adapter, and answers whose old
-log-probabilities lie apart from those now, so that ratios are clipped; it exits 1 when a loss
-differs by more than 1e-4. The second answers prompts and learns, both sides by themselves: seconds
-are of the processor, on one thread.
+The first command uses a small Llama with random weights and a changed adapter. The old
+log-probabilities of its completions differ from the current ones, and ratios are clipped. It exits
+1 if a loss differs by more than 1e-4. The second generates rollouts and trains, separately on both
+sides; seconds are processor time of one thread.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from peftkit.formats.peft.folder import save_adapter
 from peftkit.methods.lora import LoRA
 
 LOSSES = ("dapo", "grpo", "dr_grpo", "gspo", "cispo", "luspo", "sapo", "vespo")
-"""RLOO is another trainer in TRL, with another formula of the ratio."""
+"""RLOO is a separate trainer in TRL, with another formula for the ratio."""
 ANSWERS, MAX_NEW_TOKENS = 8, 32
 
 
 def make_groups(vocabulary: int) -> list[dict[str, Any]]:
-    """Return prompts, each with answers and what these are worth."""
+    """Return prompts, each with completions and their advantages."""
     rng, groups = random.Random(0), []
     for prompt_length in (11, 5, 23):
         prompt = [rng.randrange(10, vocabulary) for _ in range(prompt_length)]
@@ -51,7 +51,7 @@ def make_groups(vocabulary: int) -> list[dict[str, Any]]:
 
 
 def parity(args: argparse.Namespace, folder: Path) -> int:
-    """Compare each loss of the same answers; return 1 if one differs."""
+    """Compare each loss of the same completions; return 1 if one differs."""
     args.model = args.model or small_model(folder / "model")
     base = load_base(args.model, dtype="fp32")
     adapter = attach(base.model, LoRA(rank=8, alpha=16))
@@ -81,7 +81,7 @@ def parity(args: argparse.Namespace, folder: Path) -> int:
 
 
 def speed(args: argparse.Namespace, folder: Path) -> int:
-    """Compare processor seconds and peak memory of steps that answer and learn."""
+    """Compare processor seconds and peak memory of steps with rollouts."""
     lines = make_rows(folder, args.steps * args.prompts).read_text().splitlines()
     prompts = [{"prompt": json.loads(line)["instruction"]} for line in lines]
     job = {
@@ -113,7 +113,7 @@ def speed(args: argparse.Namespace, folder: Path) -> int:
 
 
 def share(args: argparse.Namespace, prompts: list[str], num_new: float, seconds: float) -> str:
-    """Return which part of our step's seconds one thread would need at the machine's limits."""
+    """Return the time of a step at the limits of one thread, as a share of its measured time."""
     torch.set_num_threads(1)
     base, best = load_base(args.model or NAME, dtype=args.dtype), limits()
     sizes = Sizes.of(base.model, 16)
@@ -128,7 +128,7 @@ def share(args: argparse.Namespace, prompts: list[str], num_new: float, seconds:
 
 
 def main() -> int:
-    """Run what was asked."""
+    """Run the requested comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", required=True, help="python of an environment with trl and peft")
     parser.add_argument("--model")

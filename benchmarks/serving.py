@@ -1,12 +1,13 @@
-"""How long do clients of a server wait? Sixteen at once, prompts and answers of mixed lengths.
+"""Latency of a server with sixteen concurrent clients, for prompts and completions of mixed
+lengths.
 
     python -m benchmarks.serving                            # peftkit serve with an adapter
     python -m benchmarks.serving --peers PEERS/bin/python   # and transformers serve, the base alone
 
-Each client streams one answer after another; all are asked for the same texts in the same order.
-Told are tokens (pieces of text that came) a second, the time to the first of them, and the
-processor time of the server and its children for a token, which on a shared machine says more than
-the clock. `--command` measures any other server with OpenAI's interface, that knows `--model`.
+Each client streams one completion after another; all servers receive the same requests in the same
+order. The table has tokens (received chunks) per second, the time to the first chunk, and the
+processor time of the server and its children per token, which is more stable than wall time on a
+shared machine. `--command` measures any other server with OpenAI's API and the model `--model`.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
 
 WAIT = 600
-"""Seconds in which a server has to be there."""
+"""Time limit for a server's start, in seconds."""
 
 
 class Answered(NamedTuple):
-    """One answer: seconds to its first piece, and how many pieces came."""
+    """A completion: seconds to its first chunk, and the number of chunks."""
 
     first: float
     num_pieces: int
@@ -74,7 +75,7 @@ def ask(url: str, model: str, text: str, num_new: int) -> Answered:
 
 @contextmanager
 def server(command: str) -> Iterator[tuple[str, psutil.Process]]:
-    """Start a server; yield where it answers, once it does, and its process."""
+    """Start a server; yield its address, once it responds, and its process."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with subprocess.Popen(shlex.split(command.format(port=port)), stdout=subprocess.DEVNULL) as run:
@@ -93,18 +94,18 @@ def _answers(url: str) -> bool:
     try:
         with urlopen(url, timeout=5):
             return True
-    except OSError:  # not there yet, or it loads its model
+    except OSError:  # not listening yet, or loading its model
         return False
 
 
 def processor_time(process: psutil.Process) -> float:
-    """Return the seconds that a process and its children have taken."""
+    """Return the processor seconds of a process and its children."""
     everyone = [process, *process.children(recursive=True)]
     return sum(sum(one.cpu_times()[:2]) for one in everyone)
 
 
 def share(args: argparse.Namespace, texts: list[str], num_new: int, seconds: float) -> str:
-    """Return which part of the seconds the machine would need at its limits, measured now."""
+    """Return the time at the machine's limits, measured now, as a share of the seconds."""
     base, best = load_base(args.base, dtype="fp32"), limits()
     prompts = [len(base.tokenizer(text)["input_ids"]) for text in texts]
     sizes = Sizes.of(base.model, args.rank)
@@ -114,7 +115,7 @@ def share(args: argparse.Namespace, texts: list[str], num_new: int, seconds: flo
 
 
 def ours(args: argparse.Namespace, folder: Path) -> str:
-    """Return the command of peftkit's server, with an adapter that changes what the model says."""
+    """Return the command of peftkit's server, with an adapter that changes the output."""
     base = load_base(args.base, dtype="fp32")
     known = Provenance(base=args.base, fingerprint=base.fingerprint, loading={"dtype": "fp32"})
     save_adapter(random_adapter(base.model, args.rank), folder / "adapter", known)
@@ -131,7 +132,7 @@ def theirs(args: argparse.Namespace) -> tuple[str, str]:
 
 
 class Asked(NamedTuple):
-    """What is asked of each server: texts, how long their answers are, by how many clients."""
+    """The requests to each server: prompts, lengths of completions, number of clients."""
 
     texts: list[str]
     lengths: list[int]
@@ -139,7 +140,7 @@ class Asked(NamedTuple):
 
 
 def measure(name: str, command: str, model: str, asked: Asked) -> tuple[tuple[str, ...], float]:
-    """Return a server's row, and the seconds that its answers took."""
+    """Return a server's row, and the seconds of its completions."""
     with server(command) as (url, process):
         ask(url, model, "Hello", 2)  # warm
         begun, before = perf_counter(), processor_time(process)

@@ -1,7 +1,7 @@
-"""Models with random weights, in the shapes that benchmarks train; and what such a shape costs.
+"""Models with random weights for benchmarks, and the arithmetic of their shapes.
 
-Dropout is off in all of them, so that two programs can be held against each other step by step.
-Needs transformers alone, for it runs in the peers' environments too.
+Dropout is off in all of them: two programs can be compared step by step. Requires only
+transformers, because it also runs in the peers' environments.
 
 N parameters of matrix products, the head included; a FLOP of causal attention forward, per token;
 P parameters of the adapter; T tokens of a row.
@@ -45,7 +45,7 @@ class Shape:
     task: str = "causal_lm"
 
     def make_config(self, **changes: Any) -> Any:
-        """Return the config, the sizes that are named changed."""
+        """Return the config with some sizes changed."""
         return getattr(transformers, self.config)(**{**self.settings, **changes})
 
 
@@ -59,7 +59,7 @@ def _llama(
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "vocab_size": vocab,
-        "max_position_embeddings": 1 << 20,  # of rotations, that is: no weight depends on it
+        "max_position_embeddings": 1 << 20,  # of the rotations: no weight depends on it
         "pad_token_id": 0,
         "eos_token_id": 1,
         **more,
@@ -116,7 +116,7 @@ FAMILIES: dict[str, Shape] = {
         task="seq2seq",
     ),
 }
-"""Of about 100M parameters each."""
+"""Shapes of about 100M parameters."""
 
 LARGE: dict[str, Shape] = {
     "smollm2-135m": _llama(576, 1536, 30, 9, 3, 49152, tie_word_embeddings=True),
@@ -126,7 +126,7 @@ LARGE: dict[str, Shape] = {
     "qwen2.5-32b": _llama(5120, 27648, 64, 40, 8, 152064),
     "llama-3-70b": _llama(8192, 28672, 80, 64, 8, 128256),
 }
-"""Of released models; what a GPU trains."""
+"""Shapes of released models, for a GPU."""
 
 SHAPES = {**FAMILIES, **LARGE}
 
@@ -139,12 +139,12 @@ def build(
     each_block: Callable[[nn.Module], object] = lambda block: None,
     **changes: Any,
 ) -> Any:
-    """Return a model with random weights, made where it will stay, one block after the other.
+    """Return a model with random weights, created on its device block by block.
 
     The largest model never exists in 16 bits as a whole if `each_block` quantises.
 
     Args:
-        each_block: Called with each block as soon as it has its weights; may change it in place.
+        each_block: Called with each block when it has its weights; may change it in place.
         changes: Sizes to change.
     """
     config = shape.make_config(**changes)
@@ -173,7 +173,7 @@ def build(
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of a few words: rows are given as tokens, but tasks ask what pads."""
+    """Return a tokenizer of a few words: rows are tokens already, but tasks need the pad token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {"<pad>": 0, "</s>": 1, "<mask>": 2, "<unk>": 3, "word": 4}
@@ -202,7 +202,7 @@ def matmul_parameters(shape: Shape) -> int:
 
 
 def attention_flop(shape: Shape, length: int) -> int:
-    """Return a: forward, per token of a row of so many, half of the square being masked."""
+    """Return a: FLOP per token of a row in the forward pass, with half of the square masked."""
     config = shape.make_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * length * config.num_attention_heads * head_dim * config.num_hidden_layers
@@ -221,8 +221,8 @@ def adapter_parameters(shape: Shape, rank: int) -> int:
 def lora_flop(shape: Shape, length: int, rank: int) -> int:
     """Return the model's FLOP of a LoRA step per token: 4N + 3a + 6P.
 
-    A frozen weight needs no gradient of its own: 2N forward and 2N backward. What is recomputed
-    does not count, nor that flash attention computes half of its forward pass again.
+    A frozen weight needs no gradient: 2N forward and 2N backward. Recomputation does not count,
+    including the part of the forward pass that flash attention repeats.
     """
     a = attention_flop(shape, length)
     return 4 * matmul_parameters(shape) + 3 * a + 6 * adapter_parameters(shape, rank)

@@ -1,14 +1,14 @@
-"""A base shared by two processes, beside TRL + PEFT + accelerate's FSDP2: losses, memory, time.
+"""Compare a sharded base with TRL + PEFT + accelerate's FSDP2: losses, memory, time.
 
     python -m benchmarks.sharding --peers PEERS/bin/python
 
-A Llama with random weights in fp32 over gloo, two rows for each of two processes, beside one
-process with four rows; each side from the same adapter, on the same rows. accelerate shards on GPUs
-alone, and takes no notice of its FSDP settings where there is none: `fsdp2` is its own path with
-that check lifted (`benchmarks/workers/trl.py`), `as told` without. nf4 is bitsandbytes' in TRL,
-whose bytes accelerate shards where they are kept as floats (bnb_4bit_quant_storage); TRL trains
-the adapter of such a base in bf16.
-Exits 1 where peftkit's losses on two processes differ from those on one by more than 1e-5.
+A Llama with random weights in fp32 over gloo: two processes with two rows each, compared with one
+process with four rows; all sides start from the same adapter and use the same rows. accelerate
+ignores its FSDP settings on machines without a GPU: `fsdp2` disables this check
+(`benchmarks/workers/trl.py`), `as told` does not. In TRL, nf4 is packed by bitsandbytes, and
+accelerate shards its bytes if they are stored as floats (bnb_4bit_quant_storage); TRL trains the
+adapter of such a base in bf16. Exits 1 if peftkit's losses on two processes differ from the losses
+on one by more than 1e-5.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ FSDP2 = {
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
 }
-"""What `accelerate launch` sets of a file that says distributed_type: FSDP, fsdp_version: 2."""
+"""Variables that `accelerate launch` sets for distributed_type: FSDP, fsdp_version: 2."""
 
 
 def make_job(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Write the model and the adapter that both sides begin with; return what both are told."""
+    """Write the model and the initial adapter of both sides; return their common settings."""
     shape = shapes.SHAPES["smollm2-135m"]
     model = shapes.build(shape, **SIZES)
     model.save_pretrained(folder / "model")
@@ -71,14 +71,14 @@ def make_job(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def reason(error: Exception) -> str:
-    """Return the first error that a worker's traceback names."""
+    """Return the first error in a worker's traceback."""
     lines = [line.split("]: ", 1)[-1] for line in str(error).splitlines()]
     named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
     return (named or lines[-1:])[0][:100]
 
 
 def runs(args: argparse.Namespace, quantize: str) -> dict[str, tuple[str, int, dict[str, Any]]]:
-    """Return by name: the worker, on how many processes, and what it alone is told."""
+    """Return worker, number of processes and specific settings of each side."""
     alone = {"quantize": quantize, "batch_size": 4}
     two = {"quantize": quantize}
     shared = two | {"shard_on_cpu": True, "environ": FSDP2}
@@ -98,9 +98,9 @@ def runs(args: argparse.Namespace, quantize: str) -> dict[str, tuple[str, int, d
 def measure(
     args: argparse.Namespace, quantize: str, folder: Path
 ) -> tuple[float, str, dict[str, Any]]:
-    """Return how far peftkit's losses on two processes are from one's, and a table of all sides.
+    """Return the difference of peftkit's losses on one and two processes, and a table of all sides.
 
-    The last are the versions of each side's packages.
+    The third value has the versions of each side's packages.
     """
     job, lines, versions = make_job(args, folder), [], {}
     alone: dict[str, list[float]] = {}

@@ -1,14 +1,14 @@
-"""What one training step launches, moves and computes on a GPU, and the time that takes at least.
+"""Launches, bytes and FLOPs of a training step on a GPU, and a lower bound of its time.
 
     python -m benchmarks.simulate
     python -m benchmarks.simulate --quantize nf4 --length 1024 --cards H200 --by operator
 
-No GPU is needed: the code that trains runs on the simulated card of tests/simulated_gpu, on
-tensors without data. LoRA on all linears, one row, all of its tokens learnt, blocks recomputed; a
-model of two and of three blocks is counted, and what the third adds is taken for each other one.
+No GPU is needed: the training code runs on the simulated card of tests/simulated_gpu, on tensors
+without data. LoRA on all linears, one row, all of its tokens targets, blocks recomputed. Models of
+two and three blocks are counted; the difference is the cost of each further block.
 
 A kernel's time is the larger of its FLOPs by 75 % of the card's dense bf16 rate and its bytes by
-85 % of its bandwidth, and at least 2 microseconds: a bound from below. Attention counts as one
+85 % of its bandwidth, and at least 2 microseconds: a lower bound. Attention counts as one
 fused kernel, as do SiLU's gradient and the optimizer's step.
 """
 
@@ -48,16 +48,16 @@ from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card, CudaTensor, Kernels
 
 RATES = {"RTX 4090": (165e12, 1.008e12), "H200": (989e12, 4.8e12)}
-"""Dense bf16 FLOP/s and bytes/s, as the makers say."""
+"""Dense bf16 FLOP/s and bytes/s, from the manufacturers."""
 OF_PRODUCTS, OF_BANDWIDTH, SHORTEST = 0.75, 0.85, 2e-6
 FREE = {"detach", "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty", "_unsafe_view"}
-"""Operators that launch nothing; views besides."""
+"""Operators that launch no kernel, in addition to views."""
 KINDS = ("products", "LoRA's products", "attention", "unpacking", "the loss", "all else")
 
 
 @dataclass
 class Count:
-    """What some kernels take together."""
+    """Counts of several kernels."""
 
     launches: float = 0
     flops: float = 0
@@ -65,7 +65,7 @@ class Count:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(RATES, 0.0))
 
     def add(self, other: Count, times: float = 1.0) -> None:
-        """Add another count, so many times."""
+        """Add a multiple of another count."""
         self.launches += times * other.launches
         self.flops += times * other.flops
         self.bytes += times * other.bytes
@@ -104,7 +104,7 @@ class Counting(Kernels):
         if "4bit" in name or "blockwise" in name:
             return "unpacking"
         if flops:
-            # a group's ranks come together in one product
+            # one product has all ranks of a group
             skinny = any(size <= 4 * self.rank for t in read for size in t.shape if t.dim() == 2)
             return "LoRA's products" if skinny else "products"
         return "the loss" if _in_loss() else "all else"
@@ -121,7 +121,7 @@ def _each(value: Any) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Return what is read of a tensor: what is expanded only once."""
+    """Return the bytes that are read of a tensor; expanded values count once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     number = 1
     for size, stride in sizes:
@@ -135,7 +135,7 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
         query, key = (args[1], args[2]) if backward else args[:2]
         pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] / 2  # causal
         return (10.0 if backward else 4.0) * pairs * query.shape[3]
-    if name in ("matmul", "linear"):  # whole, as it arrives from within an operator of ours
+    if name in ("matmul", "linear"):  # full, inside an operator of ours
         return 2.0 * args[0].numel() * out.shape[-1]
     count = flop_registry.get(func._overloadpacket)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
@@ -151,7 +151,7 @@ def _in_loss() -> bool:
 
 
 class Tokens(Task):
-    """Rows of which every token is learnt, through the chunked loss."""
+    """Rows with all tokens as targets, through the chunked loss."""
 
     predicts_tokens = True
 
@@ -183,7 +183,7 @@ class Tokens(Task):
 
 @contextlib.contextmanager
 def without_data() -> Iterator[None]:
-    """Let tensors have shapes alone; no block is watched for random numbers: there are none."""
+    """Use tensors without data; random draws of blocks are not observed, because there are none."""
     with (
         mock.patch.object(blocks._Recompute, "_generators", return_value=[]),
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -228,7 +228,7 @@ def step(layers: int, args: argparse.Namespace) -> tuple[Counting, Card]:
 
 
 def whole(args: argparse.Namespace, by: str) -> tuple[dict[str, Count], int]:
-    """Return what a step of all blocks takes, by kind or by operator; and its waits."""
+    """Return the counts of a step of all blocks, by kind or operator, and its waits."""
     (two, _), (three, card) = step(2, args), step(3, args)
     layers = args.layers or shapes.SHAPES[args.model].settings["num_hidden_layers"]
     found: dict[str, Count] = {}

@@ -1,10 +1,10 @@
-"""Whisper in peftkit and in a loop over transformers and PEFT: losses, sounds a second, memory.
+"""Whisper in peftkit and in a loop over transformers and PEFT: losses, clips/s, memory.
 
     python -m benchmarks.speech
 
-A Whisper of tiny's sizes (random weights, a vocabulary of the tests) learns sounds of 5 s, which it
-hears as 6 s, by LoRA on q and v in float32: the same base, adapter, rows, batches and AdamW. Each
-side runs in a process of its own, one after the other, on one thread. Exits 1 when a loss differs
+A Whisper with the sizes of tiny (random weights, the tests' vocabulary) trains on clips of 5 s,
+padded to 6 s, with LoRA on q and v in float32: the same base, adapter, rows, batches and AdamW.
+Each side runs in a separate process, one after the other, on one thread. Exits 1 if a loss differs
 by more than 1e-4.
 """
 
@@ -55,7 +55,7 @@ WORDS = ("the", "quick", "brown", "fox", "answer", "question", "dog", "lazy")
 
 
 def prepare(folder: Path) -> None:
-    """Write a base, an adapter to begin with, and sounds."""
+    """Write a base, an initial adapter, and audio clips."""
     draw = random.Random(0)
     rows = [
         {
@@ -136,7 +136,7 @@ SIDES = {"peftkit": ours, "transformers + PEFT": theirs}
 
 
 def one_side(name: str, folder: Path) -> None:
-    """Run one side, and print what it took."""
+    """Run one side, and print its figures."""
     torch.set_num_threads(1)
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     losses = SIDES[name](folder)

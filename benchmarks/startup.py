@@ -1,8 +1,8 @@
-"""What one waits for besides training: --help, opening an adapter, merging it, the first step.
+"""Time of --help, opening an adapter, merging it, and reaching the first step.
 
     python -m benchmarks.startup --peers PEERS/bin/python
 
-Each is a program of its own, timed from outside, in turn with its peer's; medians over --repeats.
+Each is a separate program, timed from outside, alternating with its peer; medians over --repeats.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ tokenizer.save_pretrained(sys.argv[3])
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a program took."""
+    """Time and memory of a program."""
 
     seconds: float
     peak_bytes: int
@@ -76,8 +76,8 @@ class Taken:
 def take(command: Sequence[str], environ: dict[str, str]) -> Taken:
     """Run a program to its end.
 
-    Its peak is the kernel's count, which starts at what this process holds: little, as it imports
-    no torch.
+    Its peak is counted by the kernel from this process's memory, which is small: it imports no
+    torch.
 
     Raises:
         RuntimeError: The program failed.
@@ -98,7 +98,7 @@ def take(command: Sequence[str], environ: dict[str, str]) -> Taken:
 
 
 def programs(source: str, adapter: Path, out: Path, peers: str) -> dict[str, dict[str, list[str]]]:
-    """Return what is timed: name -> side -> command."""
+    """Return the timed commands: name -> side -> command."""
 
     def of(python: str, code: str) -> list[str]:
         return [python, "-c", code, source, str(adapter), str(out)]
@@ -127,7 +127,7 @@ def first_step(job: dict[str, Any], side: str, python: str, folder: Path) -> Tak
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[Taken]]]:
-    """Time everything in turn."""
+    """Time all commands alternately."""
     from peftkit.base.locate import locate
 
     environ = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -152,7 +152,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[
 
 
 def _encoded(source: str, data: Path) -> list[dict[str, list[int]]]:
-    """Return rows as tokens; in a process of its own, so that this one stays small."""
+    """Return rows as tokens, from a separate process, which keeps this one small."""
     code = (
         "import json, sys; from benchmarks.train import encode; "
         "print(json.dumps(encode(sys.argv[1], sys.argv[2], 8, 512)))"

@@ -1,11 +1,11 @@
-"""Bases larger than their card, by the plan: streamed to one card, or spread over several.
+"""Planned training of bases larger than a card: streamed to one card, or sharded.
 
     python -m benchmarks.streaming
     python -m benchmarks.streaming --cards
 
-What `peftkit plan` says of a step: LoRA of rank 16 on all linears (of a mixture on attention), nf4,
-one row, blocks recomputed. Nothing here is measured. "hidden from": tokens of a row from which on
-computing takes longer than what comes to the card, at 40 % of its bf16 peak.
+Figures of `peftkit plan` for a step: LoRA of rank 16 on all linears (in mixtures of experts on
+attention), nf4, one row, blocks recomputed. Nothing is measured. "hidden from": tokens of a row
+above which computing takes longer than the copies to the card, at 40 % of its bf16 peak.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def config_of(name: str) -> Any:
 
 
 def costs_of(name: str, gigabytes: int, length: int, **train: str) -> MemoryEstimator:
-    """Return the costs of training a base on a card; of a mixture attention alone is adapted."""
+    """Return the costs of training a base on a card; in mixtures only attention is adapted."""
     mixture = name not in shapes.SHAPES
     recipe = {
         "base": {"model": name, "quantize": "nf4"},
@@ -86,7 +86,7 @@ def streamed() -> str:
 
 
 def spread() -> str:
-    """Return a table of bases that are spread over cards."""
+    """Return a table of bases that are sharded over cards."""
     rows = []
     for name, cards, gigabytes, length in SPREAD:
         for how in ("base", "offload"):

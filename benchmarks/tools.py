@@ -1,12 +1,12 @@
-"""Answers of three turns with tools: tokens a second beside TRL's, and beside beginnings anew.
+"""Rollouts of three turns with tools: tokens/s compared with TRL and with separate requests.
 
     python -m benchmarks.tools --peers PEERS/bin/python
 
-SmolLM2-135M first learns from 48 dialogues to multiply, then to add, then to answer, and is merged:
-both sides get that model, the same chat template and functions, and answer the same prompts, eight
-times each; TRL learns from four of the eight at a time, to need less memory. Seconds are those of
-the processor in the rollouts, learning left out, on one thread; tokens are those that the model
-wrote. `anew`: peftkit, with a request of its own for each turn.
+SmolLM2-135M is first trained on 48 dialogues to multiply, then to add, then to answer, and merged.
+Both sides use this model, the same chat template and functions, and complete the same prompts eight
+times each; TRL trains on four of the eight at a time, to need less memory. Seconds are processor
+time of the rollouts, without training, on one thread; tokens are generated ones. `anew`: peftkit,
+with a separate request for each turn.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def taught(folder: Path, made: Iterator[tuple[str, list[int]]]) -> str:
 
 
 def main() -> None:
-    """Teach a model, let each side answer, and print a row for each."""
+    """Train a model, run the rollouts of each side, and print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", required=True, help="python of an environment with trl and peft")
-    parser.add_argument("--model", help="folder of a model that was taught before")
+    parser.add_argument("--model", help="folder of a model from an earlier run")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=1)
     asked = parser.parse_args()
@@ -139,9 +139,9 @@ def cells(side: str, found: dict[str, Any]) -> tuple[str, ...]:
 
 
 def share(model: str, questions: list[str], found: dict[str, Any]) -> str:
-    """Return which part of our rollouts' seconds one thread would need at the machine's limits.
+    """Return the time of our rollouts at the limits of one thread, as a share of the measured time.
 
-    Each prompt is read once for all of its answers; what tools say is not counted.
+    Each prompt is read once for all of its completions; output of tools is not counted.
     """
     torch.set_num_threads(1)
     base, best = load_base(model, dtype="fp32"), limits()

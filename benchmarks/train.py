@@ -5,8 +5,8 @@
         --unsloth UNSLOTH/bin/python --data mixed --quantize nf4 --json figures.json
 
 PEERS is an environment with trl and peft, UNSLOTH one with unsloth, both with the same torch. All
-run in turn, each in a process of its own; medians over --repeats. Where the loss curves differ by
-more than the tolerance, that is told instead of a speed, and the exit status is 1.
+sides run alternately, each in a separate process; medians over --repeats. If the loss curves differ
+by more than the tolerance, the difference is reported instead of a speed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from benchmarks.report import Spread, disagreement, heading, table, write_json
 from benchmarks.workers import WorkerFailed, work
 
 LOSS_TOLERANCE = 0.08
-"""Mean difference of the losses over the mean loss: another draw of the initial A, adapters in bf16
-on the peers' side and float32 on ours, and the peers' rounding of the update to bf16 beside the
-base's output, for which they lag behind a float32 run in the first steps (docs/performance.md)."""
+"""Maximum mean difference of the losses relative to the mean loss. Sides draw different initial A.
+Peers have adapters in bf16, peftkit in float32, and peers round the update to bf16 before they add
+it, which slows their first steps compared with float32 (docs/performance.md)."""
 
 BY_BLOCK = {
     "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "1",
     "ACCELERATE_DYNAMO_USE_DYNAMIC": "1",
 }
-"""Lets accelerate compile one block for all, of any length: the whole model takes minutes."""
+"""Makes accelerate compile one block of any length for all: the full model takes minutes."""
 
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "trl": ("trl", {}),
@@ -53,7 +53,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "unsloth-compiled": ("unsloth", {"environ": {"UNSLOTH_CPU_COMPILE": "1"}}),
     "unsloth-recompute": ("unsloth", {"recompute": True}),
 }
-"""Name -> worker, and what it is told besides."""
+"""Name -> worker, and its additional settings."""
 
 Runs = dict[str, list[dict[str, Any]]]
 
@@ -66,7 +66,7 @@ def encode(model: str, data: str, num_rows: int, max_length: int) -> list[dict[s
 def encoded(
     model: str, data: str, num_rows: int, max_length: int
 ) -> tuple[list[dict[str, list[int]]], Any]:
-    """Return token ids and labels of the first rows, and the model that they are for."""
+    """Return token ids and labels of the first rows, and their model."""
     from peftkit.base.load import load_base
     from peftkit.settings import DataConfig
     from peftkit.tasks.tokens import CausalLM
@@ -86,7 +86,7 @@ def in_turn(
     *,
     seconds: float | None = None,
 ) -> Runs:
-    """Run all sides one after the other, so many times; say how far it is.
+    """Run all sides one after the other, several times; print the progress.
 
     Args:
         sides: Name -> worker, python, and what to change in the job.
@@ -103,7 +103,7 @@ def in_turn(
 
 
 def problems(runs: Runs, tolerance: float = LOSS_TOLERANCE) -> dict[str, str]:
-    """Return why a side cannot be held against ours, by side; nothing where all is well."""
+    """Return, by side, why it cannot be compared with peftkit."""
     found = {}
     for side, results in runs.items():
         failed = [result["failed"] for result in results if "failed" in result]
@@ -126,7 +126,7 @@ def problems(runs: Runs, tolerance: float = LOSS_TOLERANCE) -> dict[str, str]:
 
 
 def tokens_of_steps(rows: Sequence[Mapping[str, Any]], batch_size: int, *names: str) -> list[int]:
-    """Return how many tokens each step puts through the model, padding left out.
+    """Return the tokens of each step, without padding.
 
     Args:
         names: Fields of a row that hold tokens; input_ids alone by default.
@@ -136,9 +136,9 @@ def tokens_of_steps(rows: Sequence[Mapping[str, Any]], batch_size: int, *names: 
 
 
 def num_beginnings(rows: Sequence[Mapping[str, Any]], batch_size: int) -> int:
-    """Return how many tokens batches have, what rows of a batch begin with in common counted once.
+    """Return the tokens of batches, with shared prefixes of a batch counted once.
 
-    So many a causal model has to read.
+    A causal model has to compute these.
     """
     found = 0
     for start in range(0, len(rows), batch_size):
@@ -152,7 +152,7 @@ def least_seconds(
 ) -> float:
     """Return the seconds that the products of all steps take at the machine's limit.
 
-    Of a token that rows of a batch begin with in common once: no side has to compute more.
+    Shared prefixes of a batch count once: no side has to compute more.
     """
     num_learnt = sum(label >= 0 for row in rows for label in row["labels"])
     lengths = [len(row["input_ids"]) for row in rows]
@@ -164,10 +164,10 @@ def least_seconds(
 def summary(
     runs: Runs, step_tokens: Sequence[int], bad: Mapping[str, str], least: float = 0.0
 ) -> dict[str, dict[str, Any]]:
-    """Return each side's figures, as far as they may be told.
+    """Return each side's figures, except speeds of sides that cannot be compared.
 
     Args:
-        least: Seconds that the products of all steps take at the machine's limit; 0: not known.
+        least: Seconds that the products of all steps take at the machine's limit; 0: unknown.
     """
     tokens = sum(step_tokens)
     figures: dict[str, dict[str, Any]] = {}
@@ -197,13 +197,13 @@ def summary(
 
 
 def _steady(result: Mapping[str, Any], step_tokens: Sequence[int]) -> float:
-    """Return tokens per second of the later half of the steps: what compiles has compiled."""
+    """Return tokens per second of the later half of the steps, after compilation."""
     half = len(step_tokens) // 2
     return sum(step_tokens[half:]) / sum(result["step_seconds"][half:])
 
 
 def show(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the table; a side that cannot be told has its reason below instead of figures."""
+    """Return the table; a side that cannot be compared has a reason below it instead of figures."""
     columns = (
         *("", "tokens/s (least-most)", "later half", "of the limit", "whole run"),
         *("first step after", "peak"),
@@ -213,7 +213,7 @@ def show(figures: Mapping[str, Mapping[str, Any]]) -> str:
     for side, found in figures.items():
         if "problem" in found:
             rows.append([side, *["-"] * (len(columns) - 1)])
-            notes.append(f"{side}: no speed is told: {found['problem']}")
+            notes.append(f"{side}: no speed is reported: {found['problem']}")
             continue
         ratios = [
             f"{found[name]:.2f} x" if name in found else ""
@@ -277,7 +277,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run all in turn and print the table."""
+    """Run all sides and print the table."""
     args = arguments(words)
     from peftkit.base.locate import locate
 
@@ -320,8 +320,8 @@ def tell(
     """Print the table, write the JSON; return the exit status.
 
     Args:
-        least: Seconds that the products of all steps take at the machine's limit; 0: not known.
-        limit: Those limits, in words.
+        least: Seconds that the products of all steps take at the machine's limit; 0: unknown.
+        limit: Description of the limits.
     """
     lengths = [len(row["input_ids"]) for row in rows]
     bad = problems(runs)

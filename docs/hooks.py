@@ -30,7 +30,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Rewrite the links of a page, and complete the API page."""
     if page.file.src_uri == "api.md":
         markdown = with_all_names(markdown)
-    return site_links(markdown)
+    return site_links(markdown, "../" * page.file.src_uri.count("/"))
 
 
 def with_all_names(markdown: str) -> str:
@@ -50,8 +50,13 @@ def with_all_names(markdown: str) -> str:
     )
 
 
-def site_links(markdown: str) -> str:
-    """Return a page with its links rewritten for the site, whose root is docs/."""
+def site_links(markdown: str, up: str = "") -> str:
+    """Return a page with its links rewritten for the site, whose root is docs/.
+
+    Args:
+        up: Relative path from the page's folder to the root.
+    """
     for name, place in ABOVE.items():
-        markdown = re.sub(rf"\]\((?:\.\./)?{re.escape(name)}(?=[)#])", f"]({place}", markdown)
+        link = rf"\]\((?:\.\./)*{re.escape(name)}(?=[)#])"
+        markdown = re.sub(link, f"]({up}{place}", markdown)
     return markdown.replace("](docs/", "](").replace('="docs/', '="../')

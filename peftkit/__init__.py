@@ -111,7 +111,7 @@ if TYPE_CHECKING:
     from peftkit.tasks.pairs.reward import RewardConfig as RewardConfig
     from peftkit.tasks.retrieval.embedding import EmbeddingConfig as EmbeddingConfig
     from peftkit.tasks.retrieval.reranker import RerankerConfig as RerankerConfig
-    from peftkit.tasks.rewards.grpo import GRPOConfig as GRPOConfig
+    from peftkit.tasks.rewards.grpo_config import GRPOConfig as GRPOConfig
     from peftkit.tasks.rewards.reward_functions import RewardTerm as RewardTerm
     from peftkit.tasks.text.masked_lm import MaskedLM as MaskedLM
     from peftkit.tasks.text.masked_lm import MaskedLMConfig as MaskedLMConfig

@@ -6,7 +6,7 @@ Sizes are bytes, times are seconds, counts are `num_*`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +40,29 @@ class Notice(Event):
     text: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fallback:
+    """A path that is slower or larger than the planned one, reported once, when it is chosen.
+
+    Attributes:
+        path: The path, as a clause: "Blocks are not compiled".
+        cause, cost, fix: One sentence each.
+    """
+
+    path: str
+    cause: str
+    cost: str
+    fix: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.path}. {self.cause} {self.cost} {self.fix}"
+
+    @property
+    def notice(self) -> Notice:
+        return Notice(self.text)
+
+
 @dataclass(frozen=True, slots=True)
 class Table(Event):
     """A table to print once: the audit of the base, the counts of the data.
@@ -57,6 +80,19 @@ class Table(Event):
     summary: str = ""
     source: str = ""
     counts: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassReport(Table):
+    """Metrics of each label of a classifier, as a table and for code.
+
+    Attributes:
+        labels: precision, recall, f1 and rows of each label.
+        confusion: Rows by true label, then by predicted label; None for many labels.
+    """
+
+    labels: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    confusion: Sequence[Sequence[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

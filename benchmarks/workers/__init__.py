@@ -1,12 +1,12 @@
-"""One run each, in a process of its own, so that peak memory is the run's alone.
+"""Runs in separate processes, whose peak memory is the run's.
 
 A worker is started as `python -m benchmarks.workers.NAME JOB`, possibly in another environment. It
-reads the job (JSON) and prints one line of JSON last: what it measured (see meter.py), or that
-memory ran out.
+reads the job (JSON) and prints a last line of JSON: its measurements (see meter.py), or that memory
+ran out.
 
-What a job holds: source (folder of a model) or shape (see benchmarks/shapes.py), num_layers, dtype,
-quantize, rank, device, task, rows, batch_size, learning_rate, cold (nothing compiled before is
-found again), output, and what is one worker's own.
+Keys of a job: source (folder of a model) or shape (see benchmarks/shapes.py), num_layers, dtype,
+quantize, rank, device, task, rows, batch_size, learning_rate, cold (without compiled code of
+earlier runs), output, and further settings of one worker.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 class WorkerFailed(Exception):
-    """A worker broke; carries the end of what it said."""
+    """A worker failed; holds the end of its output."""
 
 
 def work(
@@ -38,17 +38,17 @@ def work(
     seconds: float | None = None,
     processes: int = 1,
 ) -> dict[str, Any]:
-    """Run a worker on a job; return what it measured, or {"failed": why} if memory or time ran out.
+    """Run a worker on a job; return its measurements, or {"failed": why} if memory or time ran out.
 
     Args:
-        worker: Name of a file beside this one.
-        folder: For the job and what the worker writes; a run's output is deleted afterwards.
-        python: Of the environment that has the worker's libraries.
+        worker: Name of a file in this folder.
+        folder: For the job and the worker's files; a run's output is deleted afterwards.
+        python: Interpreter of the environment with the worker's libraries.
         seconds: Time limit.
-        processes: How many train together, by torchrun; the first one tells what it measured.
+        processes: Number of processes of torchrun; the first one prints the measurements.
 
     Raises:
-        WorkerFailed: It broke for another reason than memory or time.
+        WorkerFailed: It failed for another reason than memory or time.
     """
     output, file = folder / f"{worker}-output", folder / f"{worker}.json"
     file.write_text(json.dumps({**job, "output": str(output), "started": time.time()}))
@@ -76,9 +76,9 @@ def work(
 def run_group(
     command: Sequence[str], environ: Mapping[str, str], seconds: float | None
 ) -> tuple[int, bytes, bytes]:
-    """Run a command in a process group of its own; return its exit code, stdout and stderr.
+    """Run a command in a new process group; return its exit code, stdout and stderr.
 
-    Whatever ends the wait (a time limit, Ctrl-C, SIGTERM) also ends all processes of the group.
+    A time limit, Ctrl-C or SIGTERM ends all processes of the group.
     """
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     process = subprocess.Popen(
@@ -92,7 +92,7 @@ def run_group(
     try:
         out, err = process.communicate(timeout=seconds)
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)  # not reaped yet: the number is still its own
+        os.killpg(process.pid, signal.SIGKILL)  # not reaped yet: the number is still valid
         process.wait()
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:

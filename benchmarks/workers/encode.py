@@ -1,4 +1,4 @@
-"""Rows of a file become tokens, one way; see benchmarks/encoding.py.
+"""Encode the rows of a file by one method; see benchmarks/encoding.py.
 
 Also runs in the peers' environment, where nothing of peftkit is imported.
 """
@@ -23,10 +23,10 @@ from benchmarks.workers.meter import read_job
 
 
 class Watch:
-    """The most memory of this process and its children, shared pages counted once.
+    """Peak memory of this process and its children, shared pages counted once.
 
     Attributes:
-        anonymous: Bytes that no file backs. mapped: Of files; the system takes them back at will.
+        anonymous: Bytes without a file. mapped: Bytes of files, which the system can reclaim.
     """
 
     def __enter__(self) -> Watch:
@@ -87,7 +87,7 @@ def ours(job: dict[str, Any], tokenizer: Any) -> Any:
 
 
 def by_map(job: dict[str, Any], tokenizer: Any) -> Any:
-    """As a script with datasets."""
+    """Encode like a script with datasets."""
 
     def encode(row: dict[str, Any]) -> dict[str, list[int]]:
         text = tokenizer.apply_chat_template(row["prompt"] + row["completion"], tokenize=False)
@@ -98,7 +98,7 @@ def by_map(job: dict[str, Any], tokenizer: Any) -> Any:
 
 
 def by_trl(job: dict[str, Any], tokenizer: Any) -> Any:
-    """As TRL's SFTTrainer, with a model that is nothing."""
+    """Encode with TRL's SFTTrainer and an empty model."""
     from trl import SFTConfig, SFTTrainer
 
     small = transformers.LlamaConfig(
@@ -123,12 +123,12 @@ def by_trl(job: dict[str, Any], tokenizer: Any) -> Any:
 
 
 def main() -> None:
-    """Encode, read 1,000 rows at random, draw an order, and print what it took."""
+    """Encode, read 1,000 random rows, draw an order, and print time and memory."""
     job = read_job()
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["tokenizer"])
     tokenizer("warm up")
     if job["way"] == "trl":
-        import trl  # noqa: F401 - no part of what is measured
+        import trl  # noqa: F401 - not part of the measurement
     with Watch() as watch:
         began = time.perf_counter()
         rows = {"map": by_map, "trl": by_trl}.get(job["way"], ours)(job, tokenizer)

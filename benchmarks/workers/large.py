@@ -1,4 +1,4 @@
-"""One way of loading a large base, or one step on it, and what main memory it takes meanwhile."""
+"""Load a large base in one way, or train one step on it, and measure the main memory."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ from peftkit.train.loop import fit
 RANK = 16
 LOADING = ("whole", "streamed", "first start", "second start")
 STEPS = {"step, resident": "device", "step, mapped": "device", "step, streamed": "stream"}
-"""Of one row, on a base from the store, which the first start fills; base.placement of each."""
+"""base.placement of steps on a base from the cache, which the first start fills."""
 DTYPE = torch.bfloat16
 
 
 class Watch:
-    """The most memory of each kind that this process has while it is watched, in bytes.
+    """Peak memory of this process by kind while it is observed, in bytes.
 
     Attributes:
-        anonymous: What cannot be given back. files: Pages of files, the store's and libraries'.
+        anonymous: Memory that cannot be reclaimed. files: Pages of the cache's and libraries'
+            files.
         store: Of these, pages of packed bases in the cache.
     """
 
@@ -68,7 +69,7 @@ class Watch:
 
 
 def mapped_bytes(folder: Path) -> int:
-    """Return how much of the files in a folder lies mapped in this process's memory."""
+    """Return the bytes of a folder's files that are mapped into this process's memory."""
     found, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -84,11 +85,11 @@ def _bytes(text: str) -> int:
 
 
 def work(way: str, folder: Path, num_tokens: int) -> dict[str, float]:
-    """Load a base in this process, one way; for a step, train it too.
+    """Load a base in this process in one way; for a step, also train it.
 
     Returns:
         seconds: of the loading, or of the step. kept: bytes of the packed base.
-        anonymous, files, store: at most, from the start of the loading on.
+        anonymous, files, store: peaks since the start of loading.
     """
     copies.COPY_SHARE = 0.0  # no unpacked copies of weights
     store.MIN_STORED_BYTES = 0

@@ -1,6 +1,6 @@
-"""The meter that every worker carries: the same clock, the same peak memory.
+"""The meter of all workers: the same clock, the same peak memory.
 
-Needs torch alone, for it runs in the peers' environments too.
+Requires only torch, because it also runs in the peers' environments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def read_job() -> dict[str, Any]:
 
 
 def device_of(job: dict[str, Any]) -> torch.device:
-    """Return where to train; caps what the process may take of a GPU, if the job says so."""
+    """Return the device; cap the process's GPU memory if the job sets a cap."""
     name = job.get("device", "auto")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,7 +40,7 @@ def device_of(job: dict[str, Any]) -> torch.device:
 
 
 class Meter:
-    """Clocks a training run from the start of its process on.
+    """Measures the time of a training run since the start of its process.
 
     Args:
         started: When the process was started, by time.time().
@@ -64,16 +64,16 @@ class Meter:
         self._own = max(self._own, status("RssAnon"))
 
     def finish(self, losses: list[float], model: nn.Module, **more: Any) -> None:
-        """Print what was measured, of sizes the largest process's; a worker's last act.
+        """Print the measurements, with the maximum of sizes over processes, at the end of a worker.
 
-        seconds is of the training call, whole_seconds since the process was started; first_step is
-        of the latter clock. step_seconds are the times between steps. own_bytes is the memory that
-        no file backs (RssAnon), the most after a step.
+        seconds: time of the training call; whole_seconds: since the process was started;
+            first_step: by the latter clock. step_seconds: times between steps. own_bytes: maximum
+            of anonymous memory (RssAnon) after a step.
         """
         ended = time.time()
         sizes = largest({**peak(self.device), "own_bytes": self._own, **held(model)})
         if os.environ.get("RANK", "0") != "0":
-            return  # the first process alone hears of steps, in peftkit
+            return  # in peftkit only the first process receives events
         times = [self._began, *self._steps]
         facts = {
             "seconds": self._steps[-1] - self._began,
@@ -109,10 +109,10 @@ def held(model: nn.Module) -> dict[str, int]:
 
 
 def peak(device: torch.device) -> dict[str, int]:
-    """Return peak_bytes: what torch allocated on a GPU, else what the process held at most.
+    """Return peak_bytes: memory allocated by torch on a GPU, otherwise the process's peak.
 
-    The latter is VmHWM, which begins anew with each program: ru_maxrss also counts what the parent
-    held when it started this process.
+    The latter is VmHWM, which starts at zero with each program: ru_maxrss also counts the memory of
+    the parent when it started this process.
     """
     if device.type == "cuda":
         return {
@@ -124,7 +124,7 @@ def peak(device: torch.device) -> dict[str, int]:
 
 
 def status(name: str) -> int:
-    """Return bytes that Linux tells of this process by name; 0 where it does not."""
+    """Return a value in bytes from Linux's status of this process; 0 if it is missing."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The job by peftkit: attach, then fit with the task, as every run does."""
+"""Run a job with peftkit: attach, then fit with the task."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from peftkit.train.loop import fit
 
 
 def main() -> None:
-    """Train as the job says, in the order of its rows."""
+    """Train a job's rows in their order."""
     job = read_job()
     with telling_of_memory():
         device = device_of(job)
@@ -103,7 +103,7 @@ def _model(job: dict[str, Any], device: torch.device) -> tuple[Any, Any]:
 
 
 class _GivenMasks(MaskedLM):
-    """Masked language modelling whose rows say what is hidden, so that both sides hide the same."""
+    """Masked language modelling with given masks, which are the same on both sides."""
 
     def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         size = max(len(row.input_ids) for row in rows)
@@ -139,7 +139,7 @@ def _row(task: str, number: int, row: dict[str, list[int]]) -> Any:
 
 
 def _in_order(rows: list[Any], config: TrainConfig) -> list[Any]:
-    """Return the rows such that fit's shuffle puts them back into the order they had."""
+    """Return the rows in an order that fit's shuffle reverts."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     order = StatelessSampler(len(rows), config.rows_per_step(world), config.seed)
     shuffled = list(rows)

@@ -1,4 +1,4 @@
-"""A job of preferences by peftkit."""
+"""Run a preference job with peftkit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from peftkit.train.loop import fit
 
 
 def train(job: dict[str, Any], meter: Meter) -> tuple[list[float], nn.Module]:
-    """Train as a job says; return the losses of its steps, and the model."""
+    """Train a job; return the losses of its steps, and the model."""
     base = load_base(job["source"], dtype=job["dtype"], device="cpu")
     losses: list[float] = []
 
@@ -52,7 +52,7 @@ def train(job: dict[str, Any], meter: Meter) -> tuple[list[float], nn.Module]:
 
 
 def main() -> None:
-    """Do a job; of several, print the losses of each by its loss."""
+    """Run a job; for several losses, print the values of each."""
     job = read_job()
     meter = Meter(job, torch.device("cpu"))
     with telling_of_memory():

@@ -1,4 +1,4 @@
-"""A job of rewards by peftkit: the losses of given answers, or steps that answer and learn."""
+"""Run a GRPO job with peftkit: losses of given completions, or steps with rollouts."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from peftkit.inference import dialogues
 from peftkit.inference.engine import Request
 from peftkit.recipe import Recipe
 from peftkit.settings import DataConfig
-from peftkit.tasks.rewards.grpo import Group, GRPOConfig
+from peftkit.tasks.rewards.grpo_config import GRPOConfig
+from peftkit.tasks.rewards.grpo_rows import Group
 from peftkit.tasks.rewards.grpo_tools import Tools
 from peftkit.tasks.rewards.reward_functions import RewardTerm
 
 APART = 0.2
-"""Standard deviation of old log-probabilities around those now."""
+"""Standard deviation of old log-probabilities around the current ones."""
 
 
 def losses(job: dict[str, Any]) -> dict[str, Any]:
-    """Return each loss of given answers, and the old log-probabilities they were taken with."""
+    """Return each loss of given completions, and the old log-probabilities."""
     base = load_base(job["source"], dtype="fp32", device="cpu")
     load_adapter(base.model, job["adapter"], trainable=True)
     found: dict[str, Any] = {}
@@ -56,7 +57,7 @@ def losses(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def learn(job: dict[str, Any], meter: Meter) -> None:
-    """Train as a job says."""
+    """Train a job."""
     seconds: list[float] = []
     tokens: list[float] = []
     calls: list[float] = []
@@ -114,7 +115,7 @@ def learn(job: dict[str, Any], meter: Meter) -> None:
 
 
 def use_tools(job: dict[str, Any], spec: dict[str, Any]) -> None:
-    """Let answers call functions, and reward their turns."""
+    """Give the job functions to call, and reward the turns of completions."""
     template = Path(job["output"] + ".jinja")
     template.write_text(job["template"], encoding="utf-8")
     spec["data"]["chat_template"] = str(template)
@@ -124,7 +125,7 @@ def use_tools(job: dict[str, Any], spec: dict[str, Any]) -> None:
 
 
 def _of_its_own(ids: Any, sampling: Any, seed: int, **_: Any) -> Request:
-    """Return the request of a turn that goes on from nothing that was computed."""
+    """Return the request of a turn without computed keys and values."""
     return Request(ids, sampling, seed)
 
 

@@ -1,4 +1,4 @@
-"""The base and the adapter of a job, as transformers, bitsandbytes and PEFT make them.
+"""The base and the adapter of a job, built by transformers, bitsandbytes and PEFT.
 
 Runs in the peers' environments: imports nothing of peftkit.
 """
@@ -28,7 +28,7 @@ def peft_model(job: dict[str, Any], device: torch.device) -> Any:
     model = _shape(job, dtype, device) if "shape" in job else _loaded(job, dtype, device)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # else gradients vanish after an eval
+            module.support_avx512bf16_for_cpu = False  # otherwise gradients vanish after an eval
     if "adapter" in job:
         return PeftModel.from_pretrained(model, job["adapter"], is_trainable=True).train()
     lora = LoraConfig(
@@ -62,7 +62,7 @@ def _loaded(job: dict[str, Any], dtype: torch.dtype, device: torch.device) -> An
 
 
 def _shape(job: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a model with random weights, its linear layers bitsandbytes' if asked."""
+    """Return a model with random weights, with bitsandbytes' linear layers if requested."""
 
     def pack(block: nn.Module) -> None:
         for module in list(block.modules()):
@@ -73,7 +73,7 @@ def _shape(job: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any
     changes = job.get("sizes", {})
     shape = shapes.SHAPES[job["shape"]]
     model = shapes.build(shape, dtype=dtype, device=device, each_block=pack, **changes)
-    model.is_loaded_in_4bit = job["quantize"] == "nf4"  # how PEFT knows
+    model.is_loaded_in_4bit = job["quantize"] == "nf4"  # PEFT checks this
     return model
 
 

@@ -1,4 +1,4 @@
-"""The job by PEFT in a bare loop, with nothing in it that costs: the floor of what PEFT takes."""
+"""Run a job with PEFT in a minimal loop, the lower bound of its cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.workers.peer_model import peft_model
 
 
 def main() -> None:
-    """Train as the job says, in the order of its rows."""
+    """Train a job's rows in their order."""
     job = read_job()
     with telling_of_memory():
         device = device_of(job)
@@ -43,7 +43,7 @@ def prepare(
     if job.get("compile"):
         blocks = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList)]
         for block in (block for several in blocks for block in several):
-            block.compile(dynamic=True)  # the whole model would take minutes
+            block.compile(dynamic=True)  # the full model would take minutes
     rows, size = job["rows"], job["batch_size"]
 
     def train() -> None:
@@ -64,7 +64,7 @@ def collate(rows: list[dict[str, list[int]]], *, paired: bool) -> dict[str, Tens
     """Return a batch, padded on the right to its longest row.
 
     Args:
-        paired: Labels are a text of their own, not what follows each token.
+        paired: Labels are a separate text, not the next tokens.
     """
     batch = {}
     for name, fill in (("input_ids", 0), ("labels", -100)):

@@ -1,4 +1,4 @@
-"""Functions that answers of three turns call, and a reward."""
+"""Tools for rollouts of three turns, and a reward."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def add(a: int, b: int) -> int:
 
 
 def turns(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
-    """Return the number of messages of each answer."""
+    """Return the number of messages of each completion."""
     return [float(len(messages)) for messages in completions]

@@ -1,6 +1,6 @@
-"""The job by TRL's SFTTrainer over PEFT, at its best settings for the machine.
+"""Run a job with TRL's SFTTrainer over PEFT, with its best settings for the machine.
 
-Runs in an environment of its own (trl, peft); imports nothing of peftkit.
+Runs in a separate environment (trl, peft); imports nothing of peftkit.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from benchmarks.workers.peer_model import peft_model
 
 
 class InOrder(SFTTrainer):
-    """SFTTrainer that takes the rows as they come, so that both sides see the same batches."""
+    """SFTTrainer without shuffling: both sides see the same batches."""
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)
 
 
 class ModelLoss(InOrder):
-    """The same with the loss that transformers' Trainer takes from the model.
+    """The same with the model's own loss, as in transformers' Trainer.
 
-    TRL's own never holds all logits, but on a CPU it scores every position, masked ones too, and
+    TRL's loss never holds all logits, but on a CPU it computes every position, masked ones too, and
     multiplies in float32.
     """
 
@@ -50,13 +50,13 @@ class Steps(transformers.TrainerCallback):
 
 
 def shard_on_cpu() -> None:
-    """Have accelerate shard on CPUs as on GPUs: there it takes no notice of its FSDP settings."""
+    """Make accelerate shard on CPUs, where it otherwise ignores its FSDP settings."""
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
 
 
 def settings(job: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return what both TRL and Unsloth are told."""
+    """Return the settings of both TRL and Unsloth."""
     return {
         "output_dir": job["output"],
         "per_device_train_batch_size": job["batch_size"],
@@ -78,7 +78,7 @@ def settings(job: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def run(trainer: Any, meter: Meter) -> None:
-    """Train, save the adapter as ours does, and tell."""
+    """Train, save the adapter as ours does, and print the measurements."""
     trainer.add_callback(Steps(meter))
     meter.init_from()
     with contextlib.redirect_stdout(sys.stderr):
@@ -89,7 +89,7 @@ def run(trainer: Any, meter: Meter) -> None:
 
 
 def main() -> None:
-    """Train as the job says, in the order of its rows."""
+    """Train a job's rows in their order."""
     job = read_job()
     with telling_of_memory():
         device = device_of(job)

@@ -1,6 +1,6 @@
-"""A job of preferences by TRL's trainer of that loss over PEFT.
+"""Run a preference job with TRL's trainer for its loss over PEFT.
 
-Runs in an environment of its own (trl, peft); imports nothing of peftkit.
+Runs in a separate environment (trl, peft); imports nothing of peftkit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 
 def trainer_of(job: dict[str, Any], model: Any, tokenizer: Any) -> Any:
-    """Return the trainer; its rows come in the order of the file, step by step."""
+    """Return the trainer; its steps use the rows in the order of the file."""
     loss, told = job["loss"], job["settings"]
     alone = loss in ("orpo", "cpo", "simpo")  # their NLL is a mean over the tokens of a batch
     common: dict[str, Any] = {
@@ -83,7 +83,7 @@ def trainer_of(job: dict[str, Any], model: Any, tokenizer: Any) -> Any:
 
 
 def train(job: dict[str, Any], meter: Meter) -> tuple[list[float], nn.Module]:
-    """Train as a job says; return the losses of its steps, and the model."""
+    """Train a job; return the losses of its steps, and the model."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[job["dtype"]]
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["source"])
     tokenizer.bos_token = None  # the base adds none; two of the trainers would
@@ -109,7 +109,7 @@ def train(job: dict[str, Any], meter: Meter) -> tuple[list[float], nn.Module]:
 
 
 def main() -> None:
-    """Do a job; of several, print the losses of each by its loss."""
+    """Run a job; for several losses, print the values of each."""
     job = read_job()
     meter = Meter(job, torch.device("cpu"))
     with telling_of_memory():

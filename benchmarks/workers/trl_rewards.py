@@ -1,6 +1,6 @@
-"""A job of rewards by TRL's GRPOTrainer over PEFT: losses of given answers, or steps.
+"""Run a GRPO job with TRL over PEFT: losses of given completions, or steps.
 
-Runs in an environment of its own (trl, peft); imports nothing of peftkit.
+Runs in a separate environment (trl, peft); imports nothing of peftkit.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ HERMES = {
         "content": {"close_pattern": r"\s*<\|im_end\|>", "content": "text"},
     },
 }
-"""How a tokenizer of this transformers is told to read calls in Hermes' format."""
+"""The response_template of a tokenizer for calls in Hermes' format."""
 COMMON: dict[str, Any] = {
     "report_to": [],
     "bf16": False,
@@ -84,7 +84,7 @@ def padded(rows: list[list[Any]], *, left: bool = False) -> tuple[torch.Tensor, 
 
 
 def losses(job: dict[str, Any]) -> dict[str, float]:
-    """Return each loss of given answers."""
+    """Return each loss of given completions."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["source"])
     documents = [
         (group["prompt"], answer, worth)
@@ -128,7 +128,7 @@ def losses(job: dict[str, Any]) -> dict[str, float]:
 
 
 def learn(job: dict[str, Any], meter: Meter) -> None:
-    """Train as a job says."""
+    """Train a job."""
     seconds: list[float] = []
     before = time.process_time()
 
@@ -177,7 +177,7 @@ def learn(job: dict[str, Any], meter: Meter) -> None:
 
 
 def use_tools(job: dict[str, Any], given: dict[str, Any], config: GRPOConfig) -> None:
-    """Let answers call functions, and reward their turns."""
+    """Give the job functions to call, and reward the turns of completions."""
     tokenizer = given["processing_class"]
     tokenizer.chat_template, tokenizer.response_template = job["template"], HERMES
     given |= {"tools": [sums.multiply, sums.add], "reward_funcs": sums.turns}

@@ -1,7 +1,7 @@
-"""The job by Unsloth, which trains through TRL's SFTTrainer as it has patched it.
+"""Run a job with Unsloth, which patches TRL's SFTTrainer.
 
-Runs in an environment of its own (unsloth and the older transformers and trl that it asks for);
-imports nothing of peftkit. Memory is not short here, so nothing is recomputed, as everywhere else.
+Runs in a separate environment (unsloth, with the older transformers and trl that it requires);
+imports nothing of peftkit. Activations are kept, as on the other sides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 
 
 def main() -> None:
-    """Train as the job says, in the order of its rows."""
+    """Train a job's rows in their order."""
     job = read_job()
     with telling_of_memory():
         device = device_of(job)
@@ -46,7 +46,7 @@ def main() -> None:
                 target_modules=ALL_LINEAR,
                 use_gradient_checkpointing=recompute,
             )
-            # its own way is autocast over float32 adapters; the other is what PEFT is fastest with
+            # Unsloth's default is autocast over float32 adapters; PEFT is fastest without
             own_way = job.get("adapters") != "bf16" and job["dtype"] == "bf16"
             if not own_way:
                 for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""A reward that tells answers apart: the share of their letters that are vowels."""
+"""A reward that differs between completions: the share of vowels among their letters."""
 
 from __future__ import annotations
 

@@ -274,6 +274,7 @@ def environment() -> dict[str, Any]:
 
     from peftkit.figures import size
     from peftkit.forward.blocks import cpp_compiler
+    from peftkit.inference.fallbacks import fallbacks_here
 
     installed = {package.metadata["Name"]: package.version for package in distributions()}
     cards = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
@@ -289,5 +290,6 @@ def environment() -> dict[str, Any]:
         "c++ compiler": cpp_compiler() or "none (needed to compile blocks on a CPU)",
         "accelerators": "; ".join([*gpus, *others]) or "none",
         "cuda": torch.version.cuda or "not in this build of torch",
+        "fallbacks": " ".join(fallback.text for fallback in fallbacks_here()) or "none",
         "libraries": {name: installed[name] for name in LIBRARIES if name in installed},
     }

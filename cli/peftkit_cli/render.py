@@ -276,11 +276,7 @@ def describe(event: Event) -> str | None:
                 f"parameters ({share:.2f} %) on {event.device}: {event.num_rows:,} rows, "
                 f"{event.num_steps:,} steps{start}"
                 + (f"\n  plan: {event.plan}" if event.plan else "")
-                + (
-                    f"\n  computed by: {event.paths}"
-                    if event.paths and os.environ.get("PEFTKIT_DEBUG")
-                    else ""
-                )
+                + (f"\n  computed by: {event.paths}" if event.paths else "")
             )
         case events.EvalDone(step, metrics, best):
             return f"eval at step {step}: {metrics_line(metrics)}{' (best so far)' * best}"

@@ -96,7 +96,7 @@ def serve(
             fix="Add --train DIR. Without it, the base is loaded as the adapters were trained.",
         )
     folders = named_adapters(runs if options is None else runs[1:])
-    from peftkit.inference.open_engine import tokens_that_fit, why_plain
+    from peftkit.inference.open_engine import generation_fallbacks, tokens_that_fit
     from peftkit.serve.server import serve_adapters, vllm_command
     from peftkit_cli.render import Renderer
 
@@ -113,8 +113,8 @@ def serve(
         if (tokens := tokens_that_fit(bank.base.model, left=left)) is not None:
             reserved = f" {left:.0%} of the free memory is reserved for training." if left else ""
             note(f"Memory for {tokens:,} tokens of concurrent prompts and answers.{reserved}")
-        if (why := why_plain(bank.base.model, bank.base.tokenizer)) is not None:
-            note(f"Requests are answered batch by batch, because this model has {why}.")
+        for fallback in generation_fallbacks(bank.base.model, bank.base.tokenizer):
+            note(fallback.text)
         if train is not None:
             note(f"Training is enabled. Files, jobs and weights are stored in {train}.")
         elif command := vllm_command(bank):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftkit.kernels.device import pinned_empty
+from peftkit.kernels.device import PINNING, pinned_empty
 
 ALIGNMENT = 32
 """Alignment in bytes of each tensor in a unit."""
@@ -189,7 +189,8 @@ class PinnedArena:
             whole = 1 << (max(size, min(self._held // 8, SEGMENT)) - 1).bit_length()
             try:
                 self._tails.append(torch.empty(whole, dtype=torch.uint8, pin_memory=True))
-            except RuntimeError:
+            except RuntimeError as error:
+                PINNING.failed(error)
                 return False
             self._held += whole
         tail = self._tails[number]

@@ -204,8 +204,8 @@ def row_of(ids: Sequence[int], is_target: Sequence[bool], source: str) -> Row:
     return Row(tuple(ids[:stop]), tuple(labels[:stop]), (stop,), source)
 
 
-NOTHING, BEYOND = 0, 1
-"""Indices into `DocumentEncoder.drops`."""
+NOTHING, BEYOND = "nothing to learn", "the answer is beyond the cut"
+"""Reasons to drop a record; see `RowEncoder.drops`."""
 
 
 class DocumentEncoder(RowEncoder):
@@ -219,8 +219,8 @@ class DocumentEncoder(RowEncoder):
 
     kind: ClassVar[type[Row]] = Row
     drops: Mapping[str, str] = {
-        "nothing to learn": "give these rows an answer",
-        "the answer is beyond the cut": "raise data.max_length",
+        NOTHING: "give these rows an answer",
+        BEYOND: "raise data.max_length",
     }
 
     def __init__(
@@ -292,7 +292,10 @@ def agreed_style(
         suffix = " with another chat template" * (first.kind == style.kind)
         fix = "Give rows of one format, or set data.format and data.chat_template."
         if of_adapter:
-            fix = "Give rows in that style, or set data.format or data.chat_template to change it."
+            fix = (
+                "Give rows in that style, or set data.format or data.chat_template to change it. "
+                "peftkit eval --row-style evaluates rows in their own style."
+            )
         raise DataError(
             f"Cannot use {where} here.",
             found=f"Its rows have the prompt style '{style.kind}', "

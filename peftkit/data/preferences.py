@@ -46,12 +46,11 @@ SIDES = ("chosen", "rejected")
 OPENAI_SIDES = ("preferred_output", "non_preferred_output")
 """The names of the same two in the files of OpenAI's fine-tuning."""
 PAIRS = "pairs of a chosen and a rejected answer"
-"""The rows' format, in words."""
+"""Name of the rows' format."""
 LABEL = "label"
-USELESS = 0
-"""Why a row is dropped: it has an empty answer, or two equal ones."""
-NOTHING_TO_COMPARE = {"an empty answer, or two equal ones": "give these rows two answers"}
-"""The first reason of encoders of pairs; see `RowEncoder.drops`."""
+USELESS = "an empty answer, or two equal ones"
+"""Reason to drop a pair; see `RowEncoder.drops`."""
+NOTHING_TO_COMPARE = {USELESS: "give these rows two answers"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +204,7 @@ def _of_texts(record: Record) -> tuple[Pair, set[str]]:
 
 
 def _of_openai(record: Record) -> tuple[Pair, set[str]]:
-    """Read messages and tools in an object of their own, and what each side answers."""
+    """Read the object with messages and tools, and the answer of each side."""
     given = record.fields.get("input")
     if not isinstance(given, Mapping):
         raise WrongField("input", f"expected an object with messages, found {kind_of(given)}")
@@ -239,7 +238,7 @@ def _of_messages(record: Record, key: str) -> tuple[Pair, set[str]]:
 
 
 def _of_conversations(record: Record) -> tuple[Pair, set[str]]:
-    """Read two conversations; what they begin with in common is the prompt."""
+    """Read two conversations; their common prefix is the prompt."""
     fields = record.fields
     prompt = text_of(fields, "prompt") if fields.get("prompt") is not None else None
     sides = []

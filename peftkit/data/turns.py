@@ -1,8 +1,8 @@
-"""What a chat template writes between the end of an answer and the beginning of the next.
+"""The tokens of a chat template between the end of an answer and the start of the next.
 
-A conversation that goes on is never written anew: the model's tokens stay as they were sampled, and
-what the template writes after them is appended. Tokenizers merge nothing across a special token, so
-what follows the one that ended the answer is tokenised by itself.
+A conversation is never rendered again: the sampled tokens stay unchanged, and the template's next
+tokens are appended. Tokenizers do not merge across special tokens, so the text after the end token
+of an answer can be tokenised alone.
 """
 
 from __future__ import annotations
@@ -48,71 +48,70 @@ class Turns:
         generation: bool = True,
         ended_by: str | None = None,
     ) -> tuple[int, list[int]]:
-        """Return the token that ends an answer, and those from there to the next answer.
+        """Return the end token of an answer, and the tokens from there to the next answer.
 
-        What the model said plays no part: an answer with the same calls stands for it.
+        The result does not depend on the text of the answer, so a placeholder replaces it.
 
         Args:
-            replies: Messages that follow the answer: of tools, or of the user.
+            replies: Messages after the answer, of tools or of the user.
             calls: Names and ids of the tools that the answer calls.
-            tools: The functions that the prompt shows.
-            generation: Whether the beginning of the next answer is written too.
-            ended_by: Text of the token that ended the answer; None: the template's own.
+            tools: The functions in the prompt.
+            generation: Whether to add the generation prompt of the next answer.
+            ended_by: Text of the token that ended the answer; None: the template's end token.
 
         Raises:
-            DataError: The template refuses the conversation, or writes an answer in another way
-                once something follows it.
+            DataError: The template refuses the conversation, or renders an answer differently if a
+                message follows.
         """
-        # a mark in the answer tells what follows it even where a template writes an empty thought
-        # before it, or none; some write no content beside calls, or write it elsewhere
+        # The placeholder marks the end of the answer even if a template adds or drops an empty
+        # thought. Some templates omit the content of an answer with calls, or move it.
         for content in (SENTINEL, ""):
-            said = _answer(content, calls)
-            closed = self._written([_ASKED, said], tools, generation=False)
-            whole = self._written([_ASKED, said, *replies], tools, generation=generation)
+            answer = _answer(content, calls)
+            closed = self._written([_ASKED, answer], tools, generation=False)
+            whole = self._written([_ASKED, answer, *replies], tools, generation=generation)
             is_marked = closed.count(SENTINEL) == whole.count(SENTINEL) == 1
             if content and not is_marked:
                 continue
             if is_marked:
                 closed, whole = closed.partition(SENTINEL)[2], whole.partition(SENTINEL)[2]
-                if ended_by and ended_by in whole:  # it may open what follows: <|observation|>
+                if ended_by and ended_by in whole:  # may start the next turn: <|observation|>
                     return self._from(ended_by, whole.partition(ended_by)[2])
             if end := self._end_of(closed, whole, several=is_marked):
                 return self._from(end[0], whole[end.end() :])
         raise DataError(
-            "the chat template writes an answer in another way once something follows it.",
-            found=f"Last, it ends with {closed[-60:]!r}; else {whole[-120:]!r}",
+            "the chat template renders an answer differently if a message follows.",
+            found=f"As the last turn it ends with {closed[-60:]!r}; otherwise {whole[-120:]!r}",
             fix=_FIX,
         )
 
     def check(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Check that conversations of several turns are those that the template writes.
+        """Check that appending the tokens of `after` equals rendering the whole conversation.
 
-        Two answers are written with all that follows them: the replies of tools, or the user's
-        words where there are no tools. Each must stay as it was, reasoning included, and go on with
-        the tokens that `after` returns.
+        The check renders two answers with replies of tools or, without tools, of the user. Earlier
+        turns, reasoning included, must not change.
 
         Raises:
-            DataError: The template changes or leaves out what came before.
+            DataError: The template changes or omits earlier turns.
         """
         names = [tool["function"]["name"] for tool in tools[:1]]
         turns: list[Message] = [_ASKED]
         for number in range(2):
             calls = [(name, _ID.format(number)) for name in names]
-            said = _answer("" if calls else f"Answer {number}.", calls, f"{_THOUGHT}{number}")
-            if _THOUGHT not in self._written([_ASKED, said], tools, generation=False):
-                said.pop("reasoning_content")
+            answer = _answer("" if calls else f"Answer {number}.", calls, f"{_THOUGHT}{number}")
+            if _THOUGHT not in self._written([_ASKED, answer], tools, generation=False):
+                answer.pop("reasoning_content")
             replies = [
                 {"role": "tool", "name": name, "tool_call_id": key, "content": f"Result {number}."}
                 for name, key in calls
             ] or [{"role": "user", "content": f"Question {number}."}]
-            asked = self._written(turns, tools, generation=False)
-            closed = self._written([*turns, said], tools, generation=False)
-            turns += [said, *replies]
+            prompt = self._written(turns, tools, generation=False)
+            closed = self._written([*turns, answer], tools, generation=False)
+            turns += [answer, *replies]
             whole = self._written(turns, tools, generation=True)
             _, ids = self.after(replies, calls, tools)
             end = self._end_of(closed, whole)
-            known = [] if end is None else tokens(self._tokenizer, whole[: end.end()]) + ids
-            if not whole.startswith(asked) or known != tokens(self._tokenizer, whole):
+            appended = [] if end is None else tokens(self._tokenizer, whole[: end.end()]) + ids
+            if not whole.startswith(prompt) or appended != tokens(self._tokenizer, whole):
                 raise DataError(
                     "the chat template rewrites the turns before a reply.",
                     found=f"An answer ends with {closed[-120:]!r}; with a reply: {whole[-240:]!r}",
@@ -120,11 +119,11 @@ class Turns:
                 )
 
     def _end_of(self, closed: str, whole: str, *, several: bool = True) -> re.Match[str] | None:
-        """Return the special token that ends an answer, as it stands in the whole conversation.
+        """Return the special token that ends an answer, as a match in the whole conversation.
 
         Args:
             closed: The conversation up to the answer.
-            several: Whether other special tokens may follow it there, as in Phi-3's.
+            several: Whether other special tokens may follow the end token, as in Phi-3.
         """
         rest = len(closed)
         for end in reversed([*self._special.finditer(closed)]):
@@ -135,7 +134,7 @@ class Turns:
             if not several:
                 break
             rest = end.start()
-        # GLM's answers are ended by what opens the next turn
+        # GLM ends an answer with the token that starts the next turn
         return self._special.match(whole, len(closed)) if whole.startswith(closed) else None
 
     def _from(self, end: str, text: str) -> tuple[int, list[int]]:
@@ -161,13 +160,13 @@ class Turns:
 def _answer(
     content: str, calls: Sequence[tuple[str, str]], thought: str | None = None
 ) -> dict[str, Any]:
-    said: dict[str, Any] = {"role": "assistant", "content": content}
+    message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
-        said["tool_calls"] = [
+        message["tool_calls"] = [
             {"id": key, "type": "function", "function": {"name": name, "arguments": {}}}
             for name, key in calls
         ]
-    return said if thought is None else said | {"reasoning_content": thought}
+    return message if thought is None else message | {"reasoning_content": thought}
 
 
 def _with_text_arguments(message: Message) -> dict[str, Any]:

@@ -33,7 +33,7 @@ TILE, MOST_TILES = 4096, 16
 """Minimum tokens per tile of a feed-forward layer, and maximum tiles per row. Smaller tiles leave
 matrix products idle and unpack 4-bit weights too often."""
 CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 96 << 20, 512 << 20
-"""Maximum bytes of logits in memory at once."""
+"""Maximum bytes of a chunk of logits."""
 
 ACTIVATIONS_IN_WORDS: Mapping[Activations, str] = {
     "keep": "all activations are kept",
@@ -105,7 +105,7 @@ class ExecutionPlan:
 
     @property
     def chunk_bytes(self) -> int:
-        """Maximum bytes of logits in memory at once."""
+        """Maximum bytes of a chunk of logits."""
         return GPU_CHUNK_BYTES if self.on_gpu else CPU_CHUNK_BYTES
 
     @property

@@ -9,11 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from peftkit.data.pack import padded
+from peftkit.events import Fallback
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.attention import TrainingAttention, training_attention
 from peftkit.forward.loss import unwrapped
 from peftkit.forward.padding_free import faster, laid_out, num_positions, unpadded
-from peftkit.forward.probes import can_unpad
+from peftkit.forward.probes import why_padded
+from peftkit.model.places import num_virtual
 
 
 class BatchLayout:
@@ -25,7 +27,10 @@ class BatchLayout:
 
     Attributes:
         attention: The model's attention while it trains on padding-free batches.
+        fallback: Why rows are padded although the task has padding-free batches.
     """
+
+    fallback: Fallback | None = None
 
     def __init__(self, *, share: bool = True, padded: bool = False) -> None:
         self.share, self.padded = share, padded
@@ -43,15 +48,26 @@ class BatchLayout:
     def training(self, model: nn.Module, plan: ExecutionPlan | None = None) -> Iterator[None]:
         """Train with a plan's attention, and without padding where the model allows it."""
         bare = unwrapped(model)
-        if not self.padded:
+        self.fallback = None
+        if not (self.padded or num_virtual(bare) or bare.config.is_encoder_decoder):
             with training_attention(bare, plan) as attention:
-                if attention is not None and can_unpad(model, attention, share=self.share):
+                implementation = getattr(bare.config, "_attn_implementation", None)
+                why = f"{type(bare).__name__} computes attention by {implementation}, not by SDPA."
+                if attention is not None:
+                    why = why_padded(model, attention, share=self.share)
+                if attention is not None and not why:
                     self.attention = attention
                     try:
                         yield
                     finally:
                         self.attention = None
                     return
+            self.fallback = Fallback(
+                path="Rows are padded",
+                cause=why,
+                cost="Each row costs as much as the longest row of its batch.",
+                fix="A smaller train.tokens_per_batch pads less.",
+            )
         with training_attention(bare, plan, documents=False):
             yield
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from peftkit.errors import PeftkitError
+from peftkit.events import Fallback
 from peftkit.execution.plan import Activations, ExecutionPlan, activation_modes
 from peftkit.kernels.device import gpu_of
 from peftkit.kernels.packed import recomputing
@@ -128,9 +129,7 @@ class Blocks:
             return "Their weights are streamed (base.placement) when a block is entered."
         if not self.blocks:
             return f"{self._name} has no blocks that transformers marks as such."
-        if not self._plan.on_gpu and cpp_compiler() is None:
-            return f"There is no C++ compiler (CXX, {', '.join(COMPILERS)})."
-        return ""
+        return "" if self._plan.on_gpu else no_compiler()
 
     def compile(self, is_on: bool = True) -> None:
         """Switch between compiled and eager blocks."""
@@ -324,6 +323,20 @@ class _Replayed:
 
 def _call(run: Callable[..., Any], *args: Any) -> Any:
     return run(*args)
+
+
+def no_compiler() -> str:
+    """Return that torch.compile has no C++ compiler for a CPU; "" if it has one."""
+    return "" if cpp_compiler() else f"There is no C++ compiler (CXX, {', '.join(COMPILERS)})."
+
+
+def uncompiled(cause: str) -> Fallback:
+    """Return the fallback of blocks that are not compiled."""
+    fix = "Set train.compile: false, or remove the cause."
+    if cause == no_compiler():
+        fix = "Install a C++ compiler; on Debian and Ubuntu: apt-get install g++"
+    cost = "Each step takes longer; its numbers are the same."
+    return Fallback(path="Blocks are not compiled", cause=cause, cost=cost, fix=fix)
 
 
 def cpp_compiler() -> str | None:

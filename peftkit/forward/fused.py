@@ -13,8 +13,10 @@ rounds once.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import _disable_current_modes
 
+from peftkit.forward.compat import CACHE_NAMES, without_renaming
 from peftkit.kernels.fused import ACTIVATIONS, Gated, RMSNorm, Rotary
 from peftkit.model.places import is_linear, unwrap_adapter
 from peftkit.model.roles import FFN_LEAVES
@@ -46,13 +49,13 @@ def fused_modules(model: nn.Module) -> Iterator[None]:
     before: list[tuple[nn.Module, type[nn.Module]]] = []
     for module in model.modules():
         kind = type(module)
-        for candidate, forward_of in KINDS:
+        for name, candidate, forward_of in KINDS:
             facts = None if hasattr(kind, "peftkit_fused") else candidate(module)
             if facts is None:
                 continue
             if (key := (kind, *facts)) not in classes:
                 with _disable_current_modes(), torch.no_grad():  # on real tensors
-                    classes[key] = _subclass(kind, forward_of(module, *facts))
+                    classes[key] = _subclass(kind, name, forward_of(module, *facts))
             if classes[key] is not None:
                 before.append((module, kind))
                 module.__class__ = classes[key]
@@ -63,13 +66,26 @@ def fused_modules(model: nn.Module) -> Iterator[None]:
             module.__class__ = kind
 
 
+def why_unfused(model: nn.Module) -> str:
+    """Return which modules of a prepared model no fused kernel computes; "" if there are none."""
+    fused = {getattr(type(module), "peftkit_fused", "") for module in model.modules()}
+    missing = {
+        name: type(module).__name__
+        for module in model.modules()
+        for name, is_candidate in CANDIDATES.items()
+        if name not in fused and is_candidate(module)
+    }
+    named = ", ".join(f"{name} of {kind}" for name, kind in missing.items())
+    return f"Other formulas than the kernels': {named}." if named else ""
+
+
 def num_fused(model: nn.Module) -> int:
     return sum(hasattr(type(module), "peftkit_fused") for module in model.modules())
 
 
-def _subclass(kind: type[nn.Module], forward: Callable[..., Tensor] | None) -> Any:
+def _subclass(kind: type[nn.Module], name: str, forward: Callable[..., Tensor] | None) -> Any:
     """Return a subclass with this forward pass, or None without a forward pass."""
-    body = {"forward": forward, "peftkit_fused": True, "__module__": kind.__module__}
+    body = {"forward": forward, "peftkit_fused": name, "__module__": kind.__module__}
     return None if forward is None else type(kind.__name__, (kind,), body)
 
 
@@ -170,7 +186,7 @@ def _fused_gate(module: nn.Module, *layers: Any) -> Callable[..., Tensor] | None
 
 def _rotation(module: nn.Module) -> tuple[str] | None:
     """Return the name of the rotation function if the forward pass calls one."""
-    forward = getattr(type(module), "forward", None)
+    forward = without_renaming(type(module).forward)
     calls_it = isinstance(forward, FunctionType) and ROTATION in forward.__code__.co_names
     return (ROTATION,) if calls_it and "forward" not in module.__dict__ else None
 
@@ -178,7 +194,8 @@ def _rotation(module: nn.Module) -> tuple[str] | None:
 def _fused_rotation(module: nn.Module, name: str) -> Callable[..., Any] | None:
     """Test the rotation function on the CPU, with random numbers for cosines and sines."""
     kind: Any = type(module)
-    plain = kind.forward.__globals__.get(name)
+    unfused = without_renaming(kind.forward)
+    plain = unfused.__globals__.get(name)
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, heads, 3, 8, generator=generator) for heads in (4, 2))
     cos, sin = torch.randn(2, 2, 3, 8, generator=generator)
@@ -198,27 +215,37 @@ def _fused_rotation(module: nn.Module, name: str) -> Callable[..., Any] | None:
             return plain(query, key, cos, sin, *args, **kwargs)
         return Rotary.apply(query, cos, sin), Rotary.apply(key, cos, sin)
 
-    unfused: Any = kind.forward
     scope = {**unfused.__globals__, name: rotate}
     rotating = FunctionType(
         unfused.__code__, scope, name, unfused.__defaults__, unfused.__closure__
     )
     rotating.__kwdefaults__ = unfused.__kwdefaults__
+    renamed = set(CACHE_NAMES).difference(signature(unfused).parameters)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run = kind.forward if torch.compiler.is_compiling() else rotating
-        return run(self, *args, **kwargs)
+        is_other = torch.compiler.is_compiling() or not renamed.isdisjoint(kwargs)
+        return (kind.forward if is_other else rotating)(self, *args, **kwargs)
 
     return forward
 
 
-KINDS: tuple[tuple[Any, Any], ...] = (
-    (_norm, _fused_norm),
-    (_gated_layers, _fused_gate),
-    (_rotation, _fused_rotation),
+KINDS: tuple[tuple[str, Any, Any], ...] = (
+    ("norms", _norm, _fused_norm),
+    ("gated layers", _gated_layers, _fused_gate),
+    ("rotations", _rotation, _fused_rotation),
 )
-"""For each kind, a function that recognises candidates, and a function that tests a candidate and
-returns its fused forward pass, or None."""
+"""Each kind's name, a function that recognises candidates, and a function that tests a candidate
+and returns its fused forward pass, or None."""
+
+CANDIDATES: dict[str, Callable[[nn.Module], bool]] = {
+    "norms": lambda module: _norm(module) is not None,
+    "gated layers": lambda module: _gated_layers(module) is not None,
+    "rotations": lambda module: (
+        "attention" in type(module).__name__.lower()
+        and hasattr(sys.modules.get(type(module).__module__), ROTATION)
+    ),
+}
+"""Modules of each kind for `why_unfused`. A file with a rotation has attention that calls it."""
 
 
 def _is_same(output: Any, expected: Tensor) -> bool:

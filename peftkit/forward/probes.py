@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from peftkit.errors import BaseError, DataError
+from peftkit.execution.out_of_memory import one_line
 from peftkit.execution.plan import compute_dtype
 from peftkit.forward.attention import TrainingAttention
 from peftkit.forward.loss import accepted, unwrapped
@@ -31,7 +32,12 @@ LENGTHS = (11, 9, 2)
 
 
 def can_unpad(model: nn.Module, attention: TrainingAttention, *, share: bool) -> bool:
-    """Return whether a padding-free sequence gives each document the logits that it has alone.
+    """Return whether a padding-free sequence gives each document the logits that it has alone."""
+    return not why_padded(model, attention, share=share)
+
+
+def why_padded(model: nn.Module, attention: TrainingAttention, *, share: bool) -> str:
+    """Return why rows of a model must be padded; "" if documents of a row have their own logits.
 
     Runs the model on a few tokens without gradients; `attention` records the masks of its layers.
 
@@ -41,12 +47,13 @@ def can_unpad(model: nn.Module, attention: TrainingAttention, *, share: bool) ->
     """
     bare = unwrapped(model)
     if num_virtual(model) or bare.config.is_encoder_decoder:
-        return False
+        return "Its rows have virtual tokens, or an encoder and a decoder."
     documents, others = _probe_documents(bare.config.get_text_config().vocab_size, share)
     first, probed = documents[0], documents[1]
     with torch.no_grad(), forked_generators(bare.device), attention.observing():
         # in the model's current mode, because attention may have dropout
         logits_of(model, probed[None].to(bare.device), {})
+    problem = f"Documents of one sequence change each other's logits in {type(bare).__name__}."
     with evaluating(model):
         alone = _probe_logits(model, attention, {"input_ids": probed[None]})
         joined = _probe_logits(model, attention, {"input_ids": torch.cat(documents)[None]})
@@ -57,13 +64,14 @@ def can_unpad(model: nn.Module, attention: TrainingAttention, *, share: bool) ->
                 together, changed = (
                     _probed_unpadded(model, attention, rows, share) for rows in (documents, others)
                 )
-            except Exception:  # the model does not support such sequences
+            except Exception as error:  # the model does not support such sequences
+                problem = f"{type(bare).__name__} raises {type(error).__name__}: {one_line(error)}"
                 continue
             finally:
                 attention.layout = None
             if are_apart([together], [changed], [alone], mixed, compute_dtype(bare)):
-                return True
-    return False
+                return ""
+    return problem
 
 
 def _probe_documents(vocab_size: int, share: bool) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,1 +1,1 @@
-"""Generation, evaluation and many adapters at once."""
+"""Generation, evaluation and several adapters on one base."""

@@ -6,12 +6,12 @@
     with bank.use(["json", None, "sql"]):  # row by row; None is the bare base
         model(...)
 
-A switch is a lookup and touches no tensor. An adapter takes the memory of its file, or less if the
-base computes in a smaller dtype. Within `use` with mixed rows the layers hold one more copy of the
+A switch is a lookup and changes no tensor. An adapter takes the memory of its file, or less if the
+base computes in a smaller dtype. Within `use` with mixed rows, the layers hold another copy of the
 adapters in use.
 
-The switch belongs to the base, not to a thread: run one forward pass or generation at a time, with
-a lock around `use` if requests come in on several threads.
+The switch applies to the base, not to a thread: run one forward pass or generation at a time, and
+lock `use` if several threads send requests.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from peftkit.model.lift import lifted, take_off
 from peftkit.model.places import unwrap_adapter
 
 NAME = re.compile(r"\w[\w.-]*")
-"""Allowed names of adapters; `..` is refused too."""
+"""Allowed names of adapters; `..` is not allowed."""
 QUANTISED = ("quantize", "double_quant", "quantize_embeddings", "quantize_towers", "rope_scaling")
-"""What a base is loaded with that changes what it computes, besides its dtype."""
+"""Settings of the base that change its outputs, except for its dtype."""
 
 
 class AdapterBank:
@@ -66,12 +66,12 @@ class AdapterBank:
         """Load adapters onto a base.
 
         Args:
-            base: Without an adapter on it.
+            base: A base without an adapter.
             adapters: Name to folder.
             force: Accept adapters that were trained on other weights.
 
         Raises:
-            AdapterError: As `add`; then the base is left bare.
+            AdapterError: See `add`; the base then has no adapter.
         """
         self.base = base
         self._active: list[Routing] = []
@@ -81,7 +81,7 @@ class AdapterBank:
         self._files: dict[str, AdapterFile] = {}
         if any(unwrap_adapter(module) is not module for module in base.model.modules()):
             raise AdapterError(
-                f"{type(base.model).__name__} carries an adapter already",
+                f"{type(base.model).__name__} already has an adapter",
                 fix="Call its detach() first, drop its bank's adapters, or merge it.",
             )
         try:
@@ -97,7 +97,7 @@ class AdapterBank:
         return tuple(self._files)
 
     def add(self, name: str, path: str | Path, *, force: bool = False) -> None:
-        """Load another adapter; the others may be in use.
+        """Load another adapter, even while others are in use.
 
         Args:
             name: Letters, digits, `_`, `-` and `.`.
@@ -111,9 +111,9 @@ class AdapterBank:
         check_name(name)
         if name in self._files:
             raise AdapterError(
-                f"there is an adapter '{name}' already",
-                found=f"from {self._files[name].folder}",
-                fix="Drop it first, or take another name.",
+                f"the bank has an adapter '{name}' already",
+                found=f"It is from {self._files[name].folder}.",
+                fix="Drop it first, or choose another name.",
             )
         file, modules = read_low_rank(adapter_folder(path))
         if not force:
@@ -130,10 +130,10 @@ class AdapterBank:
         self._files[name] = file
 
     def drop(self, name: str) -> None:
-        """Remove an adapter; layers without any are the base's own again.
+        """Remove an adapter, and the wrappers of layers without adapters.
 
         Raises:
-            AdapterError: There is no adapter of this name, or it is in use.
+            AdapterError: There is no adapter with this name, or it is in use.
         """
         self._require(name)
         if any(name in routing.names for routing in self._active):
@@ -154,9 +154,9 @@ class AdapterBank:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Have the base bare within the context, for training, say; adapters may come and go.
+        """Remove all adapters within the context, for example for training another one.
 
-        Whatever is left on it then is taken off.
+        Adapters can be added and dropped meanwhile. Other adapters are removed at the end.
         """
         take_off(self.base.model)
         self._is_lifted = True
@@ -169,7 +169,7 @@ class AdapterBank:
 
     @contextmanager
     def returned(self) -> Iterator[None]:
-        """Within `lifted`: have the bank's adapters in the place of others within the context."""
+        """Within `lifted`, restore the bank's adapters in place of others within the context."""
         with lifted(self.base.model):
             self._is_lifted = False
             self._put_on()
@@ -179,15 +179,15 @@ class AdapterBank:
                 self._is_lifted = True
 
     def use(self, rows: str | Sequence[str | None] | None) -> Routing:
-        """Return a context that switches the adapter; it may be entered again.
+        """Return a reusable context that switches the adapter.
 
         Args:
-            rows: One adapter for every row, or one for each row of the batches that follow. None
-                is the bare base.
+            rows: One adapter for all rows, or one for each row of the following batches. None: the
+                bare base.
 
         Raises:
-            AdapterError: There is no adapter of a name, or no rows; or, raised by the model's
-                forward pass, a batch has another number of rows.
+            AdapterError: There is no adapter with a name. The model's forward pass raises it if a
+                batch has another number of rows.
         """
         routing = Routing(self._active, rows)
         for name in routing.names:
@@ -198,7 +198,7 @@ class AdapterBank:
         """Return the memory of an adapter.
 
         Raises:
-            AdapterError: There is none of this name.
+            AdapterError: There is no adapter with this name.
         """
         self._require(name)
         updates = (layer.updates.get(name) for layer in self._layers.values())
@@ -208,15 +208,15 @@ class AdapterBank:
         """Return the contents of an adapter's folder, without tensors.
 
         Raises:
-            AdapterError: There is none of this name.
+            AdapterError: There is no adapter with this name.
         """
         self._require(name)
         return self._files[name]
 
     def style(self, name: str | None) -> Style:
-        """Return how prompts are formatted for an adapter, or for the bare base."""
-        recorded = None if name is None else self.file(name).provenance.prompt_style
-        return recorded or default_style(self.base.tokenizer)
+        """Return the prompt style of an adapter, or of the bare base."""
+        style = None if name is None else self.file(name).provenance.prompt_style
+        return style or default_style(self.base.tokenizer)
 
     def generate(
         self,
@@ -226,16 +226,16 @@ class AdapterBank:
         batch_size: int | None = None,
         **settings: Any,
     ) -> list[str]:
-        """Return the answer to each prompt by its own adapter, in that adapter's prompt format.
+        """Return the completion of each prompt by its adapter, in the adapter's prompt style.
 
         Args:
-            names: The adapter of each prompt; None is the bare base.
-            batch_size: Most answers at once, over all adapters; None: 64.
+            names: The adapter of each prompt; None: the bare base.
+            batch_size: Maximum concurrent completions over all adapters; None: 64.
             settings: As in `generate`.
 
         Raises:
-            AdapterError: There is no adapter of a name.
-            DataError: There is not one name for each prompt; or as `generate`.
+            AdapterError: There is no adapter with a name.
+            DataError: The numbers of prompts and names differ, or see `generate`.
         """
         if isinstance(names, str) or len(prompts) != len(names):
             raise DataError(
@@ -254,7 +254,7 @@ class AdapterBank:
         return [decoded(tokenizer, answer.ids) for (answer,) in groups]
 
     def engine(self, limits: Limits | None = None) -> Engine:
-        """Return an engine, to be entered, whose requests name their adapters."""
+        """Return an engine, a context manager, whose requests name their adapters."""
         engine = open_engine(self.base.model, self.base.tokenizer, limits, self.use)
         self._engines.add(engine)
         return engine
@@ -272,8 +272,8 @@ class AdapterBank:
         for path, bare_layer in layers.items():
             if model.get_submodule(path) not in (bare_layer, self._layers.get(path)):
                 raise AdapterError(
-                    f"the adapter in {file.folder} cannot sit on {path}",
-                    found="which already has an adapter from outside of this bank",
+                    f"the adapter in {file.folder} cannot wrap {path}",
+                    found="The module already has an adapter that is not in this bank.",
                     fix="Call its detach() first, or merge it.",
                 )
 
@@ -297,17 +297,17 @@ def open_bank(
     force: bool = False,
     on_event: Listener = ignore,
 ) -> AdapterBank:
-    """Load the base that the first adapter names, as for its training, with all adapters.
+    """Load the base of the first adapter, with its training settings, and all adapters.
 
-    An adapter that was trained over the base in other bits is told by a notice.
+    A notice lists adapters that were trained over another quantisation of the base.
 
     Args:
         adapters: Name to folder; at least one.
-        base: Where the base is, if elsewhere than recorded.
+        base: Location of the base, if it differs from the recorded one.
         force: Accept adapters that were trained on other weights.
 
     Raises:
-        AdapterError: As `AdapterBank.add`; or no adapter names its base.
+        AdapterError: See `AdapterBank.add`; or no adapter names its base.
         BaseError: The base cannot be found or loaded.
     """
     files = read_files(adapters)
@@ -319,10 +319,10 @@ def open_bank(
 
 
 def read_files(adapters: Mapping[str, str | Path]) -> dict[str, AdapterFile]:
-    """Return what the folders of adapters hold, without tensors.
+    """Read the folders of adapters, without tensors.
 
     Raises:
-        AdapterError: One is not there or completes no prompts, or its name is not allowed.
+        AdapterError: An adapter is missing or completes no prompts, or its name is not allowed.
     """
     for name in adapters:
         check_name(name)
@@ -333,18 +333,18 @@ def read_files(adapters: Mapping[str, str | Path]) -> dict[str, AdapterFile]:
 
 
 def report_other_bases(
-    files: Mapping[str, AdapterFile], here: Mapping[str, Any], on_event: Listener
+    files: Mapping[str, AdapterFile], loading: Mapping[str, Any], on_event: Listener
 ) -> None:
-    """Tell which adapters learnt over a base that was loaded otherwise.
+    """Emit a notice for each adapter that was trained over another quantisation of the base.
 
     Args:
-        here: How it is loaded now.
+        loading: The base settings that are in use.
     """
     for name, file in files.items():
-        there = file.provenance.loading
-        others = [key for key in QUANTISED if there and there.get(key) != here.get(key)]
-        if others:
-            other = ", ".join(f"{key}: {there.get(key)}, here {here.get(key)}" for key in others)
+        saved = file.provenance.loading
+        keys = [key for key in QUANTISED if saved and saved.get(key) != loading.get(key)]
+        if keys:
+            other = ", ".join(f"{key}: {saved.get(key)}, here {loading.get(key)}" for key in keys)
             on_event(Notice(f"'{name}' was trained over a base with {other}: answers may differ."))
 
 

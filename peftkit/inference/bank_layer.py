@@ -80,17 +80,15 @@ def _storage(base: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 
 class Routing:
-    """A context that gives each row of a batch its adapter; all layers of a bank read it.
-
-    It may be entered again; what layers make for it stays.
+    """A reusable context with the adapter of each row of a batch; all layers of a bank read it.
 
     Args:
-        active: The bank's routings that are entered now; the last one counts.
-        rows: One adapter for all rows, or one for each. None is the bare base.
+        active: Stack of the bank's entered routings; the last one applies.
+        rows: One adapter for all rows, or one for each. None: the bare base.
 
     Attributes:
         name: The adapter of all rows; None: no adapter, or rows differ.
-        rows: One adapter for each row; None: `name` is for all.
+        rows: The adapter of each row; None: `name` applies to all.
         stacks: Each layer's stacked updates.
     """
 
@@ -123,7 +121,7 @@ class Routing:
     def rank_rows(
         self, slots: Sequence[int | None], ranks: Sequence[int], like: Tensor
     ) -> RowRanks:
-        """Return `RowRanks.of`, made once for all layers with the same adapters and ranks."""
+        """Return `RowRanks.of`, cached for all layers with the same adapters and ranks."""
         key = (tuple(slots), tuple(ranks), like.device)
         if key not in self._ranks:
             self._ranks[key] = RowRanks.of(slots, ranks, like.device)
@@ -220,11 +218,11 @@ class BankLinear(FrozenWrapper):
     def _stack(self, routing: Routing, like: Tensor) -> _Stack | None:
         """Stack the updates of the routing's adapters; None: none adapts this layer."""
         assert routing.rows is not None
-        here = [n for n in dict.fromkeys(routing.rows) if n is not None and n in self.updates]
-        if not here:
+        names = [n for n in dict.fromkeys(routing.rows) if n is not None and n in self.updates]
+        if not names:
             return None
-        updates = [self.updates[name] for name in here]
-        slots = [here.index(n) if n in self.updates else None for n in routing.rows]
+        updates = [self.updates[name] for name in names]
+        slots = [names.index(n) if n in self.updates else None for n in routing.rows]
         ranks = routing.rank_rows(slots, [len(update.a) for update in updates], like)
         gain = None
         if any(update.gain is not None for update in updates):

@@ -1,11 +1,10 @@
-"""The key-value cache of many answers at once.
+"""The key-value cache of concurrent completions.
 
-Prompts are computed in chunks, each in a `Span` of exactly its size. A span that is the prefix of
-several answers stays where it is, and all of them read it. Any other moves into an `Arena`, in
-whose slots answers of similar final length grow by a token at a time, without a copy. An arena
-grows in place, layer by layer: slots and their lengths double, as far as its answers can need and
-memory allows. Common prefixes of prompts are computed once (`Prefixes`), and kept as long as there
-is room.
+Prompts are computed in chunks, each in a `Span` of exactly its size. A shared prefix stays in its
+span, which several completions read. Other spans move into an `Arena`, in whose slots
+completions of similar final length grow token by token, without a copy. An arena grows layer by
+layer: the number of slots and their length double, up to the need of its completions and the memory
+limit. Shared prefixes are computed once (`Prefixes`), and kept within a limit.
 
 Shapes: S slots, K heads of keys, C tokens of a slot, P tokens of a span, D head size.
 """
@@ -22,16 +21,16 @@ from torch import Tensor
 
 Pair = tuple[Tensor, Tensor]
 SMALLEST = 128
-"""Tokens of a slot at first."""
+"""Initial tokens of a slot."""
 GRAIN = 32
-"""Lengths of slots are multiples of it, as the masks of GPUs' attention kernels want."""
+"""Lengths of slots are multiples of it: masks of GPU attention kernels require this alignment."""
 MIN_SHARED = 16
-"""Tokens of the shortest prefix that is shared."""
+"""Minimum tokens of a shared prefix."""
 MIN_SAVED = 128
-"""Tokens that sharing must save; the extra forward pass costs about as much."""
+"""Minimum tokens that sharing saves; the extra forward pass costs about as much."""
 MIN_READ = 2048
-"""Tokens times answers from which on a prefix is read in place by all of its answers. Below that
-each answer has a copy, so that attention reads its keys in one product."""
+"""Minimum of tokens times completions for a prefix to be read in place. With fewer, each completion
+has a copy, and attention reads all its keys in one product."""
 
 
 @dataclass(eq=False)
@@ -39,15 +38,15 @@ class Span:
     """Keys and values of consecutive tokens of one sequence.
 
     Attributes:
-        tokens: All of its tokens, computed or not.
+        tokens: Its tokens, computed or not.
         adapter: The adapter that computes them.
         start: Position of the first token.
         filled: Number of tokens whose keys and values are written.
         layers: Layer to keys and values (1, K, P, D); allocated by the first write.
         base: The span that it continues, without a copy.
-        is_read: Whether answers read it in place; else each takes a copy.
-        num_users: Answers that read it now.
-        used_at: When it was last used.
+        is_read: Whether completions read it in place, instead of copying it.
+        num_users: Number of completions that read it.
+        used_at: Time of the last use, as a counter.
     """
 
     tokens: list[int]
@@ -93,10 +92,10 @@ class Span:
 
 @dataclass(eq=False)
 class Row:
-    """An answer that grows in an arena.
+    """A completion that grows in an arena.
 
     Attributes:
-        owner: The answer (`engine.Completion`).
+        owner: The `engine.Completion`.
         base: The shared prefix that it reads in place, if any.
         length: Number of its tokens in the arena, after the prefix.
         slot: Index of its slot.
@@ -115,11 +114,11 @@ class Row:
 
     @property
     def final_length(self) -> int:
-        """Tokens of the slot that it needs at its end."""
+        """Length of the slot that it needs at its end."""
         return slot_length(self.owner.num_tokens - self.start)
 
     def as_span(self) -> Span:
-        """Return its tokens with a copy of their keys and values, which leaves the slot free."""
+        """Return its tokens with a copy of their keys and values; the slot can be freed."""
         assert self.arena is not None
         tokens = [*self.owner.tokens, self.owner.end][self.start : self.start + self.length]
         at = slice(self.slot, self.slot + 1)
@@ -157,11 +156,11 @@ class Arena:
 
     @property
     def is_full(self) -> bool:
-        """Whether another row needs larger tensors."""
+        """Whether all slots are used."""
         return len(self.rows) == self.num_slots
 
     def resize(self, num_slots: int, capacity: int) -> None:
-        """Change the number of slots, and their length; no more than a layer exists twice."""
+        """Change the number and length of slots; at most one layer exists twice at a time."""
         self.num_slots, self.capacity = num_slots, capacity
         for layer in self.layers:
             keys, values = self.layers[layer]
@@ -175,7 +174,7 @@ class Arena:
         return new
 
     def add(self, row: Row, layers: dict[int, Pair]) -> None:
-        """Give a row the next slot, and copy its layers there, each (1, K, >= length, D)."""
+        """Assign the next slot to a row, and copy its layers, each (1, K, >= length, D)."""
         row.arena, row.slot = self, len(self.rows)
         for layer, pair in layers.items():
             for cache, new in zip(self._tensors(layer, pair), pair, strict=True):
@@ -248,7 +247,7 @@ def num_common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def worth_sharing(tokens: Sequence[int], others: Iterable[Sequence[int]]) -> tuple[int, int]:
-    """Return the length of the prefix worth sharing, and with how many others; zeros: none."""
+    """Return the length of the prefix to share, and the number of other users; zeros: none."""
     common = sorted((num_common(tokens, other) for other in others), reverse=True)
     saved, size, users = max(
         ((length * number, length, number) for number, length in enumerate(common, 1)),
@@ -261,7 +260,7 @@ class Prefixes:
     """Shared prefixes: spans that begin at position 0.
 
     Args:
-        max_tokens: Tokens to keep of prefixes that nobody reads, the least recently used go first.
+        max_tokens: Maximum tokens of unused prefixes to keep; the least recently used are dropped.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -279,7 +278,7 @@ class Prefixes:
         self.touch(span)
 
     def find(self, tokens: list[int], adapter: str | None) -> Span | None:
-        """Return the longest prefix of these tokens."""
+        """Return the longest shared prefix of these tokens."""
         matching = [
             span
             for span in self._spans
@@ -291,7 +290,7 @@ class Prefixes:
         span.used_at = next(self._clock)
 
     def trim(self, waiting: Iterable[Sequence[int]]) -> None:
-        """Drop prefixes beyond `max_tokens` that neither answers nor waiting prompts use."""
+        """Drop prefixes beyond `max_tokens` that neither completions nor queued prompts use."""
         idle = [span for span in self._spans if not span.num_users and span.is_ready]
         spare = sum(len(span.tokens) for span in idle) - self._max_tokens
         if spare <= 0:
@@ -304,9 +303,9 @@ class Prefixes:
                 spare -= size
 
     def drop(self) -> None:
-        """Drop all prefixes that nobody reads."""
+        """Drop all unused prefixes."""
         self._spans = [span for span in self._spans if span.num_users or not span.is_ready]
 
     def forget(self, adapter: str) -> None:
-        """Drop an adapter's prefixes, which nobody reads."""
+        """Drop an adapter's prefixes, which must be unused."""
         self._spans = [span for span in self._spans if span.adapter != adapter]

@@ -1,7 +1,7 @@
-"""Attention over `peftkit.inference.cache`, through transformers' own extension point.
+"""Attention over `peftkit.inference.cache`, through transformers' attention interface.
 
-transformers still decides what a query may see: its mask function gets the positions of queries and
-keys, so that sliding windows hold and no architecture is named here.
+transformers' mask function decides which keys a query sees, from the positions of both. Sliding
+windows are therefore respected, and no code depends on an architecture.
 
 Shapes: B rows, H heads of queries, K of keys, G = H / K, T tokens, L keys, D head size.
 """
@@ -22,13 +22,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from peftkit.forward.attention import MaskKind, kind_of
 from peftkit.forward.attention_kernels import PLAIN
+from peftkit.forward.compat import with_all_methods
 from peftkit.inference.cache import Arena, Row, Span, joined
 
 _numbers = count()
 
 
 class Scores(NamedTuple):
-    """How a layer computes scores: scale, soft cap, and one attention sink (H,) per head."""
+    """The scores of a layer: scale, soft cap, and one attention sink (H,) per head."""
 
     scale: float
     softcap: float | None
@@ -36,7 +37,7 @@ class Scores(NamedTuple):
 
     @property
     def are_plain(self) -> bool:
-        """Whether torch's SDPA computes them."""
+        """Whether torch's SDPA supports them."""
         return self.softcap is None and self.sinks is None
 
 
@@ -44,7 +45,7 @@ class LayerMask:
     """The mask of one kind of layer in one forward pass, by transformers' mask function.
 
     Attributes:
-        cache: Masks by what the forward pass made them for.
+        cache: Masks by keys of the forward pass, such as the index of a row.
     """
 
     def __init__(self, function: Callable[..., Tensor], window: int | None) -> None:
@@ -66,7 +67,7 @@ class Prefill:
     """A forward pass over the next tokens of some spans, padded on the right.
 
     Args:
-        chunks: The span of each row, and the number of its next tokens.
+        chunks: The span of each row, and the number of tokens to compute.
     """
 
     def __init__(self, chunks: Sequence[tuple[Span, int]]) -> None:
@@ -94,7 +95,7 @@ class Prefill:
 
 
 class Block(NamedTuple):
-    """What a decoding step computes of an arena: see `Decode`."""
+    """The slots of an arena in a decoding step: see `Decode`."""
 
     arena: Arena
     num_slots: int
@@ -102,16 +103,16 @@ class Block(NamedTuple):
 
 
 class Decode:
-    """Forward passes over one token per row, as long as the rows stay the same.
+    """Forward passes over one token per row, for a fixed set of rows.
 
     Args:
-        blocks: Arenas, how many of their first slots to compute, and how many tokens of each slot
-            to read; None: as many as the longest row has. Where it is given, shapes do not depend
-            on the lengths of the rows, so that other rows can use the same recording.
+        blocks: Arenas, the number of their first slots to compute, and the tokens of each slot to
+            read; None: the length of the longest row. A given length makes shapes independent of
+            the rows, and other rows can use the same CUDA graph.
 
     Attributes:
-        rows: In the order of the batch: arena by arena, slot by slot; None: an empty slot.
-        tokens: (B, 1), the next ones.
+        rows: The rows of the batch: arena by arena, slot by slot; None: an empty slot.
+        tokens: The next input tokens, (B, 1).
     """
 
     def __init__(self, blocks: Sequence[Block], device: torch.device) -> None:
@@ -129,7 +130,7 @@ class Decode:
         self.fill()
 
     def fill(self) -> None:
-        """Read the rows that are in the slots now."""
+        """Read the current rows of the slots."""
         self.rows: list[Row | None] = []
         for block, _ in self._blocks:
             rows = block.arena.rows
@@ -227,7 +228,7 @@ class Decode:
 
 
 class PartialAttention(NamedTuple):
-    """Attention over some of the keys, before the division by the sum of weights; float32.
+    """Attention over some of the keys, not divided by the sum of weights; float32.
 
     Attributes:
         out: (B, K, G, D), the weighted sum of the values.
@@ -243,9 +244,9 @@ class PartialAttention(NamedTuple):
         """Add the attention of some rows over other keys, in place."""
         before = PartialAttention(*(t[rows] for t in self))
         top = torch.maximum(before.top, other.top)
-        here, there = (before.top - top).exp(), (other.top - top).exp()
-        self.out[rows] = before.out * here + other.out * there
-        self.total[rows] = before.total * here + other.total * there
+        scale, other_scale = (before.top - top).exp(), (other.top - top).exp()
+        self.out[rows] = before.out * scale + other.out * other_scale
+        self.total[rows] = before.total * scale + other.total * other_scale
         self.top[rows] = top
 
     def normalised(self, sinks: Tensor | None) -> Tensor:
@@ -305,7 +306,8 @@ class CachedAttention(Cache):
     """
 
     def __init__(self, num_layers: int, window: int | None) -> None:
-        super().__init__(layers=[_Layer() for _ in range(num_layers)])
+        layer: Any = _Layer  # which methods are abstract depends on transformers' version
+        super().__init__(layers=[layer() for _ in range(num_layers)])
         self.now: Prefill | Decode | None = None
         self._window, self._layer = window, 0
 
@@ -336,19 +338,20 @@ class CachedAttention(Cache):
         s_aux: Tensor | None = None,
         **more: Any,
     ) -> tuple[Tensor, None]:
-        """Compute attention with the signature of transformers; returns no probabilities."""
+        """Compute attention, with the signature of transformers; return no probabilities."""
         assert self.now is not None
         unknown = {name for name, value in more.items() if value is not None} - PLAIN
         if unknown or not isinstance(attention_mask, LayerMask):
-            raise RuntimeError(f"attention has arguments that are unknown here: {sorted(unknown)}")
+            raise RuntimeError(f"attention has unsupported arguments: {sorted(unknown)}")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         scores = Scores(scale, softcap, s_aux)
         out = self.now.attend(self._layer, query.contiguous(), attention_mask, scores)
         return out.transpose(1, 2).contiguous(), None
 
 
+@with_all_methods
 class _Layer(CacheLayerMixin):
-    """The interface of a cache's layer; the rows know their lengths themselves."""
+    """The interface of a cache layer; the rows have the lengths."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
@@ -364,13 +367,10 @@ class _Layer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         return 0
 
-    def get_max_length(self) -> int:
-        return -1
-
 
 @contextmanager
 def registered(model: Any, attention: CachedAttention) -> Iterator[None]:
-    """Make a model use this attention within the context."""
+    """Use this attention in a model within the context."""
     before, name = model.config._attn_implementation, f"peftkit_cached_{next(_numbers)}"
     AttentionInterface.register(name, attention.attend)
     AttentionMaskInterface.register(name, attention.mask)

@@ -1,8 +1,8 @@
-"""Continuous batching: answers join and leave the batch at any token.
+"""Continuous batching: completions join and leave the batch at any token.
 
-All tokens of a prompt but the last are computed in chunks, common prefixes of prompts once. Then
-the answer grows by one token a step, beginning with its prompt's last. A step waits for the device
-once, when the tokens of all rows are read.
+All tokens of a prompt except the last are computed in chunks, and shared prefixes once. Then the
+completion grows by one token per step, starting from its prompt's last token. A step synchronises
+with the device once, to read the tokens of all rows.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from peftkit.execution.plan import ExecutionPlan
+from peftkit.forward.compat import cache_name
 from peftkit.inference.cache import (
     MIN_READ,
     SMALLEST,
@@ -36,17 +37,16 @@ from peftkit.inference.cached_attention import (
     registered,
 )
 from peftkit.inference.engine import FEWEST_TOKENS, Completion, Engine, Limits
-from peftkit.inference.recorder import Batch, Recorder, Step, is_recordable, static_block
-from peftkit.model.blocks import is_sharded, is_streamed
+from peftkit.inference.recorder import Batch, Recorder, Step, static_block, why_not_recorded
 
 MAX_RECORDED = 32
-"""CUDA graphs of decoding steps at most; the oldest goes."""
+"""Maximum CUDA graphs of decoding steps; the oldest is dropped."""
 LOOK_AHEAD = 128
-"""Waiting prompts that are searched for common prefixes."""
+"""Number of queued prompts that are searched for shared prefixes."""
 
 
 class CachedEngine(Engine):
-    """An engine with a key-value cache of its own, which attention reads in place."""
+    """An engine with a separate key-value cache, which attention reads in place."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -55,9 +55,7 @@ class CachedEngine(Engine):
         self._arenas: dict[int, Arena] = {}
         self._batch: Batch | None = None
         plan = ExecutionPlan.for_model(self.model)
-        # their blocks wait for another process or for main memory, which no graph records
-        waits = is_sharded(self.model) or is_streamed(self.model)
-        records = plan.records_decoding and not waits and is_recordable(self.model)
+        records = plan.records_decoding and not why_not_recorded(self.model)
         self.recorder = Recorder(self.model) if records else None
         self._steps: dict[Any, Step] = {}
         self._prefixes = Prefixes(self.limits.prefix_tokens)
@@ -91,14 +89,14 @@ class CachedEngine(Engine):
             self._release(span.base)
 
     def _drop_kept(self, adapter: str | None = None, *, but: Completion | None = None) -> None:
-        """Drop what is kept of answers: those of an adapter, or all but one."""
-        for one in [*self._kept]:
-            if one is not but and adapter in (None, one.request.adapter):
-                self.release(one)
+        """Release the cached states of an adapter's completions, or of all except one."""
+        for completion in [*self._kept]:
+            if completion is not but and adapter in (None, completion.request.adapter):
+                self.release(completion)
 
     @torch.no_grad()
     def _advance(self) -> None:
-        """Compute some tokens of prompts, and the next token of each growing answer."""
+        """Compute some tokens of prompts, and the next token of each growing completion."""
         self._drop_ended()
         left = self.limits.prefill
         self._admit()
@@ -129,7 +127,7 @@ class CachedEngine(Engine):
         return [row for arena in self._arenas.values() for row in arena.rows]
 
     def _admit(self) -> None:
-        """Start waiting requests as long as there is room for them."""
+        """Start queued requests within the limits."""
         room = self.limits.rows - self.num_running
         for completion in list(self._waiting):
             if room <= 0 or not self._has_room(completion):
@@ -139,32 +137,32 @@ class CachedEngine(Engine):
                 room -= 1
 
     def _has_room(self, completion: Completion) -> bool:
-        """Whether an answer may start: the cache holds it, or nothing else runs."""
-        most = self.limits.tokens
-        if most is None or self._tokens_with(completion) <= most:
+        """Return whether a completion can start: it fits into the cache, or would run alone."""
+        max_tokens = self.limits.tokens
+        if max_tokens is None or self._tokens_with(completion) <= max_tokens:
             return True
         is_alone = not (self._growing() or self._prompts)
         if is_alone:
             self._drop_kept(but=completion.request.after)
             self._prefixes.drop()
-        if is_alone or self._tokens_with(completion, shrunk=True) <= most:
+        if is_alone or self._tokens_with(completion, shrunk=True) <= max_tokens:
             self._shrink()
             return True
         return False
 
     def _tokens_with(self, completion: Completion, *, shrunk: bool = False) -> int:
-        """Return the tokens of the cache with another answer, as `_num_tokens` counts them."""
+        """Return `_num_tokens` with another completion."""
         base = self._base_of(completion)
         start = 0 if base is None or not base.is_read else len(base.tokens)
         length = slot_length(completion.num_tokens - start)
         return self._num_tokens(length, shrunk=shrunk) + len(completion.tokens) - start
 
     def _num_tokens(self, *further: int, shrunk: bool = False) -> int:
-        """Return the tokens for which the cache allocates memory, once all prompts have slots.
+        """Return the tokens for which the cache allocates memory after all prompts have slots.
 
         Args:
-            further: Slots of other answers, by their final length.
-            shrunk: Whether empty slots are given back before.
+            further: Final slot lengths of further completions.
+            shrunk: Whether empty slots are freed before.
         """
         lengths = self._final_lengths()
         for length in further:
@@ -182,7 +180,7 @@ class CachedEngine(Engine):
         return total
 
     def _final_lengths(self) -> dict[int, list[int]]:
-        """Return the final lengths of the slots of all running answers, by arena."""
+        """Return the final slot lengths of all running completions, by arena."""
         lengths: dict[int, list[int]] = {}
         ends = [row.final_length for row in self._growing()]
         ends += [
@@ -198,7 +196,7 @@ class CachedEngine(Engine):
         return self._prefixes.find(completion.tokens[:-1], completion.request.adapter)
 
     def _begin(self, completion: Completion) -> bool:
-        """Start a request; False if its shared prefix is not computed yet."""
+        """Start a request; return False if its shared prefix is not computed yet."""
         request, target = completion.request, completion.tokens[:-1]
         if request.after is not None and (kept := self._kept.pop(request.after, None)) is not None:
             span = Span(target[kept.start :], request.adapter, kept.start, base=kept.base)
@@ -215,8 +213,8 @@ class CachedEngine(Engine):
             if one is not completion and one.request.adapter == request.adapter
         ]
         size, users = worth_sharing(target, others)
-        most = self.limits.tokens
-        has_room = most is None or self._tokens_with(completion) + size <= most
+        max_tokens = self.limits.tokens
+        has_room = max_tokens is None or self._tokens_with(completion) + size <= max_tokens
         if has_room and size > (0 if base is None else len(base.tokens)):
             self._share(target[:size], request.adapter, base, users)
             return False
@@ -237,16 +235,16 @@ class CachedEngine(Engine):
     def _share(
         self, tokens: list[int], adapter: str | None, shorter: Span | None, users: int
     ) -> None:
-        """Start to compute a common prefix, from a shorter one if there is any."""
+        """Start the computation of a shared prefix, from a shorter one if possible."""
         span = Span(tokens, adapter, is_read=len(tokens) * users >= MIN_READ)
         if shorter is not None:
             span.copy_from(shorter)
         self._prompts[span] = None
         self._prefixes.add(span)
 
-    def _prefill(self, most: int) -> int:
-        """Compute at most so many tokens of prompts; return how many, with padding."""
-        chunks = self._chunks(most)
+    def _prefill(self, max_tokens: int) -> int:
+        """Compute some tokens of prompts; return their number, including padding."""
+        chunks = self._chunks(max_tokens)
         self.num_passes += 1
         width = max(size for _, size in chunks)
         ids = torch.zeros(len(chunks), width, dtype=torch.long)
@@ -261,25 +259,25 @@ class CachedEngine(Engine):
         self._finish_prompts()
         return len(chunks) * width
 
-    def _chunks(self, most: int) -> list[tuple[Span, int]]:
+    def _chunks(self, max_tokens: int) -> list[tuple[Span, int]]:
         """Choose prompts, and a number of tokens of each.
 
-        By turns the oldest prompt, so that none starves, and the one with the fewest tokens left,
-        so that short prompts need not wait for long ones. Prompts of similar length join it.
+        Alternates between the oldest prompt, which must not starve, and the prompt with the fewest
+        remaining tokens, which should not wait for long ones. Prompts of similar length join it.
         """
         spans = [span for span in self._prompts if not span.is_ready]
         if self.num_passes % 2:
             spans.sort(key=lambda span: span.num_left)
-        width = min(spans[0].num_left, most)
+        width = min(spans[0].num_left, max_tokens)
         chunks: list[tuple[Span, int]] = []
         for span in spans:
             size = min(span.num_left, width)
-            if (len(chunks) + 1) * width <= max(most, width) and 2 * size >= width:
+            if (len(chunks) + 1) * width <= max(max_tokens, width) and 2 * size >= width:
                 chunks.append((span, size))
         return chunks
 
     def _finish_prompts(self) -> None:
-        """Move the answers whose prompts are computed into arenas."""
+        """Move completions with computed prompts into arenas."""
         for span in [span for span in self._prompts if span.is_ready]:
             completion = self._prompts.pop(span)
             if completion is not None:
@@ -296,7 +294,7 @@ class CachedEngine(Engine):
         arena.add(row, layers)
 
     def _resize(self, arena: Arena, rows: list[Row]) -> None:
-        """Grow an arena for some rows: to twice the slots and length where they can be of use."""
+        """Grow an arena for some rows; slots and lengths double up to the rows' needs."""
         final = max(row.final_length for row in rows)
         length = power_of_two(1 + max(row.length for row in rows))
         capacity = max(arena.capacity, min(max(length, SMALLEST), final))
@@ -307,7 +305,7 @@ class CachedEngine(Engine):
         arena.resize(num_slots, capacity)
 
     def _most_slots(self, rows: list[Row], capacity: int) -> int:
-        """Return the slots that an arena with some rows may have beside all that runs."""
+        """Return the maximum slots of an arena with some rows within the token limit."""
         if self.limits.tokens is None:
             return self.limits.rows
         joining = [row.final_length for row in rows if row.arena is None]
@@ -316,7 +314,7 @@ class CachedEngine(Engine):
         return min(self.limits.rows, len(running) + spare // max(capacity, *running))
 
     def _shrink(self) -> None:
-        """Give back empty slots, and lengths that no row needs."""
+        """Free empty slots, and lengths that no row needs."""
         self._drop_empty()
         for arena in self._arenas.values():
             num_slots = len(arena.rows)
@@ -326,14 +324,14 @@ class CachedEngine(Engine):
                 arena.resize(num_slots, capacity)
 
     def _drop_empty(self) -> None:
-        """Free arenas without rows, and the steps that were recorded with them."""
+        """Free arenas without rows, and the steps captured with them."""
         for size, arena in list(self._arenas.items()):
             if not arena.rows:
                 del self._arenas[size]
                 self._forget_steps(arena)
 
     def _forget_steps(self, arena: Arena) -> None:
-        """Drop the steps that read an arena's tensors, which change."""
+        """Drop the steps that read an arena's tensors, before these change."""
         self._batch = None
         self._steps = {
             key: step
@@ -342,7 +340,7 @@ class CachedEngine(Engine):
         }
 
     def _decode(self) -> None:
-        """Compute the next token of each growing answer."""
+        """Compute the next token of each growing completion."""
         if self._batch is None or not self._batch.decode.has_room:
             for arena in self._arenas.values():
                 if not all(row.has_room for row in arena.rows):
@@ -352,7 +350,7 @@ class CachedEngine(Engine):
         self._drop_ended()
 
     def _next_step(self) -> Step:
-        """Return the forward pass for the rows that grow, recorded where that is possible."""
+        """Return the forward pass of the growing rows, as a CUDA graph if possible."""
         arenas = [self._arenas[size] for size in sorted(self._arenas) if self._arenas[size].rows]
         rows = [row for arena in arenas for row in arena.rows]
         if self.recorder is None or any(row.base is not None for row in rows):
@@ -382,7 +380,7 @@ class CachedEngine(Engine):
         return Step(blocks, decode, run if recorder is None else recorder.step(run))
 
     def _drop_ended(self) -> None:
-        """Free the slots of answers that have ended or were cancelled."""
+        """Free the slots of ended and cancelled completions."""
         for row in [row for row in self._growing() if row.owner.ended_by is not None]:
             assert row.arena is not None
             if row.owner.request.keeps and row.owner.end is not None:
@@ -395,9 +393,9 @@ class CachedEngine(Engine):
             if completion is not None and completion.ended_by is not None:
                 del self._prompts[span]
                 self._release(span.base)
-        for completion in [one for one in self._waiting if one.ended_by is not None]:
+        for completion in [c for c in self._waiting if c.ended_by is not None]:
             self._waiting.remove(completion)
-        if self.recorder is None:  # else empty arenas stay for their recorded steps
+        if self.recorder is None:  # captured steps need their empty arenas
             self._drop_empty()
 
     def _release(self, base: Span | None) -> None:
@@ -422,9 +420,9 @@ class CachedEngine(Engine):
                 out = self.model(
                     input_ids=ids.to(device),
                     position_ids=positions.to(device),
-                    past_key_values=self._attention,
                     use_cache=True,
                     logits_to_keep=1,
+                    **{str(cache_name(self.model)): self._attention},
                 )
         finally:
             self._attention.now = None

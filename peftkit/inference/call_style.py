@@ -1,4 +1,4 @@
-"""How one model calls tools: what its chat template writes, and where its turns end."""
+"""The tool calls of one model: the format of its chat template, and the ends of its turns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peftkit.inference.calls import Reader, Render, format_of
 from peftkit.inference.generate import decoded
 
 ENDS = ("<|eom_id|>", "<|call|>", "<|observation|>", "<|tool_response>")
-"""Special tokens that end a turn with calls in some families, besides what the template writes."""
+"""Further special tokens that end a turn with calls in some families."""
 TAIL = 32
 """Tokens of a prompt in which it can open reasoning."""
 

@@ -44,7 +44,7 @@ PROBE_TOOL: Mapping[str, Any] = {
         "parameters": {"type": "object", "properties": {k: {"type": t} for k, t in _TYPES.items()}},
     },
 }
-_ASKED = {"role": "user", "content": "Hello"}
+_QUESTION = {"role": "user", "content": "Hello"}
 _MARK = "PEFTKITsentinelCALL"
 
 
@@ -61,8 +61,8 @@ def format_of(render: Render, shipped: Any = None) -> CallFormat | None:
     except Exception:  # a template is a program: it can raise anything
         return None
     for as_text, written in enumerate(turns):
-        own = shipped and shipped_format(shipped, written, PROBE.name)
-        for form in (own, *FORMATS) if own else FORMATS:
+        template_format = shipped and shipped_format(shipped, written, PROBE.name)
+        for form in (template_format, *FORMATS) if template_format else FORMATS:
             if _reads_probe(form, written):
                 return replace(form, as_text=bool(as_text))
     return None
@@ -71,16 +71,16 @@ def format_of(render: Render, shipped: Any = None) -> CallFormat | None:
 def written_probe(render: Render, *, as_text: bool) -> str:
     """Return the turn that a chat template writes for the probe call; "": it refuses the call.
 
-    A header of the turn may stand before the call.
+    The turn may have a header before the call.
 
     Args:
-        as_text: Whether it takes a call's arguments as JSON text.
+        as_text: Whether the template requires a call's arguments as JSON text.
     """
-    before = render([_ASKED])
-    ending = render([_ASKED, {"role": "assistant", "content": _MARK}]).partition(_MARK)[2]
-    said = replace(NO_CALLS, as_text=as_text).message("", [(PROBE_ID, PROBE)])
+    before = render([_QUESTION])
+    ending = render([_QUESTION, {"role": "assistant", "content": _MARK}]).partition(_MARK)[2]
+    message = replace(NO_CALLS, as_text=as_text).message("", [(PROBE_ID, PROBE)])
     try:
-        text = render([_ASKED, said])
+        text = render([_QUESTION, message])
     except Exception:
         return ""
     return text.removeprefix(before).removesuffix(ending)
@@ -94,13 +94,13 @@ def _reads_probe(form: CallFormat, text: str) -> bool:
 
 
 class Reader:
-    """Takes an answer apart as it comes; any split of its text gives the same.
+    """Streaming parser of an answer; the result does not depend on the split of its text.
 
-    A call that cannot be read is text. White space beside reasoning and calls is dropped.
+    A call that cannot be parsed is text. White space around reasoning and calls is dropped.
 
     Args:
-        form: How calls are written; None: there are none.
-        tools: The functions, whose schemas tell the types of arguments.
+        form: The format of calls; None: there are none.
+        tools: The functions, whose schemas have the types of arguments.
         thinks: Whether the answer begins within reasoning, which the prompt has opened.
     """
 
@@ -123,17 +123,17 @@ class Reader:
         self._mark = self._space = ""
 
     def feed(self, text: str, *, over: bool = False) -> Iterator[AnswerPiece]:
-        """Yield what has become certain.
+        """Yield the pieces that further text cannot change.
 
         Args:
             over: Whether the answer ends here.
         """
         self._buffer += text
-        goes_on = True
-        while goes_on:
-            said, goes_on = self._step(over)
-            if said != AnswerPiece():
-                yield said
+        has_more = True
+        while has_more:
+            piece, has_more = self._step(over)
+            if piece != AnswerPiece():
+                yield piece
 
     def _in_text(self, over: bool) -> tuple[AnswerPiece, bool]:
         if self._is_fresh:
@@ -143,12 +143,12 @@ class Reader:
                 return self._open(mark, len(self._buffer) - len(head))
             if not over and any(mark.startswith(head) for mark in self._first):
                 return AnswerPiece(), False
-        found = [(at, mark) for mark in self._marks if (at := self._buffer.find(mark)) >= 0]
-        if not found:
+        matches = [(at, mark) for mark in self._marks if (at := self._buffer.find(mark)) >= 0]
+        if not matches:
             text = self._taken(self._marks, over)
             self._is_fresh = self._is_fresh and not text
             return AnswerPiece(text), False
-        at, mark = min(found)
+        at, mark = min(matches)
         text = self._buffer[:at].rstrip()
         if self._trims:
             text = text.lstrip()
@@ -159,7 +159,7 @@ class Reader:
         return self._open(mark, at)
 
     def _open(self, mark: str, at: int) -> tuple[AnswerPiece, bool]:
-        """Go into reasoning or a call, or over a mark that is to be skipped."""
+        """Start reasoning or a call, or skip a mark."""
         self._space = "" if self._trims else self._buffer[:at]
         self._mark, self._buffer = mark, self._buffer[at:]
         if mark in self._form.opens:
@@ -175,13 +175,13 @@ class Reader:
         if not close:
             return AnswerPiece(thought=self._taken(self._form.thought[1:], over)), False
         thought = thought.rstrip()
-        said = AnswerPiece(thought=thought.lstrip() if self._trims else thought)
+        piece = AnswerPiece(thought=thought.lstrip() if self._trims else thought)
         self._buffer, self._step = rest, self._in_text
         self._is_fresh = self._trims = True
-        return said, True
+        return piece, True
 
     def _taken(self, marks: Sequence[str], over: bool) -> str:
-        """Take the text that no mark, and no white space before one, can begin in."""
+        """Remove and return the text in which no mark, nor white space before one, can begin."""
         if self._trims:
             self._buffer = self._buffer.lstrip()
         size = len(self._buffer)
@@ -202,7 +202,7 @@ class Reader:
             self._searched = len(self._buffer) if at < 0 else at + len(close or "")
             calls = self._read(self._buffer[: self._searched], is_last=at < 0)
         self._step = self._in_text
-        if not calls:  # it began as one and is none
+        if not calls:  # a false start
             text, self._buffer = self._space + self._mark, self._buffer[len(self._mark) :]
             self._is_fresh = self._trims = False
             return AnswerPiece(text), True
@@ -214,7 +214,7 @@ class Reader:
         try:
             calls = self._form.read(text)
             for call in calls:
-                dumped(call).encode()  # what is no JSON, or half of a character, is no call
+                dumped(call).encode()  # raises for invalid JSON and half characters
         except (ValueError, TypeError, RecursionError) as error:
             return None if isinstance(error, Unclosed) and not is_last else []
         return [typed(call, self._tools) for call in calls] if self._form.is_untyped else calls
@@ -239,7 +239,7 @@ def read_answer(
 
 
 def whole(reader: Reader, text: str) -> AnswerPiece:
-    """Return what a reader makes of a whole answer."""
+    """Parse a whole answer with a reader."""
     pieces = [*reader.feed(text, over=True)]
     return AnswerPiece(
         "".join(piece.text for piece in pieces),

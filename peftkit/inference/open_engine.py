@@ -1,16 +1,15 @@
-"""The choice of the engine for a model: `CachedEngine`, or `PlainEngine` over `model.generate`.
+"""The engine of a model: `CachedEngine`, or `PlainEngine` over `model.generate`.
 
-`PlainEngine` is for models whose cache cannot be taken apart: states or convolutions,
-encoder-decoders, virtual tokens, positions of their own, and prompts with media. It runs a batch
-until its last row has ended; later requests wait for the next batch. Each row still has its own
-settings, seed, adapter and end.
+`PlainEngine` serves models whose cache cannot be split by rows: states or convolutions,
+encoder-decoders, virtual tokens, custom positions, and prompts with media. It runs a batch until
+its last row has ended; later requests wait for the next batch. Each row still has separate
+settings, seed, adapter and end tokens.
 
 Shapes: B rows, T tokens of the longest prompt, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 import weakref
 from collections import deque
@@ -33,8 +32,10 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from peftkit.data.pack import padded_rows
+from peftkit.events import Fallback
 from peftkit.execution.environment import Environment, free_now
-from peftkit.execution.plan import compute_dtype
+from peftkit.execution.plan import ExecutionPlan, compute_dtype
+from peftkit.forward.compat import missing_arguments
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import (
     AnswerTooLarge,
@@ -48,14 +49,15 @@ from peftkit.inference.engine import (
     table_of,
 )
 from peftkit.inference.ready import on_device
+from peftkit.inference.recorder import unrecorded, why_not_recorded
 from peftkit.inference.sampling import Sampling
 from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import evaluating
 from peftkit.model.places import num_virtual
 
 CACHE_SHARE = {"cpu": 0.5, "cuda": 0.8}
-"""Of the free memory, for keys and values. The rest is for passes over prompts and the choice of
-tokens; on a CPU also for unpacked weights (`ready.COPY_SHARE`)."""
+"""Share of the free memory for keys and values. Prompts and sampling need the rest, and on a CPU
+also unpacked weights (`ready.COPY_SHARE`)."""
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 TOLERANCE_16_BIT = 0.1
 """Difference of logits, as a share of their standard deviation; a wrong mask makes it about 1."""
@@ -77,7 +79,7 @@ def open_engine(
     use: Use | None = None,
     on_fewer: OnFewer | None = None,
 ) -> Engine:
-    """Return an engine for a model, to be entered: `CachedEngine` where possible.
+    """Return an engine for a model, a context manager: `CachedEngine` if possible.
 
     Args:
         limits: By default `tokens` are as many as fit into memory.
@@ -95,7 +97,7 @@ def tokens_that_fit(model: Any, *, left: float = 0.0) -> int | None:
     """Return for how many tokens keys and values fit into memory; None: unknown.
 
     Args:
-        left: Share of the free memory that something else will take.
+        left: Share of the free memory that is reserved for other uses.
     """
     environment = free_now(model.device)
     size = bytes_per_token(model.config.get_text_config(), compute_dtype(model))
@@ -108,16 +110,17 @@ def cache_tokens(environment: Environment, size: int, taken: int = 0) -> int:
     """Return for how many tokens keys and values fit.
 
     Args:
-        size: Bytes of a token. taken: Bytes of the free memory that something else will take.
+        size: Bytes of a token.
+        taken: Bytes of the free memory that are reserved for other uses.
     """
     share = CACHE_SHARE["cuda" if environment.on_gpu else "cpu"]
     return int(share * max(environment.usable - taken, 0)) // size
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int | None:
-    """Return the bytes of a token's keys and values; None: the config does not say.
+    """Return the bytes of a token's keys and values; None: the config lacks the sizes.
 
-    One layer is counted twice: so it exists while it grows.
+    One layer is counted twice, since its copy exists while the cache grows.
     """
     query_heads = getattr(config, "num_attention_heads", None)
     heads = getattr(config, "num_key_value_heads", None) or query_heads
@@ -128,12 +131,12 @@ def bytes_per_token(config: Any, dtype: torch.dtype) -> int | None:
 
 
 def why_plain(model: Any, tokenizer: Any) -> str | None:
-    """Return why a model needs `PlainEngine`; None: it does not.
+    """Return in a sentence why a model needs `PlainEngine`; None: it does not.
 
     Runs the model on a few tokens, once for each dtype.
     """
     if num_virtual(model):
-        return "virtual tokens"
+        return "The adapter has virtual tokens, which the engine's cache does not hold."
     config = model.config.get_text_config()
     reasons = _reasons.setdefault(model, {})
     dtype = compute_dtype(model)
@@ -142,25 +145,43 @@ def why_plain(model: Any, tokenizer: Any) -> str | None:
     return reasons[dtype]
 
 
+def generation_fallbacks(model: Any, tokenizer: Any) -> list[Fallback]:
+    """Return why completions of a model are slower than those of a recorded `CachedEngine`."""
+    why = why_plain(model, tokenizer)
+    if why is None:
+        on_gpu = ExecutionPlan.for_model(model).records_decoding
+        problem = why_not_recorded(model) if on_gpu else ""
+        return [unrecorded(problem)] if problem else []
+    return [
+        Fallback(
+            path="Completions are generated batch by batch",
+            cause=why,
+            cost="A batch ends with its longest completion; later requests wait for the next one.",
+            fix="Merge the adapter and serve it with vLLM, or use a method for linear layers."
+            if num_virtual(model)
+            else "Keep requests of like length together; vLLM serves more architectures.",
+        )
+    ]
+
+
 def _by_its_class(model: Any, config: Any) -> str | None:
     if model.config.is_encoder_decoder:
-        return "an encoder and a decoder"
-    names = inspect.signature(type(model).forward).parameters
-    if not {"position_ids", "past_key_values", "logits_to_keep"} <= names.keys():
-        return "positions of its own"
+        return "The model is an encoder-decoder."
+    if missing := missing_arguments(model, ("position_ids", "cache", "logits_to_keep")):
+        return f"{missing}, which the engine needs."
     can = getattr(type(model), "_can_set_attn_implementation", None)
     if not (can and can()):
-        return "attention of its own"
+        return f"{type(model).__name__} does not support other implementations of attention."
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [rope, *(one for one in rope.values() if isinstance(one, dict))]
     if {one.get("rope_type") for one in ropes} & {"dynamic", "longrope"}:
-        return "positions that depend on the longest row"
+        return "Its positions depend on the longest row (rope_type dynamic or longrope)."
     layers = DynamicCache(config=config).layers
     if len(layers) != config.num_hidden_layers:
-        return "layers that share a cache"
+        return "Some of its layers share a cache."
     kinds = {type(layer) for layer in layers} - {DynamicLayer, DynamicSlidingWindowLayer}
     if kinds:
-        return f"a cache of {', '.join(sorted(kind.__name__ for kind in kinds))}"
+        return f"Its cache has {', '.join(sorted(kind.__name__ for kind in kinds))}."
     return None
 
 
@@ -179,7 +200,7 @@ def _by_trying(model: Any, tokenizer: Any, config: Any) -> str | None:
     except AnswerTooLarge:  # says nothing of the model
         raise
     except Exception as problem:  # whatever a model raises that cannot use such a cache
-        return f"attention of its own ({type(problem).__name__}: {problem})"
+        return f"Its attention fails over the engine's cache: {type(problem).__name__}: {problem}"
     for ids, completion in zip(prompts, answers, strict=True):
         for number, chosen in enumerate(completion.chosen):
             with on_device(model.device), evaluating(model):
@@ -188,7 +209,7 @@ def _by_trying(model: Any, tokenizer: Any, config: Any) -> str | None:
             expected = logits.log_softmax(-1).tolist()
             error = max(abs(expected[token] - log_prob) for token, log_prob in chosen.top)
             if not error <= tolerance * float(logits.std()):
-                return "attention of its own"
+                return "Its attention computes other logits over the engine's cache."
     return None
 
 

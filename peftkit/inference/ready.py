@@ -1,4 +1,4 @@
-"""What is done to a model before it makes tokens, and undone after."""
+"""Prepare a model for generation, and restore it afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from peftkit.model.blocks import is_sharded
 from peftkit.quant.copies import copies_kept
 
 COPY_SHARE = 0.5
-"""Of the free main memory, for unpacked copies of weights."""
+"""Share of the free main memory for unpacked copies of weights."""
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from peftkit.events import Fallback
 from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.inference.cache import SMALLEST, Arena, power_of_two
 from peftkit.inference.cached_attention import Block, Decode
 from peftkit.inference.engine import Completion, masked, table_of
+from peftkit.model.blocks import is_sharded, is_streamed
 
 EAGER_STEPS = 4
 """Eager calls of a shape before it is captured as a CUDA graph."""
@@ -59,18 +61,33 @@ class Batch:
                 owner.take(choice)
 
 
-def is_recordable(model: Any) -> bool:
-    """Return whether a model's steps can be captured as CUDA graphs.
-
-    They cannot if a capture has failed, or if torch reads the rows of each expert on the host
-    (ATen's GroupedBlas.cpp).
-    """
+def why_not_recorded(model: Any) -> str:
+    """Return why a model's decoding steps on a GPU are not captured as CUDA graphs, or ""."""
+    if is_sharded(model) or is_streamed(model):
+        return "Its blocks wait for other processes or host memory; no graph captures that."
     if model in _unrecordable:
-        return False
+        return "Capturing a step has failed."
+    if _reads_on_host(model):
+        return "The grouped product of its experts reads its sizes on the host."
+    return ""
+
+
+def _reads_on_host(model: Any) -> bool:
+    """Return whether torch reads the rows of each expert on the host (ATen's GroupedBlas.cpp)."""
     if getattr(model.config.get_text_config(), "_experts_implementation", "") != "grouped_mm":
-        return True
+        return False
     major, _ = torch.cuda.get_device_capability(model.device)
-    return major in GROUPED_ON_CARD and model.dtype == torch.bfloat16
+    return major not in GROUPED_ON_CARD or model.dtype != torch.bfloat16
+
+
+def unrecorded(cause: str) -> Fallback:
+    """Return the fallback of a model whose decoding steps are not captured."""
+    return Fallback(
+        path="Decoding runs without CUDA graphs",
+        cause=f"{cause.rstrip('.')}.",
+        cost="Each token launches hundreds of kernels; small batches are several times slower.",
+        fix="Keep the whole base on one GPU; for mixtures of experts, load it in bf16.",
+    )
 
 
 class Recorder:
@@ -126,7 +143,7 @@ class Recorder:
             self.is_able = False
             if not is_out_of_memory(problem):
                 _unrecordable.add(self._model)
-            _LOG.warning("Decoding runs without CUDA graphs: %s", str(problem).splitlines()[0])
+            _LOG.warning("%s", unrecorded(str(problem).splitlines()[0]).text)
             return None
         self.num_recorded += 1
         return graph, out

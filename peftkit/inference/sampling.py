@@ -1,7 +1,7 @@
-"""Sampling of the next token, for each row of a batch by its own settings.
+"""Sampling of the next token, with separate settings for each row of a batch.
 
 A row's random numbers are a function of its seed and its number of tokens: they depend neither on
-the other rows of the batch nor on the order of requests.
+other rows of the batch nor on the order of requests.
 
 Shapes: B rows, V tokens of the vocabulary, K likeliest tokens that are reported.
 """
@@ -20,9 +20,9 @@ from peftkit.errors import DataError
 
 MAX_NEW_TOKENS = 256
 COLDEST = 1e-6
-"""Lower temperatures sample as this one, by which logits can be divided in float32."""
+"""Minimum temperature, by which float32 logits can be divided."""
 LIKELY = 1024
-"""Tokens among which top_p and top_k look first: to sort them all takes 18 times as long."""
+"""Number of likeliest tokens that are sorted first: sorting all takes 18 times as long."""
 ALL = 1 << 30
 """More tokens than any vocabulary has."""
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as SplitMix64 steps
@@ -38,12 +38,12 @@ class Sampling:
         temperature: 0: greedy; above: sample from softmax(logits / temperature).
         top_p: Sample only from the most likely tokens with this total probability.
         top_k: Sample only from this many of the most likely tokens; 0: from all.
-        seed: Of the sampling; None: drawn from torch's global generator.
-        stops: Token ids that end an answer, besides the tokenizer's and the model's end tokens.
+        seed: Random seed; None: drawn from torch's global generator.
+        stops: Further token ids that end an answer, like the tokenizer's and model's end tokens.
         top_logprobs: Number of likeliest tokens to report with each chosen one.
 
     Raises:
-        DataError: A value is out of its range.
+        DataError: A value is out of range.
     """
 
     max_new_tokens: int = MAX_NEW_TOKENS
@@ -100,8 +100,8 @@ class Chosen(NamedTuple):
     """The next token of one row.
 
     Attributes:
-        log_prob: Of the token, by softmax(logits / temperature), before top_p and top_k; of greedy
-            answers by softmax(logits).
+        log_prob: Log-probability by softmax(logits / temperature), before top_p and top_k; for
+            greedy answers by softmax(logits).
         top: The likeliest tokens with their log-probabilities, if requested; fewer where a
             constraint allows no more.
     """
@@ -158,7 +158,7 @@ class SamplingTable:
         self._wants_log_probs = wants_log_probs
 
     def choose(self, logits: Tensor) -> Tensor:
-        """Choose a token for each row; it waits for the device only where top_p alone cuts.
+        """Choose a token for each row; synchronises with the device only for top_p without top_k.
 
         Args:
             logits: (B, V).
@@ -205,7 +205,7 @@ class SamplingTable:
         return tokens.clamp_max(probabilities.shape[1] - 1)[:, 0]
 
     def _likeliest(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the likeliest tokens, as many as any cut may keep.
+        """Return the likeliest tokens, at least all that top_p and top_k keep.
 
         Returns:
             Their probabilities, descending, and their ids: (B, N).

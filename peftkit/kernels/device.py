@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peftkit.events import Fallback
+
 Device = torch.device
 
 
@@ -120,6 +122,38 @@ def forked_generators(device: Device, *, enabled: bool = True) -> AbstractContex
     return torch.random.fork_rng(devices=[device], device_type=device.type, enabled=enabled)
 
 
+class Pinning:
+    """Notes that main memory could not be pinned, which is reported once."""
+
+    def __init__(self) -> None:
+        self.problem, self._is_reported = "", False
+
+    def failed(self, error: Exception) -> None:
+        self.problem = self.problem or str(error).partition("\n")[0]
+
+    def report(self) -> str:
+        """Return the fallback in words at the first call after a failure; else ""."""
+        fallback = None if self._is_reported else self.fallback
+        self._is_reported = self._is_reported or fallback is not None
+        return "" if fallback is None else fallback.text
+
+    @property
+    def fallback(self) -> Fallback | None:
+        """The fallback, if memory could not be pinned."""
+        if not self.problem:
+            return None
+        return Fallback(
+            path="Copies to the GPU are from pageable memory",
+            cause=f"Main memory could not be pinned: {self.problem}",
+            cost="A copy takes about twice as long and blocks Python.",
+            fix="Raise the limit of locked memory (ulimit -l), or free main memory.",
+        )
+
+
+PINNING = Pinning()
+"""The failures of this process."""
+
+
 def pinned_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return empty main memory, pinned where the system allows; torch rounds up to powers of two.
 
@@ -127,7 +161,8 @@ def pinned_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
-    except RuntimeError:
+    except RuntimeError as error:
+        PINNING.failed(error)
         return torch.empty(shape, dtype=dtype)
 
 
@@ -135,7 +170,8 @@ def pinned_copy(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor in pinned memory, or the tensor itself if pinning fails."""
     try:
         return tensor.pin_memory()
-    except RuntimeError:
+    except RuntimeError as error:
+        PINNING.failed(error)
         return tensor
 
 

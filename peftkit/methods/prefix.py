@@ -19,13 +19,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, EncoderDecoderCache
 
 from peftkit.errors import AdapterError, TargetError
+from peftkit.forward.compat import cache_in, cache_name
 from peftkit.methods.base import AdapterModule
 from peftkit.methods.virtual import (
     StackInputs,
     VirtualFormat,
     VirtualMethod,
     VirtualTokens,
-    arguments,
     num_past,
 )
 from peftkit.model.modes import evaluating
@@ -163,7 +163,7 @@ def _shape(stack: Any, method_type: str) -> tuple[int, int, int]:
     """
     pairs: list[Pair] = []
     reason = "It takes no past keys and values."
-    if "past_key_values" in arguments(stack):
+    if cache_name(stack) is not None:
         try:
             pairs = keys_and_values(stack, _one_token(stack))
         except Exception as error:  # models raise different errors for an unsupported cache
@@ -208,7 +208,7 @@ class _Hooks(StackInputs):
         if not self.module.enabled:
             return None
         inputs = self.named(args, kwargs)
-        cache = inputs.get("past_key_values")
+        cache = cache_in(inputs)
         past = num_past(cache)
         self.lengthen(inputs, past)
         if not past:
@@ -225,6 +225,7 @@ class _Hooks(StackInputs):
         self, stack: Any, cache: Any, use_cache: bool | None, num_rows: int
     ) -> dict[str, Any]:
         """Return a cache that begins with the prefix, and `use_cache` for the stack."""
+        name = str(self.cache_name)
         pairs = [
             (
                 keys.to(stack.dtype).expand(num_rows, -1, -1, -1),
@@ -235,7 +236,7 @@ class _Hooks(StackInputs):
         if use_cache is None:
             use_cache = bool(getattr(stack.config, "use_cache", False))
         if self.recomputed or not (use_cache or cache is not None):
-            return {"past_key_values": read_cache(stack, pairs)[1], "use_cache": self.only_used}
+            return {name: read_cache(stack, pairs)[1], "use_cache": self.only_used}
         if cache is None:
             cache = DynamicCache(config=stack.config)
             if stack.config.is_encoder_decoder:
@@ -243,16 +244,16 @@ class _Hooks(StackInputs):
         layers_cache = getattr(cache, "self_attention_cache", cache)
         for layer, (keys, values) in enumerate(pairs):
             layers_cache.update(keys, values, layer)
-        return {"past_key_values": cache, "use_cache": use_cache or self.only_used}
+        return {name: cache, "use_cache": use_cache or self.only_used}
 
     def after(self, stack: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.recomputed:
             _pass_cache_to_blocks(stack, False)
             self.recomputed = False
-        cache = getattr(output, "past_key_values", None)
+        cache = cache_in(output)
         if not isinstance(getattr(cache, "self_attention_cache", cache), ReadCache):
             return None
-        return type(output)(**{k: v for k, v in output.items() if k != "past_key_values"})
+        return type(output)(**{k: v for k, v in output.items() if v is not cache})
 
 
 def _pass_cache_to_blocks(stack: Any, allowed: bool) -> None:
@@ -284,7 +285,7 @@ def keys_and_values(stack: Any, ids: Tensor, *, use_cache: bool = True) -> list[
     """
     recorded, cache = read_cache(stack, [])
     with evaluating(stack):
-        stack(input_ids=ids, past_key_values=cache, use_cache=use_cache)
+        stack(input_ids=ids, use_cache=use_cache, **{str(cache_name(stack)): cache})
     return [recorded.last_pairs[layer] for layer in sorted(recorded.last_pairs)]
 
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import TargetError
+from peftkit.forward.compat import arguments, cache_in, cache_name
 from peftkit.methods.base import AdapterModule
 from peftkit.methods.virtual import (
     StackInputs,
     VirtualFormat,
     VirtualMethod,
     VirtualTokens,
-    arguments,
     num_past,
 )
 from peftkit.model.targets import Site
@@ -149,7 +149,7 @@ class _Hooks(StackInputs):
         if not self.module.enabled:
             return None
         inputs = self.named(args, kwargs)
-        past = num_past(inputs.get("past_key_values"))
+        past = num_past(cache_in(inputs))
         self.lengthen(inputs, past)
         if not past:  # otherwise they are in the cache
             self._prepend(inputs)
@@ -206,9 +206,8 @@ def _pools_the_first(model: nn.Module) -> bool:
     BERT's pooler does this inside the stack; PEFT does it for all classifiers of this kind.
     """
     name, config = type(model).__name__, model.config
-    causal = "past_key_values" in arguments(model)
     return (
         name.endswith("ForSequenceClassification")
-        and not causal
+        and cache_name(model) is None
         and getattr(config, "classifier_pooling", "cls") == "cls"
     )

@@ -10,7 +10,6 @@ size.
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import AdapterError, TargetError
+from peftkit.forward.compat import CACHE_NAMES, arguments, cache_name
 from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method
 from peftkit.methods.peft_format import LAYERS, PROMPT, M, PeftFormat
 from peftkit.model.places import embedding_of, find_places, unwrap_adapter
@@ -177,15 +177,20 @@ class StackInputs:
 
     Attributes:
         module: Holds the virtual tokens.
+        cache_name: Name of the stack's argument for the key-value cache, if it has one.
     """
 
     def __init__(self, stack: nn.Module, module: VirtualTokens) -> None:
         self.stack, self.module = stack, module
-        self._names = arguments(stack)
+        self._names, self.cache_name = arguments(stack), cache_name(stack)
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all inputs of the stack as keyword arguments."""
-        return {**dict(zip(self._names, args, strict=False)), **kwargs}
+        """Return all inputs of the stack as keyword arguments; its cache has its current name."""
+        inputs = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        for name in CACHE_NAMES:
+            if name in inputs and self.cache_name not in (None, name):
+                inputs[str(self.cache_name)] = inputs.pop(name)
+        return inputs
 
     def lengthen(self, inputs: dict[str, Any], num_past: int) -> None:
         """Extend the attention mask and shift the positions by the virtual tokens.
@@ -227,10 +232,6 @@ class StackInputs:
                 fix="Fill and use a cache with the adapter in the same state; assisted decoding "
                 "is not possible with it.",
             )
-
-
-def arguments(module: nn.Module) -> tuple[str, ...]:
-    return tuple(inspect.signature(module.forward).parameters)
 
 
 def num_past(cache: Any) -> int:

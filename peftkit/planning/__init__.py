@@ -1,1 +1,1 @@
-"""What a run will cost, before it runs."""
+"""Estimates of the memory, time and disk of a run."""

@@ -26,7 +26,7 @@ from peftkit.inference.call_style import CallStyle
 from peftkit.inference.engine import Limits as EngineLimits
 from peftkit.inference.engine import Request as EngineRequest
 from peftkit.inference.engine import context_length
-from peftkit.inference.open_engine import tokens_that_fit
+from peftkit.inference.open_engine import generation_fallbacks, tokens_that_fit
 from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
 from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.serve.access import Gate
@@ -191,6 +191,8 @@ class _Service:
     def __init__(self, bank: AdapterBank, models: Models, worker: Worker, limits: Limits) -> None:
         self._bank, self._models, self._worker, self._limits = bank, models, worker, limits
         self._began = time.time()
+        slower = generation_fallbacks(bank.base.model, bank.base.tokenizer)
+        self._fallbacks = [fallback.text for fallback in slower]
         self._grammars: dict[tuple[int, ...], Grammars] = {}
         self._call_styles = cache(lambda style: CallStyle(bank.base.tokenizer, style))
         self._stops = cache(lambda style: tuple(stop_ids(bank.base.tokenizer, style)))
@@ -203,7 +205,8 @@ class _Service:
 
     async def health(self, request: Request) -> Response:
         alive = self._worker.is_alive
-        return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
+        facts = {"status": "ok" if alive else "stopped", "fallbacks": self._fallbacks}
+        return JSONResponse(facts, 200 if alive else 503)
 
     async def models(self, request: Request) -> Response:
         names = self._models.listed(request.state.owner)

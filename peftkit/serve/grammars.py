@@ -40,8 +40,8 @@ class Grammars:
 
     def _constraint(self, text: str, param: str, *, is_lark: bool) -> Constraint:
         if find_spec("llguidance") is None:
-            found = "llguidance is not installed on the server."
-            raise _no_grammar(found, "pip install 'peftkit[json]'", param)
+            reason = "llguidance is not installed on the server."
+            raise _no_grammar(reason, "pip install 'peftkit[json]'", param)
         from llguidance import LLMatcher
         from llguidance.hf import from_tokenizer
 
@@ -53,14 +53,14 @@ class Grammars:
             of_text = LLMatcher.grammar_from_lark if is_lark else LLMatcher.grammar_from_json_schema
             grammar = of_text(text)
         except ValueError as problem:
-            found = str(problem).splitlines()[0]
-            raise _no_grammar(found, "Use another schema.", param) from None
+            reason = str(problem).splitlines()[0]
+            raise _no_grammar(reason, "Use another schema.", param) from None
         if problems := LLMatcher.validate_grammar(grammar, self._guidance_tokenizer):
             raise _no_grammar(problems.splitlines()[0], "Use another schema.", param)
         return Constraint(LLMatcher(self._guidance_tokenizer, grammar), self._vocab_size)
 
 
-def _no_grammar(found: str, fix: str, param: str) -> RequestError:
+def _no_grammar(reason: str, fix: str, param: str) -> RequestError:
     return RequestError(
-        f"the completion cannot be constrained to this {param}.", found=found, fix=fix, param=param
+        f"the completion cannot be constrained to this {param}.", found=reason, fix=fix, param=param
     )

@@ -34,7 +34,7 @@ class RequestError(PeftkitError):
 
     def __init__(
         self,
-        asked: str,
+        problem: str,
         *,
         found: str = "",
         fix: str = "",
@@ -42,7 +42,7 @@ class RequestError(PeftkitError):
         code: str | None = None,
         param: str | None = None,
     ) -> None:
-        super().__init__(asked, found=found, fix=fix)
+        super().__init__(problem, found=found, fix=fix)
         self.status, self.code, self.param = status, code, param
 
 

@@ -37,12 +37,12 @@ class Task(ABC):
     or a reference model, also derives from `peftkit.tasks.run_hooks.RunHooks`.
 
     A row may have a `source` ("train.jsonl:7"), its `input_ids` and, for an encoder-decoder,
-    `num_decoder_tokens`. Losses and target counts add up: those of a batch are the sums over its
-    rows, given the values that `RunHooks.before_step` computed for the step.
+    `num_decoder_tokens`. The loss and the target count of a batch are sums over its rows, given
+    the values that `RunHooks.before_step` computed for the step.
 
     Args:
         processor: The base's tokenizer, image processor, or processor of both.
-        style: The prompt style that the adapter was trained with; None: the style of the rows.
+        style: Prompt style of the adapter's training; None: the style of the rows.
 
     Attributes:
         tokenizer: The processor, or its tokenizer.
@@ -122,8 +122,12 @@ class Task(ABC):
         """
 
     def metric_means(self, means: Sequence[float]) -> dict[str, float]:
-        """Return metrics by name, from the means of `metric_names`."""
+        """Return a dictionary of metrics, from the means of `metric_names`."""
         return dict(zip(self.metric_names, means, strict=True))
+
+    def eval_means(self, means: Sequence[float]) -> dict[str, float]:
+        """Return metrics of an evaluation during training, from the means over all its rows."""
+        return self.metric_means(means)
 
     def spans(self, row: Any) -> list[tuple[str, str]]:
         """Return a row as the loss sees it, as labelled segments of text."""
@@ -140,7 +144,7 @@ class Task(ABC):
 def mean_loss(
     task: Task, model: nn.Module, rows: Sequence[Any], on_event: Listener = ignore
 ) -> tuple[dict[str, float], int]:
-    """Return the means of a task's loss and metrics over rows, by name, and the target count."""
+    """Return the means of a task's loss and metrics over rows, and the target count."""
     total, num_targets = torch.zeros(1 + len(task.metric_names), dtype=torch.float64), 0
     compute = partial(task.loss, model)
     for _, batch, sums in over_batches(task, model, rows, "Measuring", on_event, compute):
@@ -168,7 +172,7 @@ def over_batches(
         RunError: A single row does not fit into memory.
     """
     device = next(model.parameters()).device
-    order = tokens_of_each(rows).sort(stable=True).indices  # little padding
+    order = tokens_of_each(rows).sort(stable=True).indices  # rows of one length: little padding
 
     def split(rows: Sequence[Any], size: int) -> list[Part]:
         return split_micro_batches(rows, len, size, bucket_key=task.bucket_key)
@@ -177,7 +181,7 @@ def over_batches(
         batch = {name: tensor.to(device) for name, tensor in task.collate(part).items()}
         return batch, compute(batch)
 
-    done, fix = 0, "Cut the rows (data.max_length), or load the base quantised (nf4)."
+    done, fix = 0, "Lower data.max_length, or quantise the base (base.quantize: nf4)."
     by_length = View([rows], order)
     for part, result, _ in batches_that_fit(by_length, BATCH_SIZE, split, computed, fix=fix):
         on_event(Progress(text, done, len(order)))

@@ -16,7 +16,7 @@ from peftkit.execution.parallel import Parallel, Part
 T = TypeVar("T")
 
 BATCH_SIZE = 8
-"""Rows at once where nothing is trained."""
+"""Rows of a batch if nothing is trained."""
 
 TOO_LARGE = (
     "Lower data.max_length, set train.gradient_checkpointing: auto, or quantise the base "
@@ -25,16 +25,16 @@ TOO_LARGE = (
 
 
 class RowTooLarge(RunError):
-    """One row alone does not fit into memory."""
+    """A single row does not fit into memory."""
 
 
 def too_large(
     row: Any, rows: Sequence[Any], fits: Callable[[Any], bool], *, fix: str = TOO_LARGE
 ) -> RowTooLarge:
-    """Return the error for a row that does not fit by itself, saying how long a row may be.
+    """Return the error for a single row that does not fit, with the longest length that fits.
 
     Args:
-        rows: Others to try, of which the longest that fits is searched by bisection.
+        rows: Candidates; a bisection finds the longest that fits.
         fits: Tries a row.
     """
     length = num_tokens(row)
@@ -53,7 +53,7 @@ def too_large(
     elif candidates:
         size += f" Not even the shortest row, of {candidates[0]:,} tokens, would fit."
     return RowTooLarge(
-        f"one row alone does not fit into memory: {getattr(row, 'source', 'row')}",
+        f"a single row does not fit into memory: {getattr(row, 'source', 'row')}",
         found=size,
         fix=fix,
     )
@@ -71,15 +71,15 @@ def split_micro_batches(
     max_tokens: int | None = None,
     bucket_key: Callable[[Any], Any] | None = None,
 ) -> list[Sequence[Any]]:
-    """Return rows in micro-batches of at most so many rows and tokens, padding included.
+    """Return rows in micro-batches of at most `max_rows` and `max_tokens`, padding included.
 
-    They keep their order unless that has too many tokens. Then they are sorted, the longest first:
-    rows of a length lie together, and where memory does not suffice, that shows at once. One row
-    alone may have more tokens.
+    If the given order exceeds `max_tokens`, rows are sorted, longest first: neighbours then have
+    similar lengths, and the first micro-batch shows whether memory suffices. A single row may
+    exceed the limit.
 
     Args:
-        num_positions: Tokens of rows that go through the model at once, padding included.
-        bucket_key: Rows of different kinds share no micro-batch; None: all are of one kind.
+        num_positions: Returns the tokens of a micro-batch, padding included.
+        bucket_key: Rows with different keys share no micro-batch; None: all rows may.
     """
     if bucket_key is not None and len(rows) and bucket_key(rows[0]) is not None:
         groups: dict[Any, list[Any]] = {}
@@ -107,7 +107,7 @@ class OnDevice(Mapping[str, Tensor]):
     """A batch on a device; each tensor is moved once, when it is first read.
 
     Attributes:
-        host: The batch where it was made.
+        host: The batch as collated, on the CPU.
     """
 
     def __init__(self, batch: Mapping[str, Tensor], device: torch.device) -> None:
@@ -128,7 +128,7 @@ class OnDevice(Mapping[str, Tensor]):
 
 
 def on_host(batch: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return a tensor of a batch as it was collated, without a wait for the device."""
+    """Return a tensor of a batch on the CPU, without synchronizing with the device."""
     return batch.host[name] if isinstance(batch, OnDevice) else batch[name]
 
 
@@ -144,25 +144,22 @@ def batches_that_fit(
     ahead: Callable[[Part], None] = lambda part: None,
     is_shared: bool = False,
 ) -> Iterator[tuple[Part, T, bool]]:
-    """Yield rows that go through the model at once, what is computed of them, and whose they are.
+    """Yield each batch of rows, its result, and whether the rows belong to this process.
 
-    A batch for which memory runs out is tried again with half as many rows, and so are those after
-    it. On several processes all have to call it: see `Parallel.align`.
+    If a batch runs out of memory, it and all later batches are retried with half as many rows.
+    With several processes, all must call this function; see `Parallel.align`.
 
     Args:
-        size: Rows at once, at first.
-        split: Returns rows in parts of at most so many.
-        fix: What to do about a row that does not fit by itself.
-        on_fewer: Called with the new size when memory has run out.
-        ahead: Called with the rows that come after those that are computed next.
-        is_shared: Whether processes share the model and do not align their batches: then what runs
-            out of memory raises, because all would have to halve together.
-
-    Yields:
-        The rows, the result, and whether the rows are this process's own.
+        size: Initial batch size.
+        split: Splits rows into batches of at most a given size.
+        fix: Advice for a single row that does not fit.
+        on_fewer: Called with the new size after memory ran out.
+        ahead: Called with each batch while the batch before it is computed.
+        is_shared: Whether processes share the model without aligning their batches. Running out
+            of memory then raises, because all processes would have to halve together.
 
     Raises:
-        RunError: A row does not fit.
+        RunError: A single row does not fit.
     """
 
     def can_halve(error: Exception) -> bool:
@@ -180,16 +177,16 @@ def batches_that_fit(
     for part, _ in pending[:1]:
         ahead(part)
     while pending:
-        part, is_own = pending[0]
-        for coming, _ in pending[1:2]:
-            ahead(coming)
+        part, is_local = pending[0]
+        for next_part, _ in pending[1:2]:
+            ahead(next_part)
         result = result_of(part)
         if result is not None:
             pending.pop(0)
-            yield part, result, is_own
+            yield part, result, is_local
             continue
         if len(part) == 1:
             raise too_large(part[0], rows, lambda row: result_of([row]) is not None, fix=fix)
         size = len(part) // 2
         on_fewer(size)
-        pending = aligned([row for part, is_own in pending if is_own for row in part])
+        pending = aligned([row for part, is_local in pending if is_local for row in part])

@@ -1,7 +1,7 @@
-"""The section of a recipe that every task has: `task`, as `{type: ...}` or as the type alone.
+"""The base class of a recipe's `task` section.
 
-It says which model the task needs (`purpose`, after `resolve` has read the labels from the data)
-and makes the task itself, `on` that model.
+`resolve` reads labels from the data, `purpose` then describes the model to load, and `on` creates
+the task for that model.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Predicts = Literal["texts", "rows", "audio"]
 
 
 class TaskConfig(Config, ABC):
-    """What every task's config has: a recipe's `task`, as `{type: ...}` or as the type alone."""
+    """A recipe's `task`: `{type: ...}` with settings, or the type alone."""
 
     task_type: ClassVar[str | None]
     """PEFT's task type; None where PEFT has none."""
     auto_class: ClassVar[str]
     """transformers' auto class of the model."""
     processor: ClassVar[Processor] = "tokenizer"
-    """What turns raw inputs into tensors; passed to `on`."""
+    """Kind of processor that `on` receives."""
     command: ClassVar[str] = "peftkit eval {folder} --data FILE"
     """The command that uses an adapter of the task."""
     generates: ClassVar[bool] = False
@@ -44,25 +44,25 @@ class TaskConfig(Config, ABC):
     writes_text: ClassVar[bool] = False
     """Whether text can be sampled during training (train.sample_every)."""
     data_fields: ClassVar[frozenset[str]] = frozenset()
-    """Fields of DataConfig that this task reads besides train and eval; others are refused."""
+    """Fields of DataConfig that the task reads in addition to train and eval; others are errors."""
     evaluates_answers: ClassVar[bool] = False
-    """Whether `peftkit eval` compares greedy completions with the rows' own answers."""
+    """Whether `peftkit eval` compares greedy completions with the answers of the rows."""
     predicts: ClassVar[frozenset[Predicts]] = frozenset()
-    """What its adapters predict for: texts, rows of a file, or audio files."""
+    """Inputs of `peftkit predict`: texts, rows of a file, or audio files."""
     scores_documents: ClassVar[bool] = False
     """Whether the loss needs the log-probabilities of whole documents, not their cross-entropy."""
     measures_before: ClassVar[bool] = False
-    """Whether the base model is evaluated before training, too."""
+    """Whether a run also evaluates the base before training."""
     num_texts: ClassVar[int] = 1
-    """Least number of texts in a row, each of up to data.max_length tokens."""
+    """Minimum number of texts in a row, each of up to data.max_length tokens."""
 
     task: ClassVar[Callable[..., Task]]
-    """Makes the task; takes the arguments of `on`."""
+    """Creates the task from the arguments of `on`."""
 
     type: str
 
     def resolve(self, data: DataConfig) -> TaskConfig:
-        """Return the config with what `purpose` needs, read from the training data.
+        """Return the config with the labels that `purpose` needs, read from the training data.
 
         Raises:
             DataError: The data cannot be read, or is ambiguous.
@@ -71,7 +71,7 @@ class TaskConfig(Config, ABC):
 
     @property
     def texts_per_row(self) -> int:
-        """Texts of one row that go through the model in a step, to plan its memory."""
+        """Number of texts of one row in a step, for planning memory."""
         return self.num_texts
 
     @property
@@ -86,7 +86,7 @@ class TaskConfig(Config, ABC):
 
     @property
     def prompt_media(self) -> str:
-        """The kind of media that prompts hold besides text, such as "image"; "": none."""
+        """The kind of media in prompts, such as "image"; "": text alone."""
         return ""
 
     def without_tools(self) -> TaskConfig:
@@ -95,34 +95,30 @@ class TaskConfig(Config, ABC):
 
     @property
     def makes_answers(self) -> str:
-        """The setting by which rows get their answers only after the adapter is attached."""
+        """The setting that has answers generated after the adapter is attached; "": none."""
         return ""
 
     def saved(self) -> dict[str, Any]:
-        """Return the config that is saved with the adapter, for its use and evaluation."""
+        """Return the config that is saved with the adapter."""
         return self.model_dump(mode="json")
 
     @property
     def plain_purpose(self) -> Purpose:
-        """What the base is loaded for, before `resolve` has read its head's labels."""
+        """The purpose of the base, without the head, whose labels `resolve` reads."""
         return Purpose(self.type, self.auto_class, self.processor)
 
     @property
     def head(self) -> ClassHead | None:
-        """The head that the base gets, after `resolve`; None: the one it has."""
+        """The head to add to the base, after `resolve`; None: the base's own head."""
         return None
 
     @property
     def purpose(self) -> Purpose:
-        """What the base is loaded for, with its head."""
+        """The purpose of the base, with its head."""
         return replace(self.plain_purpose, head=self.head)
 
     def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
-        """Write what a merged model needs beside its weights to be used for the task.
-
-        Args:
-            folder: The merged model's. config: Its config. base: The base's folder, if it has one.
-        """
+        """Write the task's further files into a merged model's folder; `base`: its base's."""
         return None
 
     def on(
@@ -134,11 +130,11 @@ class TaskConfig(Config, ABC):
         style: Style | None = None,
         on_event: Listener = ignore,
     ) -> Task:
-        """Make the task for a model that was loaded for `purpose`, adapter and all.
+        """Create the task for a model that was loaded for `purpose` and has its adapter.
 
         Args:
             processor: The base's tokenizer or image processor.
-            style: The prompt style that the adapter was trained with; None: that of the rows.
+            style: Prompt style of the adapter's training; None: the style of the rows.
 
         Raises:
             PeftkitError: The model or the settings do not suit the task.

@@ -1,7 +1,7 @@
-"""Tasks that compare whole documents, and those of them whose answers the model makes itself.
+"""Tasks with losses over whole documents, and tasks that train on rollouts.
 
-Which prompts, seeds and answers a step has is a function of the run's seed, the step and the
-weights: nothing of them is saved, and a resumed run makes them again.
+The prompts, seeds and answers of a step are a function of the run's seed, the step and the
+weights. They are not saved; a resumed run generates them again.
 
 Shapes: n answer tokens of a batch.
 """
@@ -36,7 +36,7 @@ from peftkit.tasks.run_hooks import Reference, RunHooks, TrainingRun
 from peftkit.tasks.tokens import TokenTask
 
 MAX_EMPTY = 20
-"""Steps in a row without anything to learn before the run ends."""
+"""Number of consecutive steps without rows to train on that end the run."""
 
 
 class DocumentTask(RunHooks, CompletingTask, TokenTask):
@@ -47,7 +47,7 @@ class DocumentTask(RunHooks, CompletingTask, TokenTask):
 
     Raises:
         BaseError: The model is not causal.
-        DataError: A chat template or a length that cannot be.
+        DataError: A chat template or length is invalid.
     """
 
     predicts_tokens: ClassVar[bool] = False
@@ -134,17 +134,17 @@ class RolloutTask(DocumentTask):
     def roll_out(
         self, prompts: Sequence[Any], seeds: Sequence[int] | None, sampler: ModelSampler
     ) -> Rollout:
-        """Have the model answer prompts, and score the answers.
+        """Sample answers to prompts, and score them.
 
         Args:
-            seeds: Of each prompt; None: greedy answers, for evaluation.
+            seeds: Seed of each prompt; None: greedy answers, for evaluation.
 
         Raises:
             RunError: A reward function failed.
         """
 
     def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return log-probabilities that a step needs besides the model's."""
+        """Return the log-probabilities that a step needs in addition to the model's."""
         return {}
 
     def remember(self, rows: Sequence[Any], values: Mapping[str, Tensor]) -> None:
@@ -171,7 +171,7 @@ class RolloutTask(DocumentTask):
         return ModelSampler(model, self.tokenizer, MAX_ROWS)
 
     def check_answers(self, run: TrainingRun) -> None:
-        """Make sure that each process can answer prompts by itself.
+        """Check that each process can generate answers alone.
 
         Raises:
             ConfigError: The base is sharded over processes.
@@ -212,7 +212,7 @@ class RolloutTask(DocumentTask):
     def _rolled_out(
         self, prompts: Sequence[Any], seeds: Sequence[int] | None, run: TrainingRun
     ) -> Rollout:
-        """Have prompts answered; leave the generators as they were."""
+        """Call `roll_out` in eval mode, and restore the random generators."""
         before = rng.capture(run.world.device)
         try:
             with run.parallel.together(), evaluating(run.model):
@@ -229,8 +229,8 @@ class RolloutTask(DocumentTask):
                 "the same reward",
                 found=f"Their mean reward is {figures['reward']:.4g}; {figures['cut']:.0%} were "
                 "cut at task.max_new_tokens.",
-                fix="Give a reward that tells answers apart, easier prompts, more answers each, or "
-                "longer ones.",
+                fix="Use a reward that differs between answers, or easier prompts; or raise "
+                "task.answers or task.max_new_tokens.",
             )
 
     @torch.no_grad()

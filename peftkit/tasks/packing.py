@@ -21,7 +21,7 @@ class PackingLoader(RowLoader):
     _has_packed = False
 
     def check_packing(self, model: nn.Module) -> None:
-        """Turn packing off if it is only the default and the model cannot isolate documents.
+        """Disable packing if it is the default and the model cannot isolate documents.
 
         Raises:
             PeftkitError: The recipe requests packing, and the model cannot isolate documents.
@@ -35,7 +35,7 @@ class PackingLoader(RowLoader):
                 raise
             self.data = self.data.without_packing()
             reason = error.found or str(error)
-            self.on_event(Notice(f"Rows are not packed, which only takes longer. {reason}"))
+            self.on_event(Notice(f"Rows are not packed; training takes longer. {reason}"))
 
     def check(self, rows: StoredRows) -> None:
         is_first = self.style is None
@@ -54,7 +54,7 @@ class PackingLoader(RowLoader):
                 self.on_event(Notice(TEXTS_WITH_TURNS.format(mark)))
 
     def prepare(self, rows: LazyRows) -> LazyRows:
-        """Return the rows packed, if requested; by default only if there are enough of them."""
+        """Return the rows, packed if the recipe requests it or if they are many enough."""
         if not self.data.packing or not len(rows):
             return rows
         packed = PackedRows(rows, self.max_length)

@@ -32,11 +32,11 @@ class RowLoader:
 
     Args:
         processor: The base's tokenizer, image processor, or processor of both.
-        style: The prompt style that the adapter was trained with; None: the style of the rows.
+        style: Prompt style of the adapter's training; None: the style of the rows.
 
     Attributes:
         encoder: Encodes records as rows; the task's `build` sets it.
-        max_length: Longest row in tokens; the task's `build` sets it.
+        max_length: Maximum tokens of a row; the task's `build` sets it.
         template: The chat template that replaces the tokenizer's own, if any.
         reasoning: How the assistant's reasoning is handled.
         check_first: Checks the first row of each file, if set.
@@ -66,17 +66,17 @@ class RowLoader:
 
     @property
     def prompt_style(self) -> Style:
-        """The style of prompts, which is set once rows were encoded."""
+        """The style of prompts, available after rows were encoded."""
         assert self.style is not None, "no rows have been encoded"
         return self.style
 
     def load(self, where: str) -> LazyRows:
         """Read a file or data set (see `DataConfig.train`) as rows, and emit their counts.
 
-        Rows are not in memory: each is read from a file of the cache on access.
+        Rows stay on disk: each is read from the cache on access.
 
         Raises:
-            DataError: Rows cannot be used; the message names them.
+            DataError: Rows cannot be used; the message lists them.
             RunError: The disk is full.
         """
         return self.prepare(self.encode(where))
@@ -92,28 +92,28 @@ class RowLoader:
             trained = [(self.load(source.path), source.weight) for source in sources]
             style = self.style
             held = [self.load(share)] if share else []
-            self.style = style  # the system prompt of the training rows
+            self.style = style  # keeps the system prompt of the training rows
         else:
             trained, held = [], []
-            for source in sources:  # split by a hash of each row
+            for source in sources:
                 parts = self.encode(source.path).held_out(share)
                 rows, held_out = map(self.prepare, parts)
                 trained.append((rows, source.weight))
                 held.append(held_out)
-            for what, count in (
+            for use, count in (
                 ("held out", sum(map(len, held))),
                 ("left to train on", sum(len(rows) for rows, _ in trained)),
             ):
                 if not count:
                     raise DataError(
-                        f"data.eval: {share} is no share of {data.train_name}.",
-                        found=f"No row is {what}.",
-                        fix="Take another share, or name a file.",
+                        f"Cannot hold out the share {share} (data.eval) of {data.train_name}.",
+                        found=f"No row is {use}.",
+                        fix="Set another share, or a file.",
                     )
         return weighted(trained), weighted([(rows, 1.0) for rows in held]) if held else []
 
     def check(self, rows: StoredRows) -> None:
-        """Refuse a file that cannot be trained on; adopt its prompt style.
+        """Refuse a file that cannot be used for training; adopt its prompt style.
 
         Raises:
             DataError: Too many rows were dropped, or their styles differ.
@@ -135,7 +135,7 @@ class RowLoader:
             self.check_first(rows[0])
 
     def prepare(self, rows: LazyRows) -> LazyRows:
-        """Return encoded rows as the model is trained on them, for example packed."""
+        """Return encoded rows in the form that the model is trained on, for example packed."""
         return self.encoder.prepare(rows)
 
     def encode(self, where: str) -> StoredRows:
@@ -159,7 +159,6 @@ class RowLoader:
         return rows
 
     def _table(self, rows: StoredRows) -> Iterator[tuple[str, str]]:
-        """Yield the lines of the table of counts."""
         if "format" in rows.agreed:
             yield "format", rows.agreed["format"]
         yield "rows read", f"{rows.num_read:,}"
@@ -174,10 +173,10 @@ class RowLoader:
         if rows.counts["thoughts"]:
             yield f"turns with reasoning ({self.reasoning})", f"{rows.counts['thoughts']:,}"
         if rows.counts["unwritten"]:
-            yield "reasoning that the template leaves out", f"{rows.counts['unwritten']:,}"
+            yield "turns whose reasoning the template omits", f"{rows.counts['unwritten']:,}"
         yield from self.encoder.summary(rows)
-        for number, reason in enumerate(self.encoder.drops):
-            yield f"dropped: {reason}", named(rows.dropped(number))
+        for reason in self.encoder.drops:
+            yield f"dropped: {reason}", named(rows.dropped(reason))
         if tokens := int(rows.num_tokens.sum()):
             yield "tokens", f"{tokens:,}"
             sizes = rows.num_tokens.sort().values[[len(rows) // 2, len(rows) * 19 // 20, -1]]
@@ -188,7 +187,7 @@ class RowLoader:
             yield "fields not used", ", ".join(rows.unused)
 
     def _report_duplicates(self, rows: StoredRows) -> None:
-        """Report rows that a file repeats, or shares with a file read before."""
+        """Report duplicate rows of a file, and rows that an earlier file has too."""
         if number := rows.num_duplicates:
             text = f"{rows.where}: {number:,} of {len(rows):,} rows repeat an earlier one."
             self.on_event(Notice(text))
@@ -197,7 +196,7 @@ class RowLoader:
                 same = "It is the same file." if other.where == rows.where else ""
                 text = (
                     f"{number:,} of {len(rows):,} rows of {rows.where} are in {other.where} too: "
-                    f"metrics on them say nothing about unseen rows. {same}"
+                    f"metrics on them do not measure generalization. {same}"
                 )
                 self.on_event(Notice(text.rstrip()))
         self._files.append(rows)

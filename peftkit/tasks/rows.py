@@ -1,4 +1,4 @@
-"""Checks of a file's rows: how many were dropped, and how long they may be."""
+"""Checks of a file's rows: the share of dropped rows, and their length."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from peftkit.settings import DataConfig
 MAX_NAMED = 5
 ALPACA_MARK = "### Response:"
 NO_TEMPLATE = (
-    "The base has no chat template: prompts become '### Instruction: ...', as Stanford Alpaca's. "
-    "data.chat_template: chatml, or a .jinja file, gives it one."
+    "The base has no chat template: prompts use Stanford Alpaca's '### Instruction: ...' format. "
+    "To add a template, set data.chat_template to chatml or a .jinja file."
 )
 PLAIN_PROMPTS = (
-    "Rows of prompt and completion are learnt as plain text, without the base's chat template. "
-    "For a chat set task: {type: causal_lm, prompt: prompt, completion: completion}; data.format: "
-    "prompt_completion leaves this notice out."
+    "Rows of prompt and completion are trained as plain text, without the base's chat template. "
+    "To train a chat, set task: {type: causal_lm, prompt: prompt, completion: completion}. To "
+    "silence this notice, set data.format: prompt_completion."
 )
 TEXTS_WITH_TURNS = (
-    "The rows are texts that hold turns ({}): questions are learnt like answers, and later prompts "
-    "are sent as they are, without such marks. Rows of messages, or of instruction and output, are "
-    "learnt on their answers alone; data.format: text leaves this notice out."
+    "The rows are texts with turn markers ({}): the loss covers questions as well as answers, and "
+    "prompts at inference get no such markers. For a loss over answers only, use rows of messages, "
+    "or of instruction and output. To silence this notice, set data.format: text."
 )
-TRAINED_SYSTEM = "Rows without a system turn are read with that of training: {}."
+TRAINED_SYSTEM = "Rows without a system turn use the system prompt of training: {}."
 
 
 def check_dropped(rows: StoredRows, data: DataConfig, drops: Mapping[str, str]) -> None:
     """Refuse a file with too many dropped rows.
 
     Args:
-        drops: Why rows are dropped, and how to avoid it; see `RowEncoder.drops`.
+        drops: Reasons to drop a row, each with a fix; see `RowEncoder.drops`.
 
     Raises:
-        DataError: None is left, or a larger share than `data.max_dropped` was dropped.
+        DataError: No row is left, or the dropped share exceeds `data.max_dropped`.
     """
-    dropped = {why: rows.dropped(number) for number, why in enumerate(drops)}
+    dropped = {reason: rows.dropped(reason) for reason in drops}
     number = sum(map(len, dropped.values()))
     if not len(rows):
         problem = f"Cannot train on {rows.where}: no row has a target token."
@@ -54,10 +54,10 @@ def check_dropped(rows: StoredRows, data: DataConfig, drops: Mapping[str, str]) 
         )
     else:
         return
-    reasons = {why: sources for why, sources in dropped.items() if sources}
-    found = "\n".join(f"{why.capitalize()}: {named(sources)}" for why, sources in reasons.items())
-    fix = ", ".join([*(drops[why] for why in reasons), "or remove these rows."])
-    raise DataError(problem, found=found, fix=fix[:1].upper() + fix[1:])
+    reasons = {reason: sources for reason, sources in dropped.items() if sources}
+    lines = [f"{reason.capitalize()}: {named(sources)}" for reason, sources in reasons.items()]
+    fix = ", ".join([*(drops[reason] for reason in reasons), "or remove these rows."])
+    raise DataError(problem, found="\n".join(lines), fix=fix[:1].upper() + fix[1:])
 
 
 def named(sources: Sequence[str]) -> str:
@@ -68,16 +68,16 @@ def named(sources: Sequence[str]) -> str:
 
 
 def off_prompt(where: str, number: int) -> str:
-    """Return the notice on rows whose answers do not follow the generation prompt."""
+    """Return the notice for rows whose answers do not follow the generation prompt."""
     return (
         f"{where}: in {number:,} rows the answer does not begin right after the chat template's "
-        "generation prompt (it may open a <think> that the rows lack). Generation will start "
-        "differently from training; data.chat_template can change that."
+        "generation prompt (it may open a <think> that the rows lack). Generation will therefore "
+        "start differently from training. To change the prompt, set data.chat_template."
     )
 
 
 def turns_in(text: str, tokenizer: Any, template: str | None) -> str:
-    """Return what marks a turn in a text: of the chat template, or of Alpaca; "" if nothing."""
+    """Return the turn marker in a text, of the chat template or Alpaca's; "" if it has none."""
     marks = [ALPACA_MARK]
     if template is not None or tokenizer.chat_template:
         with suppress(DataError):
@@ -87,17 +87,14 @@ def turns_in(text: str, tokenizer: Any, template: str | None) -> str:
     return next((mark for mark in marks if mark and mark in text), "")
 
 
-# Length.
-
-
 NO_LIMIT = 1_000_000  # tokenizers without a limit say 1e30
 
 
 def exact_length(model: nn.Module, tokenizer: Any, max_length: int | None) -> int:
-    """Return the longest row in tokens: `max_length`, or the model's limit where it is None.
+    """Return the maximum row length in tokens: `max_length`, or the model's limit if it is None.
 
     Raises:
-        DataError: The model's limit is lower, or unknown.
+        DataError: The model's limit is lower than `max_length`, or unknown.
     """
     limit = _positions(model)
     if max_length is None:
@@ -105,8 +102,8 @@ def exact_length(model: nn.Module, tokenizer: Any, max_length: int | None) -> in
         finite = [int(n) for n in limits if n is not None and 0 < n < NO_LIMIT]
         if not finite:
             raise DataError(
-                "Cannot tell how long a row may be (data.max_length: null).",
-                found="Neither the model nor its tokenizer says how many tokens it can read.",
+                "Cannot determine the maximum row length (data.max_length: null).",
+                found="Neither the model nor its tokenizer has a limit.",
                 fix="Set data.max_length, for example to 1024.",
             )
         return min(finite)
@@ -120,12 +117,12 @@ def exact_length(model: nn.Module, tokenizer: Any, max_length: int | None) -> in
 
 
 def longest(model: nn.Module, tokenizer: Any, max_length: int | None) -> int:
-    """Return the longest row in tokens: the lower of `max_length` and the model's limit.
+    """Return the maximum row length in tokens: the lower of `max_length` and the model's limit.
 
     For tasks that cut rows: encoders read 512 tokens, less than the default.
     """
     limit = _positions(model)
-    for module in model.modules():  # RoBERTa begins to count after the padding's id
+    for module in model.modules():  # RoBERTa's positions start after the padding id
         if isinstance(module, nn.Embedding) and module.num_embeddings == limit:
             limit -= 0 if module.padding_idx is None else module.padding_idx + 1
             break
@@ -144,22 +141,22 @@ def _positions(model: nn.Module) -> int | None:
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
     """Refuse a tokenizer whose vocabulary is larger than the model's embedding.
 
-    Added tokens do not count: some models replace those of images before the embedding.
+    Added tokens do not count: some models replace image tokens before the embedding.
 
     Raises:
         BaseError: The vocabulary is too large.
     """
     words, embedding = getattr(tokenizer, "vocab_size", None), None
     if words:
-        with suppress(NotImplementedError):  # of models that read no tokens, such as wav2vec2
+        with suppress(NotImplementedError):  # models that read no tokens, such as wav2vec2
             embedding = unwrapped(model).get_input_embeddings()
     if embedding is not None:
         embedding = unwrap_adapter(embedding)
-    # not the shape of its weight, which may have to be unpacked, or be in parts
+    # the weight's shape is no substitute: it may be packed or sharded
     rows = getattr(embedding, "num_embeddings", words)
     if words is not None and rows is not None and words > rows:
         raise BaseError(
-            f"{type(unwrapped(model)).__name__} does not know all tokens of its tokenizer.",
+            f"The vocabulary of the tokenizer is too large for {type(unwrapped(model)).__name__}.",
             found=f"The tokenizer has {words:,} tokens, the model {rows:,} embeddings.",
-            fix="Give the base its own tokenizer.",
+            fix="Use the base's own tokenizer.",
         )

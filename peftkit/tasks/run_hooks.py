@@ -1,4 +1,4 @@
-"""The hooks of tasks that take part in a whole run: reference models, rollouts, shared values."""
+"""Hooks of the training loop, for reference models, rollouts and values shared over a step."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A state of the model that losses compare it with.
+    """A reference state of the model.
 
     Attributes:
         state: Returns a context in which the model is in this state.
-        key: Identifies base, precision and values; "" if unknown: nothing is stored then.
+        key: Identifies base, precision and values; "": unknown, results are not cached.
     """
 
     state: Callable[[], AbstractContextManager[None]]
@@ -56,17 +56,14 @@ class TrainingRun(Protocol):
 
 
 class RunHooks:
-    """A mixin of `Task`: what the loop calls before, between and after steps.
+    """A mixin of `Task` with hooks that the training loop calls; by default they do nothing."""
 
-    Each hook does nothing by default.
-    """
-
-    why_nothing: ClassVar[str] = "no step had anything to learn from."
-    """Why a run without a single target token trained nothing."""
+    why_nothing: ClassVar[str] = "no step had a target token."
+    """Reason in the error of a run that trained on nothing."""
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """Values that a resumed run must share with the saved one, besides the task's config."""
+        """Values that must not change when a run resumes, in addition to the task's config."""
         return {}
 
     def set_reference(self, reference: Reference) -> None:
@@ -82,25 +79,25 @@ class RunHooks:
         """Add one of `other_adapters`, loaded for the run's base.
 
         Raises:
-            AdapterError: It was trained for another task.
+            AdapterError: The adapter was trained for another task.
         """
         return None
 
     def setup(self, run: TrainingRun) -> None:
-        """Prepare a run before its first step, or after a resume."""
+        """Prepare a run, before its first step or after a resume."""
         return None
 
     def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
-        """Return the rows of each optimizer step to take with this process's share of a step.
+        """Return the rows of each optimizer step for this process's share of a step's rows.
 
-        By default one step with the same rows. A task may compute values that the losses of rows
-        share, or sample completions. If there is nothing to train on, it returns no steps, on all
-        processes alike. Metrics go into `run.figures`. Evaluations call it with all eval rows.
+        The default is one step with the same rows. A task may compute values that the losses of
+        rows share, or sample completions. If there is nothing to train on, all processes return no
+        steps. Metrics go into `run.figures`. An evaluation calls this with all eval rows.
         """
         return [rows]
 
     def stop_reason(self, figures: Mapping[str, float]) -> str:
-        """Return why the run ends after a step with these metrics; "": it continues."""
+        """Return the reason to end the run after a step with these metrics; "": continue."""
         return ""
 
     def evaluate(self, rows: Sequence[Any], run: TrainingRun) -> dict[str, float] | None:
@@ -119,10 +116,10 @@ class RunHooks:
         run_code: bool = False,
         on_event: Listener = ignore,
     ) -> dict[str, float]:
-        """Return the metrics of greedy completions that `peftkit eval` adds.
+        """Return the metrics of greedy completions, for `peftkit eval`.
 
         Args:
-            run_code: Whether Python functions that the task's config names may be called.
+            run_code: Whether to call the Python functions in the task's config.
         """
         return {}
 
@@ -131,5 +128,5 @@ NO_HOOKS = RunHooks()
 
 
 def hooks_of(task: object) -> RunHooks:
-    """Return a task's hooks; those of other tasks do nothing."""
+    """Return the hooks of a task; a task without hooks gets `NO_HOOKS`."""
     return task if isinstance(task, RunHooks) else NO_HOOKS

@@ -1,6 +1,6 @@
-"""All tasks. A new one is a file in this folder and a line in this table.
+"""The table of all tasks.
 
-One of another package is an entry point of the group peftkit.tasks, its config.
+Another package adds a task with an entry point of the group peftkit.tasks that names its config.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _ADDRESSES = {
     "distill": "distill.distill:DistillConfig",
     "reward": "pairs.reward:RewardConfig",
     "embedding": "retrieval.embedding:EmbeddingConfig",
-    "grpo": "rewards.grpo:GRPOConfig",
+    "grpo": "rewards.grpo_config:GRPOConfig",
     "reranker": "retrieval.reranker:RerankerConfig",
     "transcription": "media.transcription:TranscriptionConfig",
     "ctc": "media.ctc:CTCConfig",
     "audio_classification": "media.media_classification:AudioClassificationConfig",
     "audio_text": "media.media_text:AudioTextConfig",
 }
-"""Module in this package, and class."""
+"""Module in this package, and the config's class."""
 
 TASKS = LazyTable[TaskConfig](
     {name: f"peftkit.tasks.{address}" for name, address in _ADDRESSES.items()}, "peftkit.tasks"
 )
 
 
-def _spelled_out(value: object) -> Any:
+def _expand(value: object) -> Any:
     """Accept a task's type alone as a task with default settings."""
     return {"type": value} if isinstance(value, str) else value
 
 
 _Section = Annotated[TaskConfig, TASKS]
-AnyTask = Annotated[_Section, BeforeValidator(_spelled_out, json_schema_input_type=str | _Section)]
+AnyTask = Annotated[_Section, BeforeValidator(_expand, json_schema_input_type=str | _Section)]

@@ -42,7 +42,7 @@ class TokenTask(Task):
 
     Attributes:
         layout: Whether batches are padded; set before `build` if it is not the default.
-        example: Inputs that the model needs next to tokens, to probe it.
+        example: Inputs other than tokens that a probe of the model needs.
         input_names: Entries of a padded batch that the model reads.
         head: Computes logits from hidden states; None if the model's head cannot run alone.
         pad_id: Token of the padding.
@@ -61,8 +61,8 @@ class TokenTask(Task):
 
     @property
     def paths(self) -> dict[str, str]:
-        """Whether logits are computed in chunks, and whether rows are padded."""
-        loss = "label rows alone, in chunks" if self.head else "label rows, all logits at once"
+        """How logits are computed, and whether rows are padded."""
+        loss = "label rows alone, in chunks" if self.head else "label rows, all logits together"
         return {"loss": loss, **self.layout.paths}
 
     def training(
@@ -122,14 +122,10 @@ class TokenTask(Task):
 class CausalLM(CompletingTask, TokenTask):
     """Supervised fine-tuning: the loss of the assistant's turns, or of completions.
 
-    Args:
-        model: Probed for the longest row that it reads and, for packing, for whether it isolates
-            the documents of a row.
-
     Raises:
         BaseError: The model is not causal.
         DataError: The recipe requests packing, and the model does not isolate documents; or a chat
-            template or a length is invalid.
+            template or length is invalid.
     """
 
     row_loader: ClassVar[type[PackingLoader]] = PackingLoader
@@ -189,13 +185,13 @@ class CausalLMConfig(AnswerConfig):
     type: Literal["causal_lm"] = "causal_lm"
 
     prompt: str | None = None
-    """Field with the prompt, as text; null: as data.format says. On a base with a chat template it
-    is a user's message, unless data.format is prompt_completion."""
+    """Field with the prompt, as text; null: data.format decides. If the base has a chat template,
+    the prompt is a user message, unless data.format is prompt_completion."""
     completion: str | None = None
-    """Field with what completes it, or answers the message; set both or neither."""
+    """Field with the completion, or the reply to the message; set both fields or neither."""
 
     @model_validator(mode="after")
-    def _both(self) -> CausalLMConfig:
+    def _check_fields(self) -> CausalLMConfig:
         _ = self.fields
         return self
 

@@ -1,7 +1,7 @@
-"""Losses of rows that depend on other rows of the step, for rows that do not fit at once.
+"""Losses over all rows of a step, such as in-batch negatives, with micro-batches (GradCache).
 
-A pass over the whole step without gradients computes the values that rows share; each micro-batch
-then replaces its own by values with a gradient (GradCache, arXiv:2101.06983).
+A pass over the whole step without gradients computes the values that rows share. Each micro-batch
+then replaces the values of its rows by values with a gradient (arXiv:2101.06983).
 
 Shapes: N rows of the step on all processes, K values of a row.
 """
@@ -24,14 +24,14 @@ from peftkit.tasks.batches import batches_that_fit, on_host, split_micro_batches
 from peftkit.tasks.run_hooks import RunHooks, TrainingRun
 
 INDEX = "step_index"
-"""Entry of a batch: (rows,) its rows' indices among the N."""
+"""Entry of a batch: the index among the N of each of its rows."""
 
 
 class WholeStep:
     """The rows of one step, and the values that their losses share.
 
-    Values are computed at once where the step has several micro-batches or processes; else when a
-    batch has only some of its rows, because memory ran out.
+    If the step has several micro-batches or processes, the constructor computes the values.
+    Otherwise `batch` does when it gets a part of the rows, because memory ran out.
 
     Args:
         rows: This process's share of the step.
@@ -51,7 +51,7 @@ class WholeStep:
         compute: Callable[[nn.Module, Mapping[str, Tensor]], Tensor],
     ) -> None:
         self._task, self._run, self._collate, self._compute = task, run, collate, compute
-        self._rows = [*rows]  # kept, so that no other row gets the id of one of them
+        self._rows = [*rows]  # a reference to each, because `_places` depends on unique ids
         self._places = {id(row): place for place, row in enumerate(self._rows)}
         self._states: dict[tuple[int, ...], rng.State] = {}
         self.values: Tensor | None = None
@@ -61,9 +61,11 @@ class WholeStep:
 
     def batch(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         """Return a batch of rows, with their indices if the loss needs other rows."""
-        is_idle = self._run.parallel.in_lockstep  # other rows are padding, with any index
-        is_known = all(id(row) in self._places for row in rows)
-        if not (is_known or is_idle) or (self.values is None and len(rows) == len(self._rows)):
+        has_padding = self._run.parallel.in_lockstep  # of other steps' rows, with any index
+        is_in_step = all(id(row) in self._places for row in rows)
+        if not (is_in_step or has_padding) or (
+            self.values is None and len(rows) == len(self._rows)
+        ):
             return self._collate(rows)
         if self.values is None:
             self._compute_values()
@@ -71,7 +73,7 @@ class WholeStep:
         return {**self._collate(rows), INDEX: torch.tensor(places)}
 
     def restore_generators(self, batch: Mapping[str, Tensor]) -> None:
-        """Restore the generators, so that dropout is that of the pass over the whole step."""
+        """Restore the generators, to repeat the dropout of the pass over the whole step."""
         state = self._states.get(tuple(on_host(batch, INDEX).tolist()))
         if state is not None:
             rng.restore(state, self._run.world.device)
@@ -92,10 +94,10 @@ class WholeStep:
 
         values, order = list[Tensor](), list[int]()
         size = run.state.plan.rows
-        for part, (state, computed), is_own in batches_that_fit(
+        for part, (state, computed), is_local in batches_that_fit(
             self._rows, size, split, compute, parallel=run.parallel
         ):
-            if is_own:
+            if is_local:
                 places = [self._places[id(row)] for row in part]
                 states[tuple(places)] = state
                 values.append(computed)
@@ -137,7 +139,7 @@ class WholeStepTask(RunHooks, Task):
 
     @abstractmethod
     def row_values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the values (rows, K) that other rows' losses depend on."""
+        """Return the values (rows, K) on which the losses of other rows depend."""
 
     def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
         """Compute the values of all rows of the step, without gradients."""
@@ -145,7 +147,7 @@ class WholeStepTask(RunHooks, Task):
         return [rows]
 
     def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
-        """Return `row_batch`, with the places of the rows where the loss needs other rows."""
+        """Return `row_batch`, with the indices of the rows if the loss needs other rows."""
         return self.row_batch(rows) if self._step is None else self._step.batch(rows)
 
     def metrics(

@@ -1,7 +1,7 @@
 """Micro-batches that fit into memory, planned by counted bytes and retried with smaller plans.
 
 The fallback order, from fastest to least memory: keep all activations; recompute the blocks;
-offload their inputs to main memory. Each mode first tries fewer rows at once. On a GPU, the next
+offload their inputs to main memory. Each mode first tries smaller micro-batches. On a GPU, the next
 mode comes before micro-batches too small to keep it busy. Before the first step, `choose` picks the
 first plan that fits by counted bytes. If memory runs out later, `Fitting.smaller` returns the next.
 
@@ -99,7 +99,7 @@ def choose(
 ) -> ExecutionPlan | None:
     """Return the plan with the first activation mode that fits; None if no row fits.
 
-    It has at most the requested rows and tokens at once. Micro-batches too small to keep the device
+    It has at most the requested rows and tokens. Micro-batches too small to keep the device
     busy are the last resort.
 
     Args:

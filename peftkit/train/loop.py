@@ -23,7 +23,7 @@ from peftkit.execution.signals import Interrupted, stop_requests
 from peftkit.execution.state import Result, StepFacts
 from peftkit.figures import RECENT_STEPS, recent_mean
 from peftkit.formats.folders import set_aside
-from peftkit.kernels.device import gpu_of, keep_freed_memory, trim_malloc
+from peftkit.kernels.device import PINNING, gpu_of, keep_freed_memory, trim_malloc
 from peftkit.kernels.fused import TRITON
 from peftkit.model.modes import begin_training, modes_kept
 from peftkit.settings import TrainConfig
@@ -32,6 +32,7 @@ from peftkit.tasks.batches import RowTooLarge
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.checkpoint import Saver, TrainableWeights, Weights, identity_of
 from peftkit.train.diagnosis import NonFiniteError, written_error
+from peftkit.train.fallbacks import fallbacks_of
 from peftkit.train.memory import plan_memory_and_compile
 from peftkit.train.metrics import (
     peak_bytes,
@@ -180,6 +181,8 @@ class Loop:
         plan_memory_and_compile(self.trainer, self.num_steps)
         self._give_back()
         with reporting_a_stop(self.run):
+            for fallback in fallbacks_of(self.trainer):
+                self.run.say(fallback.notice)
             self.run.say(run_started(self.trainer, self.num_steps))
             if resume is not None:
                 self._after_step()  # evaluates now if the run was stopped during an evaluation
@@ -298,7 +301,7 @@ class Loop:
         self._agreed_stop = facts.stop
         if facts.notice:
             run.say(Notice(f"Step {state.step}: {facts.notice}"))
-        if problem := TRITON.report():
+        for problem in filter(None, (TRITON.report(), PINNING.report())):
             run.say(Notice(problem))
         first_step, seconds_before = self._resumed
         elapsed = time.perf_counter() - self._began - seconds_before

@@ -33,6 +33,7 @@ from peftkit.execution.out_of_memory import (
 )
 from peftkit.execution.plan import ACTIVATIONS_IN_WORDS
 from peftkit.figures import size
+from peftkit.forward.blocks import uncompiled
 from peftkit.kernels.device import free_bytes, gpu_of
 from peftkit.quant.audit import audit
 from peftkit.settings import TrainConfig
@@ -186,7 +187,7 @@ def compile_blocks(trainer: Trainer, num_steps: int) -> None:
             fix="Set it to auto or false: the run has the same result but is slower.",
         )
     trainer.use(replace(trainer.plan, compile=False))
-    run.say(Notice(f"Blocks are not compiled; the run is only slower. {problem}"))
+    run.say(uncompiled(problem).notice)
 
 
 def is_worth_it(config: TrainConfig, work: float, device: str) -> bool:

@@ -1,7 +1,5 @@
 """What the training benchmark tells, and what it refuses to tell, from runs that are made up."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path
@@ -61,7 +59,7 @@ def test_a_table_has_medians_and_ratios(tmp_path, capsys):
 def test_an_incomparable_run_has_no_speed(theirs, why, capsys):
     assert tell(settings(), ROWS, {"ours": [run(2.0, [2.0, 1.0])], "trl": [theirs]}) == 1
     told = capsys.readouterr().out
-    assert f"trl: no speed is told: {why}" in told
+    assert f"trl: no speed is reported: {why}" in told
     assert " x" not in told.replace(" x86", "")
 
 

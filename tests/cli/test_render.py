@@ -1,7 +1,5 @@
 """What the screen shows of a run, live and as lines."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 
@@ -175,11 +173,8 @@ def test_figures_as_texts(figure, text):
     assert figure == text
 
 
-def test_the_execution_plan_is_a_line_at_debug_level(monkeypatch):
+def test_the_header_shows_in_one_line_what_computes_the_model():
     started = events.RunStarted(100, 0, 1500, 4_884_480, 139_400_000, "cpu", "blocks: compiled")
-    monkeypatch.delenv("PEFTKIT_DEBUG", raising=False)
-    (line,) = (render.describe(started) or "").splitlines()
-    monkeypatch.setenv("PEFTKIT_DEBUG", "1")
-    _, how = (render.describe(started) or "").splitlines()
+    line, how = (render.describe(started) or "").splitlines()
     assert line.endswith("1,500 rows, 100 steps")
     assert "blocks: compiled" in how

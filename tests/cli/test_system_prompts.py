@@ -1,7 +1,5 @@
 """One meaning of a conversation: chat and its like send what rows were learnt with."""
 
-from __future__ import annotations
-
 import json
 from io import StringIO
 from pathlib import Path
@@ -175,7 +173,7 @@ def test_eval_fills_in_the_training_prompt(adapter, tmp_path, peftkit):
         for name in ("with", "without")
     )
     assert json.loads(told.out) == json.loads(bare.out)
-    assert "Rows without a system turn are read with that of training" in bare.err
+    assert "Rows without a system turn use the system prompt of training" in bare.err
 
 
 def test_a_banks_prompts_begin_with_the_system_prompt_of_training(adapter):

@@ -3,8 +3,6 @@
 The templates below do, in few lines, what those of well-known families do.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -44,33 +42,25 @@ THOUGHT = [
     {"role": "user", "content": Q2},
     {"role": "assistant", "content": "the fox", "reasoning_content": "not the dog"},
 ]
+THOUGHTS, ANSWERS = ("a fox, or", "not the dog"), ["the dog", "the fox"]
+THINK = [f"<think>\n{thought}\n</think>\n\n" for thought in THOUGHTS]
+FINAL = "<|im_end|><|im_start|>final:"
 
 
 @pytest.mark.parametrize(
     ("template", "reasoning", "spans", "counts"),
     [
-        (QWEN3, "learn", ["the dog", "<think>\nnot the dog\n</think>\n\nthe fox"], (1, 1)),
-        (QWEN3, "context", ["the dog", "the fox"], (1, 1)),
+        (QWEN3, "learn", ["the dog", f"{THINK[1]}the fox"], (1, 1)),
+        (QWEN3, "context", ANSWERS, (1, 1)),
         (
             CHANNELS,
             "learn",
-            [
-                "<analysis>a fox, or<|im_end|><|im_start|>final:the dog",
-                "<analysis>not the dog<|im_end|><|im_start|>final:the fox",
-            ],
+            [f"<analysis>{THOUGHTS[n]}{FINAL}{ANSWERS[n]}" for n in (0, 1)],
             (2, 0),
         ),
-        (
-            CHATML,
-            "learn",
-            [
-                "<think>\na fox, or\n</think>\n\nthe dog",
-                "<think>\nnot the dog\n</think>\n\nthe fox",
-            ],
-            (2, 0),
-        ),
-        (CHATML, "context", ["the dog", "the fox"], (2, 0)),
-        (CHATML, "drop", ["the dog", "the fox"], (0, 0)),
+        (CHATML, "learn", [f"{THINK[n]}{ANSWERS[n]}" for n in (0, 1)], (2, 0)),
+        (CHATML, "context", ANSWERS, (2, 0)),
+        (CHATML, "drop", ANSWERS, (0, 0)),
     ],
 )
 def test_thinking_is_learnt_read_or_left_out(tokenizer, template, reasoning, spans, counts):

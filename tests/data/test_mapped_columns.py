@@ -1,7 +1,5 @@
 """Columns that a recipe names are a user's message and its answer, if the base has a template."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -86,8 +84,8 @@ def test_texts_that_contain_turns_are_reported(text, mark, llama, tokenizer, tmp
     path = tmp_path / "texts.jsonl"
     write_rows(path, [{"text": text}])
     notice = read(llama, tokenizer, path)[2][-1]
-    assert notice.startswith(f"The rows are texts that hold turns ({mark}")
-    assert "learnt on their answers alone" in notice
+    assert notice.startswith(f"The rows are texts with turn markers ({mark}")
+    assert "For a loss over answers only" in notice
     assert read(llama, tokenizer, path, format="text")[2] == []
     write_rows(path, [{"text": "The fox is a user of the assistant."}])
     assert read(llama, tokenizer, path)[2] == []

@@ -1,8 +1,6 @@
 """What the README and docs/ say is so: commands parse, recipes load, rows are read, links lead
 somewhere."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import runpy
@@ -32,7 +30,9 @@ from peftkit.tasks.table import TASKS
 from peftkit_cli.app import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+DESIGN = sorted((DOCS / "design").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *DESIGN]
 SITE = ROOT / "mkdocs.yml"
 SECTIONS = set(Recipe.model_fields)
 RUN_BY = re.compile(r"(?:^|\s)-m peftkit_cli\s")
@@ -49,7 +49,12 @@ class Block(NamedTuple):
 
     @property
     def where(self) -> str:
-        return f"{self.page.name}:{self.line}"
+        return f"{name_of(self.page)}:{self.line}"
+
+
+def name_of(page: Path) -> str:
+    """Return a page's path in docs/, or its name if it is in the repository's root."""
+    return page.relative_to(DOCS).as_posix() if page.is_relative_to(DOCS) else page.name
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -92,7 +97,7 @@ def spoken_of(page: Path) -> Iterator[str]:
 
 COMMANDS = sorted(
     {(b.where, c) for b in ALL if b.language == "bash" for c in commands_of(b.text)}
-    | {(page.name, c) for page in PAGES for c in spoken_of(page)}
+    | {(name_of(page), c) for page in PAGES for c in spoken_of(page)}
 )
 
 
@@ -269,7 +274,7 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
 def test_every_link_within_the_house_leads_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
@@ -283,11 +288,11 @@ def test_every_link_within_the_house_leads_somewhere(page):
 TRACKED = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("[!.]*/**/*.py")]
 TABLES = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("cli/*/*.yaml")]
 CODE = "\n".join((ROOT / path).read_text(encoding="utf-8") for path in (*TRACKED, *TABLES))
-EXAMPLES = {"test_fresh_adapter_leaves_the_base_unchanged", "reward_funcs", "unsloth_zoo"}
-"""Names that the pages make up."""
+EXAMPLES = {"reward_funcs", "unsloth_zoo"}
+"""Names of other programs that the pages mention."""
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
 def test_files_and_names_that_a_page_mentions_exist(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for file in re.findall(r"`([\w/]+\.py)`", text):
@@ -296,10 +301,10 @@ def test_files_and_names_that_a_page_mentions_exist(page):
         assert re.search(rf"\b{name}\b", CODE), name
 
 
-def test_functions_that_a_picture_names_are_in_the_file_beside_them():
-    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+def test_functions_in_the_pictures_of_the_design_pages_are_in_their_files():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in DESIGN)
     pairs = re.findall(r"(?m)^[│├└─ ]*([\w/]+\.py) +([A-Za-z_.]+)", text)
-    assert len(pairs) > 40
+    assert len(pairs) > 60
     for file, function in pairs:
         path = ROOT / file if file.startswith("cli/") else ROOT / "peftkit" / file
         name = function.rpartition(".")[2]
@@ -310,8 +315,15 @@ def test_every_page_is_in_the_menu_of_the_site():
     menu = set(re.findall(r"(?m)^ +- .+: (\S+\.md)$", SITE.read_text(encoding="utf-8")))
     hooks = (ROOT / "docs" / "hooks.py").read_text(encoding="utf-8")
     above = set(re.findall(r'"(\w+\.md)": "(\w+\.md)"', hooks))
-    assert menu == {p.name for p in PAGES[1:]} | {page for _, page in above}
+    assert menu == {name_of(page) for page in PAGES[1:]} | {page for _, page in above}
     assert all((ROOT / name).is_file() for name, _ in above)
+
+
+def test_links_to_pages_in_the_root_are_rewritten_for_the_site():
+    site_links = runpy.run_path(str(ROOT / "docs" / "hooks.py"))["site_links"]
+    assert site_links("[a](../CHANGELOG.md)") == "[a](changelog.md)"
+    assert site_links("[a](../../README.md#x)", "../") == "[a](../readme.md#x)"
+    assert site_links("[a](docs/design/run.md)") == "[a](design/run.md)"
 
 
 def test_the_api_page_has_every_public_name_once():

@@ -1,7 +1,5 @@
 """A server of fine-tuning jobs in this process, and its client."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Tasks with rewards: the losses' formulas and a small recipe."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from peftkit.adapter import Adapter
 from peftkit.settings import DataConfig
-from peftkit.tasks.rewards.grpo import GRPO, GRPOConfig
+from peftkit.tasks.rewards.grpo import GRPO
+from peftkit.tasks.rewards.grpo_config import GRPOConfig
 from peftkit.tasks.rewards.reward_functions import RewardTerm
 from tests.helpers.folders import write_rows as write
 

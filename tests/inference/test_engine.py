@@ -1,7 +1,5 @@
 """Answers made beside each other are those made alone: whatever joins, leaves, shares or forks."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -42,10 +40,10 @@ CACHED = [
 ]
 PLAIN = {
     "jamba": "LinearAttentionLayer",
-    "mamba2": "positions of its own",
-    "bloom": "positions of its own",
-    "falcon_new": "attention of its own",
-    "deepseek_v3": "attention of its own",  # keys are made of what is cached
+    "mamba2": "Mamba2ForCausalLM.forward has no argument",
+    "bloom": "BloomForCausalLM.forward has no argument",
+    "falcon_new": "Its attention",
+    "deepseek_v3": "Its attention",  # keys are made of what is cached
 }
 
 
@@ -78,7 +76,7 @@ def test_greedy_answers_are_those_of_full_passes(name, tokenizer, monkeypatch):
 def test_virtual_tokens_go_the_plain_way(tokenizer):
     model: Any = FAMILIES["llama"]().eval()
     attach(model, PrefixTuning(num_virtual_tokens=3))
-    assert why_plain(model, tokenizer) == "virtual tokens"
+    assert "virtual tokens" in str(why_plain(model, tokenizer))
 
 
 def test_each_row_keeps_its_adapter(llama, tokenizer, tmp_path):

@@ -1,13 +1,12 @@
 """Prefix tuning alone; the laws that it shares with prompt tuning are in test_virtual.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from peftkit.adapter import attach
 from peftkit.errors import TargetError
 from peftkit.forward.blocks import Blocks
+from peftkit.forward.compat import cache_in
 from peftkit.methods.prefix import Prefix, PrefixTuning
 from tests.helpers.cell import tiny_model as build
 from tests.helpers.families import ARCHITECTURES
@@ -30,7 +29,7 @@ def test_each_layer_has_the_keys_and_values_that_the_file_has_for_it():
     module = prefix_of(model)
     with torch.no_grad():
         module.prompt_embeddings.copy_(torch.randn(4, 64))
-    cache = model(input_ids=IDS, use_cache=True).past_key_values
+    cache = cache_in(model(input_ids=IDS, use_cache=True))
     rows = module.prompt_embeddings.view(4, 2, 2, 2, 8)  # tokens, layers, k and v, heads, size
     for index, layer in enumerate(cache.layers):
         assert layer.keys.shape == (2, 2, 13, 8)
@@ -62,6 +61,6 @@ def test_the_decoder_of_a_speech_model_takes_a_prefix():
     assert not torch.allclose(after, before)
     # its decoder hands no cache to its blocks unless it is to be used
     assert torch.equal(model(**inputs, use_cache=False).logits, after)
-    assert model(**inputs, use_cache=False).past_key_values is None
+    assert cache_in(model(**inputs, use_cache=False)) is None
     Blocks(model).set_activations("recompute")
     torch.testing.assert_close(model.train()(**inputs).logits, after, atol=1e-5, rtol=0)

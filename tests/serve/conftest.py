@@ -1,7 +1,5 @@
 """A server in this process: a tiny base, two adapters, and a client of its application."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

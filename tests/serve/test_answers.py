@@ -1,7 +1,5 @@
 """The server's completions equal those of `generate`: streamed or not, alone or in a batch."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading
@@ -286,4 +284,4 @@ def test_models_are_the_adapters_and_the_base(client):
     assert [model["id"] for model in listed] == ["one", "two", "base"]
     assert client.get("/v1/models/two").json() == listed[1]
     assert client.get("/v1/models/three").status_code == 404
-    assert client.get("/health").json() == {"status": "ok"}
+    assert client.get("/health").json() == {"status": "ok", "fallbacks": []}

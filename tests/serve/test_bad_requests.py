@@ -1,7 +1,5 @@
 """Requests that the server refuses, with their status; none reaches the model."""
 
-from __future__ import annotations
-
 import json
 import socket
 from functools import partial
@@ -21,6 +19,7 @@ GOOD = {"model": "one", "prompt": "the quick", "max_tokens": 2}
 
 
 ASKED: Any = {"model": "one", "messages": [{"role": "user", "content": "Hi"}]}
+UNKNOWN_TYPE = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
 
 
 @pytest.mark.parametrize(
@@ -49,36 +48,11 @@ ASKED: Any = {"model": "one", "messages": [{"role": "user", "content": "Hi"}]}
         (TEXT, {**GOOD, "response_format": {"type": "json_object"}}, 400, "response_format"),
         (CHAT, {**ASKED, "top_logprobs": 2}, 400, "needs logprobs"),
         (CHAT, {**ASKED, "response_format": {"type": "json_schema"}}, 400, "json_schema"),
-        (
-            CHAT,
-            {
-                **ASKED,
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"schema": {"type": "nothing"}},
-                },
-            },
-            400,
-            "nothing",
-        ),
+        (CHAT, {**ASKED, "response_format": UNKNOWN_TYPE}, 400, "nothing"),
         (CHAT, {"model": "one", "messages": []}, 400, "messages"),
         (CHAT, {"model": "one", "messages": [{"role": "user"}]}, 400, "content"),
-        (
-            CHAT,
-            {"model": "one", "messages": [{"role": "robot", "content": "Hi"}]},
-            400,
-            "messages.0.role",
-        ),
-        (
-            CHAT,
-            {
-                "model": "one",
-                "messages": [{"role": "user", "content": "Hi"}],
-                "tools": [{"type": "function"}],
-            },
-            400,
-            "tools",
-        ),
+        (CHAT, {**ASKED, "messages": [{"role": "robot", "content": "Hi"}]}, 400, "messages.0.role"),
+        (CHAT, {**ASKED, "tools": [{"type": "function"}]}, 400, "tools"),
     ],
 )
 def test_an_invalid_request(path, body, status, message, client):

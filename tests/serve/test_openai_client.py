@@ -1,7 +1,5 @@
 """OpenAI's client, over a socket, with the server that `peftkit serve` runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tool calls in chats: OpenAI's client over a socket, with a model of scripted completions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

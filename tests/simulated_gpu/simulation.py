@@ -20,7 +20,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
 from peftkit.kernels import fused
-from peftkit.train import loop
+from peftkit.train import fallbacks, loop
 from tests.simulated_gpu import tensors
 from tests.simulated_gpu.real import REAL, real_card
 from tests.simulated_gpu.tensors import Card, CudaTensor, Kernels
@@ -373,6 +373,7 @@ def simulated(card: Card | None = None, kernels: Callable[[], Kernels] = Kernels
         launcher = fused.Launcher(BrokenKernels() if card.broken else None)
         stack.enter_context(patch(fused, "TRITON", launcher))
         stack.enter_context(patch(loop, "TRITON", launcher))
+        stack.enter_context(patch(fallbacks, "TRITON", fused.Launcher(card)))  # as if installed
         for name, answer in _answers(card).items():
             stack.enter_context(patch(torch.cuda, name, answer))
         stack.enter_context(patch(torch.Tensor, "is_pinned", lambda t, *_: tensors.is_pinned(t)))

@@ -1,7 +1,5 @@
 """Graders: what each says of an answer, what is refused, and that runs learn from them."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -276,10 +274,16 @@ def test_an_infinite_or_unprintable_number_ends_the_run(tmp_path, number):
 @pytest.mark.parametrize(
     ("grader", "told"),
     [
-        ({**CHECK, "input": "{{output}}", "reference": ""}, "asks for {{output}}"),
-        ({**CHECK, "input": "{{sample.tools}}", "reference": ""}, "asks for {{sample.tools}}"),
-        ({**CHECK, "input": "{{item[0]}}", "reference": ""}, "asks for"),
-        ({**CHECK, "input": "{{item.__class__()}}", "reference": ""}, "asks for"),
+        (
+            {**CHECK, "input": "{{output}}", "reference": ""},
+            "{{output}} of the template is invalid",
+        ),
+        (
+            {**CHECK, "input": "{{sample.tools}}", "reference": ""},
+            "{{sample.tools}} of the template is invalid",
+        ),
+        ({**CHECK, "input": "{{item[0]}}", "reference": ""}, "of the template is invalid"),
+        ({**CHECK, "input": "{{item.__class__()}}", "reference": ""}, "of the template is invalid"),
         ({**CHECK, "input": "a", "reference": "b", "operation": "is"}, "operation"),
         ({**CHECK, "input": "a"}, "reference"),
         ({**CHECK, "type": "text_similarity", "evaluation_metric": "cosine"}, "evaluation_metric"),
@@ -319,7 +323,7 @@ def test_parts_of_text_are_one_text(content):
 def test_a_reward_needs_a_grader_to_grade():
     with pytest.raises(ConfigError, match="the reward grader needs grader"):
         RewardTerm(use="grader")
-    with pytest.raises(ConfigError, match="the reward exact_match takes no grader"):
+    with pytest.raises(ConfigError, match="the reward exact_match has no setting grader"):
         RewardTerm(use="exact_match", grader={**CHECK, "input": "a", "reference": "b"})
     assert "string_check" in json.dumps(json_schema(Recipe))
 
@@ -418,5 +422,5 @@ def test_score_models_use_the_bare_base_weights(tmp_path, model_folder):
     told = recipe(graded(tmp_path, model_folder, ASKS))
     task: Any = told.task.on(base.model, base.tokenizer, DataConfig(train="p.jsonl", max_length=64))
     with task.training(base.model):
-        assert task._asked(base.model, prompts, settings) == expected
+        assert task._base_answers(base.model, prompts, settings) == expected
     assert all(module.enabled for module in adapter.modules.values())

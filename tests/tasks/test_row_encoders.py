@@ -1,7 +1,5 @@
 """Every task's rows come back from their Arrow file as they were encoded, and are encoded once."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -95,7 +93,11 @@ def test_rows_come_back_as_they_were_encoded_and_only_once(name, tmp_path, token
     kept = [row for row in plain if not isinstance(row, Dropped)]
     rows = encoded(where, made(copy.deepcopy(tokenizer)))
     assert list(rows) == kept
-    assert list(rows.dropped(0)) == [r.source for r in plain if r == Dropped(r.source, 0)]
+    first = next(iter(encoder.drops), None)
+    if first is not None:
+        assert list(rows.dropped(first)) == [
+            row.source for row in plain if row == Dropped(row.source, first)
+        ]
     monkeypatch.setattr(data_rows, "blocks", never)
     again = encoded(where, made(tokenizer))
     assert list(again) == kept

@@ -1,7 +1,5 @@
 """Compiled blocks: the same numbers, decided by config and rows alone, and never the run's end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,7 +122,7 @@ def test_documents_of_any_length_share_a_graph(backend, tokenizer):
     blocks = Blocks(model)
     blocks.compile()
     # a run asks before it compiles
-    backend.setattr(batch_layout, "can_unpad", lambda model, attention, share: True)
+    backend.setattr(batch_layout, "why_padded", lambda model, attention, share: "")
     assert_close(learnt(), wanted)
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1
@@ -236,6 +234,14 @@ def broken(*_: Any) -> Any:
     raise RuntimeError("no code for you\nand more of it")
 
 
+MEND = "Set train.compile: false, or remove the cause."
+FIXES = {
+    "backend": MEND,
+    "blocks": MEND,
+    "compiler": "Install a C++ compiler; on Debian and Ubuntu: apt-get install g++",
+}
+
+
 @pytest.mark.parametrize("cause", ["backend", "compiler", "blocks"])
 def test_compile_failures_are_eager(cause, tmp_path, backend):
     backend.setattr(memory, "MIN_WORK", {"cpu": 0.0})
@@ -253,7 +259,8 @@ def test_compile_failures_are_eager(cause, tmp_path, backend):
     }
     run = compiling(tmp_path / "a", compile="auto")
     (notice,) = run.notices
-    assert notice.startswith("Blocks are not compiled; the run is only slower. ")
+    assert notice.startswith("Blocks are not compiled. ")
+    assert notice.endswith("Each step takes longer; its numbers are the same. " + FIXES[cause])
     assert words[cause] in notice
     assert "\n" not in notice
     assert run.losses == plain.losses

@@ -1,7 +1,5 @@
 """What a forward pass saves is counted, and what fits is chosen before the first step."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import weakref
@@ -156,7 +154,7 @@ def test_where_no_row_fits_it_is_told_before_training(tmp_path, monkeypatch):
     assert run.losses == []
     text = str(run.error)
     assert "The longest row, train.jsonl:14, has 9 tokens." in text
-    assert "B where activations are recomputed." in text
+    assert "B if activations are recomputed." in text
     assert "Rows of 10 tokens would fit" in text
     kept = planned(tmp_path, monkeypatch, 15 * KEEP, gradient_checkpointing=False)
     assert "Rows of 15 tokens would fit" in str(kept.error)

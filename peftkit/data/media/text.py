@@ -30,7 +30,14 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from peftkit.data.chat import Chat, Rendered, Span
-from peftkit.data.encode import Encoder, agreed_style, require_template, row_of, shared_system
+from peftkit.data.encode import (
+    NOTHING,
+    Encoder,
+    agreed_style,
+    require_template,
+    row_of,
+    shared_system,
+)
 from peftkit.data.examples import (
     QUESTIONS,
     TURNS,
@@ -189,8 +196,8 @@ class _Row:
         self.media: list[Media] = []
         self._listed = {kind: _Listed(kind, record.fields) for kind in KINDS}
         # <audio> and <video> are words of HTML too
-        shown = [k for k, listed in self._listed.items() if listed.values or k is Picture]
-        self._shown = {f"<{kind.name}>": kind for kind in shown}
+        kinds = [k for k, listed in self._listed.items() if listed.values or k is Picture]
+        self._shown = {f"<{kind.name}>": kind for kind in kinds}
         self._any_shown = re.compile("(" + "|".join(self._shown) + ")")
 
     def without_media(self) -> Record:
@@ -311,16 +318,16 @@ def _check(example: Example) -> None:
             raise WrongField("", words)
 
 
-NOTHING, TOO_LONG = 0, 1
-"""Indices into `MediaEncoder.drops`."""
+TOO_LONG = "media or the answer beyond the cut"
+"""Reason to drop a row; see `RowEncoder.drops`."""
 Read = tuple[ParsedRow, list[tuple[Media, ...]]]
 
 
 class MediaEncoder(RowEncoder):
     """Encoder of examples with media as rows, and of rows as a model's inputs.
 
-    No pixels or samples are stored. Each medium is decoded once, so that a damaged one is found
-    now. Processors compute with torch, which forked processes cannot.
+    No pixels or samples are stored. Each medium is decoded once to find damaged files. Processors
+    compute with torch, which forked processes cannot.
 
     Args:
         needed: The kind of media that conversations are about.
@@ -334,8 +341,8 @@ class MediaEncoder(RowEncoder):
     in_processes: ClassVar[bool] = False
     at_once: ClassVar[int] = 100
     drops: Mapping[str, str] = {
-        "nothing to learn": "give these rows an answer",
-        "media or the answer beyond the cut": "raise data.max_length or lower data.max_pixels",
+        NOTHING: "give these rows an answer",
+        TOO_LONG: "raise data.max_length or lower data.max_pixels",
     }
 
     def __init__(

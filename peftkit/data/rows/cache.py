@@ -218,6 +218,7 @@ def _write(
         "agreed": agreed,
         "shared": shared,
         "counts": dict(counts),
+        "drops": [*encoder.drops],
         "unused": [name for name, used in is_used.items() if not used],
         "num_read": num_read,
         "num_rows": num_rows,

@@ -23,7 +23,7 @@ from peftkit.errors import DataError
 
 ROWS, FACTS = "rows.arrow", "facts.json"
 IS_ROW = 0
-"""Status of a row; a dropped record has the index of its reason plus 1."""
+"""Status of a row; a dropped record has the number of its reason, counting from 1."""
 DAMAGED = (OSError, ValueError, LookupError, TypeError, NotImplementedError, MemoryError)
 """Errors that reading a damaged Arrow file, or its facts, raises."""
 
@@ -56,15 +56,17 @@ class Columns:
         facts |= {"tokens": pa.int32(), "digest": pa.int64()}
         self.schema = pa.schema(facts | {f"row.{name}": type for name, type in types.items()})
 
-    def batch(self, where: str, rows: Iterable[Any]) -> Any:
+    def batch(self, where: str, rows: Iterable[Any], drops: Iterable[str] = ()) -> Any:
         """Return rows and dropped records as an Arrow record batch.
 
         Args:
             where: The file; the source of a row that is no line of it is stored in full.
+            drops: All reasons to drop a record, in the order of their numbers.
         """
         import pyarrow as pa
 
         columns: dict[str, list[Any]] = {name: [] for name in self.schema.names}
+        numbers = {reason: number for number, reason in enumerate(drops, start=1)}
         for row in rows:
             line = row.source.removeprefix(f"{where}:")
             is_line = line.isdecimal()
@@ -73,7 +75,7 @@ class Columns:
             values: dict[str, Any] = dict.fromkeys(self._names)
             status, tokens, digest = IS_ROW, 0, 0
             if isinstance(row, Dropped):
-                status = 1 + row.reason
+                status = numbers[row.reason]
             else:
                 values = self._stored(row)
                 tokens, digest = num_tokens(row), self.digest(row, values)
@@ -270,7 +272,8 @@ class StoredRows(LazyRows):
         status = _numbers(table.column("status"))
         self._rows = (status == IS_ROW).nonzero().flatten()
         self._dropped = (status != IS_ROW).nonzero().flatten()
-        self._reasons = status[self._dropped] - 1
+        self._reasons = status[self._dropped]
+        self._drops: list[str] = facts["drops"]
         self.num_dropped = len(self._dropped)
         self.digests = _numbers(table.column("digest"))[self._rows]
         self.num_read: int = facts["num_read"]
@@ -307,9 +310,9 @@ class StoredRows(LazyRows):
     def values(self, name: str) -> Tensor:
         return self._columns.values(self._table, name)
 
-    def dropped(self, reason: int) -> Sequence[str]:
+    def dropped(self, reason: str) -> Sequence[str]:
         """Return the sources of the records that were dropped for a reason."""
-        places = self._dropped[self._reasons == reason]
+        places = self._dropped[self._reasons == 1 + self._drops.index(reason)]
         return [self._source(index) for index in places.tolist()]
 
     def _source(self, index: int) -> str:

@@ -45,7 +45,7 @@ class RowEncoder(ABC):
         kind: The rows' dataclass, with a field `source`.
         in_processes: Whether several processes may encode a file.
         at_once: Records that are encoded between two reports of progress.
-        drops: Reasons to drop a record, each with a fix; `Dropped.reason` is an index.
+        drops: Reasons to drop a record, each with a fix.
     """
 
     kind: ClassVar[type[Any]]

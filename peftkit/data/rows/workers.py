@@ -132,7 +132,7 @@ def _part_blocks(part: Part, where: str, encoder: RowEncoder) -> Iterator[Block]
         rows = encoder.rows(encoder.read(chunk, where))
         unused = {*rows.unused}
         yield Block(
-            batch=columns_of(encoder.kind).batch(where, rows.rows),
+            batch=columns_of(encoder.kind).batch(where, rows.rows, encoder.drops),
             num_read=len(chunk),
             first=chunk[0].source,
             last=chunk[-1].source,

@@ -88,10 +88,10 @@ class Loss:
         shape = inputs[TARGETS].shape
         for name, values in inputs.items():
             if values.shape != shape or not bool(values.isfinite().all()):
-                found = f"Its shape is {list(values.shape)}; the targets have {list(shape)}."
+                reason = f"Its shape is {list(values.shape)}; the targets have {list(shape)}."
                 if values.shape == shape:
-                    found = "It has values that are not finite."
-                raise RequestError(f"{where}: {name} is invalid.", found=found)
+                    reason = "It has values that are not finite."
+                raise RequestError(f"{where}: {name} is invalid.", found=reason)
 
 
 def _ratio(log_probs: Tensor, inputs: Inputs) -> Tensor:

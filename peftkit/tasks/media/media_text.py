@@ -95,28 +95,28 @@ class MediaText(CompletingTask, TokenTask):
         return self.kind_of(row.media)
 
     def kind_of(self, media: Sequence[Media]) -> str:
-        """Return a key of rows with such media, of which only equal ones share a batch.
+        """Return the bucket key of rows with these media.
 
-        A processor takes media of a kind for all of its texts or for none; where images lie in
-        rows, rows have as many each.
+        A processor takes a kind of media for all of its texts or for none. If it nests images in
+        lists, all texts need the same number.
         """
-        found = []
+        counts = []
         for kind in KINDS:
             count = sum(isinstance(one, kind) for one in media)
             nested = kind is Picture and self.encoder.media_processor.is_nested
-            found.append(str(count if nested else min(count, 1)))
-        return " ".join(found)
+            counts.append(str(count if nested else min(count, 1)))
+        return " ".join(counts)
 
     def num_positions(self, rows: Sequence[MediaRow]) -> int:
-        """Return the tokens of rows, padding included, and those of the towers."""
+        """Return the tokens of rows, padding included, plus the patches of media encoders."""
         return super().num_positions(rows) + sum(row.num_patches for row in rows)
 
     def collate(self, rows: Sequence[MediaRow]) -> dict[str, Tensor]:
         """Return a batch, padded on the right, with the processor's inputs of media."""
         batch = collate(rows, self.pad_id, self.rows.max_length)
-        kept = ("input_ids", "attention_mask", "target_index", "targets")
-        made = self.encoder.inputs(rows, batch["input_ids"].shape[1])
-        return {name: batch[name] for name in kept} | made
+        names = ("input_ids", "attention_mask", "target_index", "targets")
+        inputs = self.encoder.inputs(rows, batch["input_ids"].shape[1])
+        return {name: batch[name] for name in names} | inputs
 
     def inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the tokens, their mask, and what goes with them; pixels as the weights are."""
@@ -129,7 +129,7 @@ class MediaText(CompletingTask, TokenTask):
         }
 
     def spans(self, row: MediaRow) -> list[tuple[str, str]]:
-        """Return a row's text in segments, "learnt" or "" before each, media as their sizes."""
+        """Return a row's text in labelled segments ("learnt" or ""), with media as sizes."""
         return row.segments(self.encoder.media_processor.media_ids, self.text)
 
     def answers(
@@ -244,7 +244,7 @@ def _check_model(model: nn.Module, needed: type[Media]) -> None:
         raise BaseError(
             f"Cannot train {type(bare).__name__} on conversations with {needed.kind}s.",
             found=f"It has {why}.",
-            fix="Give a model that writes text after what it is shown.",
+            fix=f"Use a model that generates text from {needed.kind}s.",
         )
 
 
@@ -276,7 +276,7 @@ class MediaTextConfig(TaskConfig):
     task = MediaText
 
     max_seconds: Annotated[float, Field(gt=0)] | None = None
-    """Longest audio clip in seconds; null: what the base's processor takes at once, or 30."""
+    """Longest audio clip in seconds; null: the processor's chunk length, or 30."""
     max_pixels: Annotated[int, Field(ge=1)] | None = None
     """data.max_pixels of the training, stored with the adapter."""
     video_frames: Annotated[int, Field(ge=1)] | None = None

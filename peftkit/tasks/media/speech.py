@@ -48,11 +48,11 @@ class Hearing:
 
     Args:
         processor: The base's, with or without a tokenizer.
-        max_seconds: Longest clip; None: what the extractor takes at once, or MAX_SECONDS.
+        max_seconds: Longest clip; None: the extractor's chunk length, or MAX_SECONDS.
 
     Attributes:
-        rate: Samples a second.
-    max_seconds: Longest clip.
+        rate: Samples per second.
+        max_seconds: Longest clip.
 
     Raises:
         BaseError: There is no feature extractor.
@@ -187,8 +187,8 @@ METADATA = ("metadata.jsonl", "metadata.csv")
 """Files that list the media of a folder, with their texts or labels."""
 FILE_NAME = "file_name"
 """Field of such a file with the path of the medium."""
-NO_TEXT, MANY, SILENT, LONG, SHORT = range(5)
-NO_AUDIO = {SilentAudio: SILENT, LongAudio: LONG, ShortAudio: SHORT}
+NO_TEXT, SILENT, SHORT = "no text", "silent or empty audio", "audio that is too short"
+"""Reasons to drop a record; see `RowEncoder.drops`."""
 TASKS = ("transcribe", "translate")
 
 
@@ -229,7 +229,7 @@ class Utterance:
 
 
 class SpeechEncoder(RecordEncoder):
-    """Encoder of audio clips with their texts; decodes each clip once, so that damage shows now.
+    """Encoder of audio clips with their texts; decodes each clip once to find damaged files.
 
     Args:
         names: Of the fields with the clip and the text.
@@ -257,13 +257,15 @@ class SpeechEncoder(RecordEncoder):
     ) -> None:
         self._hearing, self._names, self._labels = hearing, names, labels
         self._fits, self._has_decoder = fits, has_decoder
+        self._too_many, long = too_many, f"audio longer than {hearing.max_seconds:g} s"
         self.drops = {
-            "no text": "give these rows a text",
+            NO_TEXT: "give these rows a text",
             too_many: "cut them into pieces",
-            "silent or empty audio": "give these rows another clip",
-            f"audio longer than {hearing.max_seconds:g} s": "cut it into pieces",
-            "audio that is too short": "give these rows another clip",
+            SILENT: "give these rows another clip",
+            long: "cut it into pieces",
+            SHORT: "give these rows another clip",
         }
+        self._reasons = {SilentAudio: SILENT, LongAudio: long, ShortAudio: SHORT}
         self._key = (names, key, hearing.key)
 
     def key(self, where: str) -> object:
@@ -283,14 +285,14 @@ class SpeechEncoder(RecordEncoder):
             return Dropped(parsed.source, NO_TEXT)
         try:
             (samples,) = self._hearing.decoded([parsed.clip])
-        except tuple(NO_AUDIO) as problem:
-            return Dropped(parsed.source, NO_AUDIO[type(problem)])
+        except (SilentAudio, LongAudio, ShortAudio) as problem:
+            return Dropped(parsed.source, self._reasons[type(problem)])
         labels, num_prefix = self._labels(parsed)
         positions = self._hearing.positions(len(samples))
         if positions < self._hearing.fewest:
             return Dropped(parsed.source, SHORT)
         if not self._fits(labels, positions):
-            return Dropped(parsed.source, MANY)
+            return Dropped(parsed.source, self._too_many)
         milliseconds = len(samples) * 1000 // self._hearing.rate
         self.counts.update(milliseconds=milliseconds, targets=len(labels))
         return SpeechRow(
@@ -314,7 +316,7 @@ def metadata_or_self(where: str) -> str:
 def medium_in(
     record: Record, name: str, setting: str, kind: MediaClass, where: str
 ) -> tuple[Any, str]:
-    """Return the medium of a record, and the field that it is in: `name`, or else FILE_NAME.
+    """Return the medium of a record, and its field: `name` or, if that is missing, FILE_NAME.
 
     Args:
         setting: Names the field in a recipe.
@@ -382,7 +384,7 @@ class SpeechConfig(TaskConfig):
     data_fields: ClassVar[frozenset[str]] = frozenset({"max_dropped"})
 
     audio: str = "audio"
-    """Field with the audio clip: a path beside the file, or bytes; file_name is read too."""
+    """Field with the audio clip: a path relative to the file, or bytes; file_name works, too."""
     text: str = "text"
     """Field with its transcript."""
 

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 
 from peftkit.data.encode import shared_system
 from peftkit.data.pack import IGNORE, Row, cut_document
-from peftkit.data.preferences import Pair, Verdict, check_both_labels, read_pairs_of, read_verdicts
+from peftkit.data.preferences import (
+    USELESS,
+    Pair,
+    Verdict,
+    check_both_labels,
+    read_pairs_of,
+    read_verdicts,
+)
 from peftkit.data.records import Dropped, Record
 from peftkit.data.row_text import labelled_segments
 from peftkit.data.rows.columns import StoredRows
@@ -40,6 +47,7 @@ from peftkit.tasks.pairs.preference_losses import (
     rewards,
 )
 from peftkit.tasks.pairs.preference_rows import (
+    NOTHING_LEFT,
     AnswerEncoder,
     Compared,
     Judged,
@@ -82,7 +90,7 @@ class Preference(DocumentTask):
         return self.positions(lengths, shared=sum(row.common for row in rows))
 
     def collate(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
-        """Return a batch: see `documents`; and reference (B, 2), where it was computed before."""
+        """Return a batch (see `documents`), with reference (B, 2) if it was computed before."""
         batch = self._batch(rows)
         reference = self._values.of(rows) if self.config.needs_reference else None
         return batch if reference is None else {**batch, "reference": reference}
@@ -92,9 +100,9 @@ class Preference(DocumentTask):
         return {**batch, "cut": torch.tensor([row.is_cut for row in rows])}
 
     def documents(self, documents: Sequence[Row]) -> dict[str, Tensor]:
-        """Return documents as a batch, in one row if that is faster.
+        """Return documents as a batch, padding-free if that is faster.
 
-        Besides what all token tasks have: document (n,), whose each answer token is.
+        document (n,): the document of each answer token.
         """
         return super().collate(documents)
 
@@ -152,7 +160,7 @@ class ComparedEncoder(AnswerEncoder):
             both = self.encode(pair.chosen), self.encode(pair.rejected)
             both = after_common_tokens(*both) if pair.shared else both
             row = compared(*both, self.max_length)
-            rows.append(row or Dropped(pair.source, 1))
+            rows.append(row or Dropped(pair.source, NOTHING_LEFT))
             if row is not None:
                 counts.update(cut=row.is_cut, targets=row.num_targets, common=row.common)
         agreed = next((self.agreed(pair.chosen) for pair in pairs if isinstance(pair, Pair)), {})
@@ -229,7 +237,7 @@ OTHER = "other_"
 
 
 class JudgedEncoder(AnswerEncoder):
-    """Encoder of judged answers; drops those that are cut away."""
+    """Encoder of judged answers; drops answers beyond the cut."""
 
     kind: ClassVar[type[Judged]] = Judged
 
@@ -246,7 +254,8 @@ class JudgedEncoder(AnswerEncoder):
             row = cut_document(whole, self.max_length)
             counts["wanted" if verdict.wanted else "unwanted"] += 1
             if row.num_targets == 0:
-                rows.append(Dropped(verdict.source, 1 if whole.num_targets else 0))
+                reason = NOTHING_LEFT if whole.num_targets else USELESS
+                rows.append(Dropped(verdict.source, reason))
                 continue
             is_cut = row is not whole
             counts.update(cut=is_cut, targets=row.num_targets)
@@ -300,7 +309,7 @@ class KTO(WholeStepTask, Preference):
 
     encoder_type: ClassVar[type[AnswerEncoder]] = JudgedEncoder
     _measured: Tensor | None = None
-    """Gains of all rows that are measured; None: the step's, or those of a batch."""
+    """Gains of all rows of an evaluation; None: use the gains of the step or of the batch."""
 
     @property
     def paths(self) -> dict[str, str]:

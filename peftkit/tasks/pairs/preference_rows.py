@@ -75,12 +75,16 @@ class Judged:
         return replace(both, is_cut=self.is_cut or other.is_cut or both.is_cut)
 
 
+NOTHING_LEFT = "no answer, or no difference, before the cut"
+"""Reason to drop a row; see `RowEncoder.drops`."""
+
+
 class AnswerEncoder(RowEncoder):
     """Base of the encoders of prompts with answers, of at most `max_length` tokens."""
 
     drops: Mapping[str, str] = {
         **NOTHING_TO_COMPARE,
-        "no answer, or no difference, before the cut": "raise data.max_length",
+        NOTHING_LEFT: "raise data.max_length",
     }
 
     def __init__(self, tokenizer: Any, template: str | None, max_length: int) -> None:
@@ -144,15 +148,15 @@ def after_common_tokens(a: Row, b: Row) -> tuple[Row, Row]:
 
 # The reference's log-probabilities: computed once, before training, and stored with the run.
 #
-# The reference is the model without its adapter, or with its values before training. A row's values
-# are stored under a hash of its tokens and of all that the reference depends on, so that values of
-# another run, base or data are not used.
+# The reference is the model without its adapter, or with its values before training. The key of a
+# row's values is a hash of its tokens and of everything that the reference depends on, which
+# excludes values of another run, base or data set.
 
 
 FILE = "reference_log_probs.safetensors"
 KEYS, VALUES = "keys", "values"
 BATCH_SIZE = 8
-"""Rows at once, without gradients."""
+"""Rows of a batch, without gradients."""
 FIX = "Lower data.max_length, or quantise the base."
 
 

@@ -51,16 +51,17 @@ class RewardRow(TextsRow):
     source: str
 
 
+TOO_LONG = "an answer ends beyond data.max_length"
+"""Reason to drop a pair; see `RowEncoder.drops`."""
+
+
 class RewardEncoder(TextsEncoder):
-    """Encoder of pairs; drops those that are too long, as the value is read at the last token."""
+    """Encoder of pairs; drops long pairs, since the reward is read at the last token."""
 
     kind: ClassVar[type[RewardRow]] = RewardRow
     what = PAIRS
     _agreed: Mapping[str, str] = {}
-    drops: Mapping[str, str] = {
-        **NOTHING_TO_COMPARE,
-        "an answer ends beyond data.max_length": "raise data.max_length",
-    }
+    drops: Mapping[str, str] = {**NOTHING_TO_COMPARE, TOO_LONG: "raise data.max_length"}
 
     def __init__(self, texts: Texts, config: RewardConfig, template: str | None) -> None:
         super().__init__(texts, config)
@@ -84,7 +85,7 @@ class RewardEncoder(TextsEncoder):
         self._agreed = {"style": self._encoder.style(pair.chosen).kind}
         chosen, rejected = self.encoded(pair.chosen), self.encoded(pair.rejected)
         if chosen.is_cut or rejected.is_cut:
-            return Dropped(pair.source, 1), used
+            return Dropped(pair.source, TOO_LONG), used
         both = joined_texts([chosen, rejected])
         return RewardRow(**both, margin=pair.margin or 0.0, source=pair.source), used
 

@@ -1,10 +1,10 @@
 """Embeddings: vectors of texts, trained contrastively over a whole step.
 
 The loss is sentence-transformers' MultipleNegativesRankingLoss: cross entropy of an anchor's cosine
-similarities, times a scale, with every positive and negative of the step, of which its own positive
-is right (arXiv:1705.00652). `symmetric`: the mean with that of each positive among all anchors.
-Rows of a step that do not fit into memory are first embedded without gradients (gradient caching,
-arXiv:2101.06983): the gradient is that of the whole step, the memory that of a micro-batch.
+similarities, times a scale, with all positives and negatives of the step; the target is the
+anchor's positive (arXiv:1705.00652). `symmetric` averages it with the loss of each positive over
+all anchors. If a step has several micro-batches, gradient caching (arXiv:2101.06983) computes the
+gradient of the whole step with the memory of one micro-batch.
 
 Shapes: B rows of a batch, N of the step, m texts of a row (anchor, positive, negatives), D width.
 """
@@ -105,7 +105,7 @@ class Embedding(WholeStepTask, TextTask):
     """
 
     metric_names = ("accuracy", "masked")
-    """Share of anchors whose positive is nearest; texts masked out, as they are no negatives."""
+    """Share of anchors whose positive is nearest; number of false negatives masked out."""
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
@@ -136,10 +136,10 @@ class Embedding(WholeStepTask, TextTask):
         return _joined(self.embed(model, batch), batch["names"])
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the summed loss, the anchors that are right, and the texts masked out.
+        """Return the sums of the loss, correct anchors and masked texts.
 
-        The value is the loss of the batch's anchors. The gradient is that of the whole step's loss
-        with respect to their vectors, which are negatives of all other anchors.
+        The value is the loss of the batch's anchors. The gradient is the gradient of the whole
+        step's loss with respect to the batch's vectors, which are negatives of other anchors, too.
         """
         names = batch["names"]
         if self._step is None or self._step.values is None or INDEX not in batch:
@@ -229,7 +229,7 @@ class Embedding(WholeStepTask, TextTask):
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
-        """Return the vector of each row's `text`, or else its anchor, as `embedding`."""
+        """Return the vector of each row's `text`, or of its anchor, as `embedding`."""
 
         def text(fields: Mapping[str, Any]) -> str:
             return full_text(fields, "text" if "text" in fields else self.config.anchor)

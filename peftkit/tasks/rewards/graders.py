@@ -1,10 +1,10 @@
-"""Graders: rewards of answers as OpenAI's reinforcement fine-tuning writes them down.
+"""Graders: rewards in the format of OpenAI's reinforcement fine-tuning.
 
-A grader compares texts, asks the base for a number, calls a function, or computes a formula of
-others. Its texts are templates: {{item.x}} is a field of the prompt's row, {{sample.output_text}}
-the answer, {{sample.output_json.x}} a value in an answer that is JSON. Source: OpenAI's API
-reference, graders. Of text_similarity, `cosine` needs a model of embeddings and `meteor` a
-dictionary, which are not here: they are refused.
+A grader compares texts, generates a number with the base, calls a function, or computes a formula
+of other graders. Its texts are templates: {{item.x}} is a field of the prompt's row,
+{{sample.output_text}} the answer, {{sample.output_json.x}} a value in a JSON answer. Source:
+OpenAI's API reference, graders. The text similarities `cosine` and `meteor` are not supported,
+because they need an embedding model and a dictionary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from peftkit.tasks.rewards.grader_formulas import MAX_FORMULA, parsed
 from peftkit.tasks.user_code import PATTERN
 
 MAX_TEMPLATE = 20_000
-"""Characters of a template."""
+"""Maximum characters of a template."""
 MAX_GRADERS = 16
 MAX_SCORE_TOKENS = 1024
 
@@ -37,20 +37,20 @@ def _check_template(text: str) -> str:
 
 
 def steps_of(inside: str) -> list[str | int]:
-    """Return what stands in braces as steps: item, a field, and so on.
+    """Return the path in the braces of a placeholder as keys: item, a field, and so on.
 
     Raises:
-        ConfigError: There is no such place.
+        ConfigError: The path is invalid.
     """
     match = _PATH.fullmatch(inside.strip())
     steps: list[str | int] = []
     if match:
-        found = _STEP.findall(match[2])
-        steps = [match[1], *(name or int(number) for name, number in found)]
-    known = steps[:2] == ["sample", "output_json"] or steps == ["sample", "output_text"]
-    if not match or (match[1] == "sample" and not known) or isinstance(steps[1], int):
+        keys = _STEP.findall(match[2])
+        steps = [match[1], *(name or int(number) for name, number in keys)]
+    is_output = steps[:2] == ["sample", "output_json"] or steps == ["sample", "output_text"]
+    if not match or (match[1] == "sample" and not is_output) or isinstance(steps[1], int):
         raise ConfigError(
-            f"the template asks for {{{{{inside[:80]}}}}}.",
+            f"The placeholder {{{{{inside[:80]}}}}} of the template is invalid.",
             fix="Use {{item.FIELD}}, {{sample.output_text}} or {{sample.output_json.FIELD}}.",
         )
     return steps
@@ -65,15 +65,15 @@ class _Named(Config):
 
 
 class StringCheck(_Named):
-    """1 where a text is (eq), is not (ne) or holds (like) another; ilike: in any case."""
+    """1 if a text equals (eq), differs from (ne) or contains (like) another; ilike ignores case."""
 
     type: Literal["string_check"]
     input: Template
-    """The text that is looked at."""
+    """The text to check."""
     reference: Template
-    """The other one."""
+    """The text to compare with."""
     operation: Literal["eq", "ne", "like", "ilike"]
-    """What has to hold."""
+    """The comparison."""
 
 
 Similarity = Literal[
@@ -90,21 +90,21 @@ Similarity = Literal[
 
 
 class TextSimilarity(_Named):
-    """How similar two texts are, from 0 to 1."""
+    """Similarity of two texts, from 0 to 1."""
 
     type: Literal["text_similarity"]
     input: Template
-    """The text that is looked at."""
+    """The text to check."""
     reference: Template
-    """The text that it should be like."""
+    """The text to compare with."""
     evaluation_metric: Similarity
     """fuzzy_match: twice the longest common subsequence of characters, as a share of both texts.
-    rouge: the F-measure of common runs of words. bleu, gleu: of a sentence, runs of up to 4 words.
-    cosine and meteor need models and dictionaries that are not here."""
+    rouge: the F-measure of common n-grams of words. bleu, gleu: sentence scores with n-grams of up
+    to 4 words. cosine and meteor are not supported."""
 
 
 def _as_text(content: Any) -> Any:
-    """Return the content of a message, a text or parts of text, as one text."""
+    """Return the content of a message, a text or a list of text parts, as one text."""
     parts = content if isinstance(content, list | tuple) else [content]
     texts = []
     for part in parts:
@@ -117,52 +117,52 @@ class GraderMessage(Config):
     """A message to the base."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    """Whose it is."""
+    """Role of the author."""
     content: Annotated[Template, BeforeValidator(_as_text)]
-    """Its text."""
+    """Text of the message."""
     type: Literal["message"] = "message"
-    """What OpenAI's clients call it."""
+    """Type that OpenAI's clients send."""
 
 
 class ScoreSampling(Config):
-    """How the base answers."""
+    """Sampling settings of the base."""
 
     max_completions_tokens: Annotated[int, Field(ge=1, le=MAX_SCORE_TOKENS)] = 32
-    """The most tokens of its answer."""
+    """Maximum tokens of an answer."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
-    """0: the likeliest answer."""
+    """0: greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample only from the likeliest tokens with this total probability."""
     seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
-    """Of the sampling."""
+    """Seed of the sampling."""
 
 
 class ScoreModel(_Named):
-    """The first number that the base, without the adapter in training, answers to messages."""
+    """The first number in the base's answer to messages, with the adapter in training off."""
 
     type: Literal["score_model"]
     model: Literal["base"] = "base"
-    """The base itself: no second model is loaded."""
+    """The base; no second model is loaded."""
     input: Annotated[tuple[GraderMessage, ...], Field(min_length=1, max_length=32)]
-    """What it is asked. Have it answer with a number alone."""
+    """Messages to the base, which should request an answer with a number alone."""
     range: tuple[float, float] = (0.0, 1.0)
-    """Numbers outside are moved to the nearer end."""
+    """Range to which numbers are clamped."""
     sampling_params: ScoreSampling = ScoreSampling()
-    """How it answers."""
+    """Sampling settings."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> ScoreModel:
         if not self.range[0] < self.range[1]:
-            raise ConfigError(f"the range {list(self.range)} is empty.", fix="Write [0, 1].")
+            raise ConfigError(f"The range {list(self.range)} is empty.", fix="Write [0, 1].")
         return self
 
 
 class PythonGrader(_Named):
-    """What a Python function says: grade(sample, item) -> float."""
+    """The result of a Python function grade(sample, item) -> float."""
 
     type: Literal["python"]
     source: Annotated[str, Field(pattern=PATTERN)]
-    """FILE.py:FUNCTION. `sample` has output_text and, of JSON, output_json; `item` the row."""
+    """FILE.py:FUNCTION. `sample` has output_text and, for JSON, output_json; `item` is the row."""
 
 
 Simple = Annotated[
@@ -178,9 +178,9 @@ class Multi(_Named):
         dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,63}$")], Simple],
         Field(min_length=1, max_length=MAX_GRADERS),
     ]
-    """The graders, by the names that the formula has for them."""
+    """The graders, with their names in the formula as keys."""
     calculate_output: Annotated[str, Field(max_length=MAX_FORMULA)]
-    """Of their names and numbers: + - * / ^ ( ), min, max, abs, floor, ceil, exp, sqrt, log."""
+    """The formula: names, numbers, + - * / ^ ( ), min, max, abs, floor, ceil, exp, sqrt, log."""
 
     @model_validator(mode="after")
     def _has_a_formula(self) -> Multi:
@@ -193,17 +193,17 @@ AnyGrader = Annotated[Grader, Field(discriminator="type")]
 
 
 def parts_of(grader: Grader) -> Mapping[str, Grader]:
-    """Return the graders of a formula by their names in it; of any other one, itself."""
+    """Return the graders of a formula with their names; for any other grader, the grader itself."""
     return grader.graders if isinstance(grader, Multi) else {grader.name: grader}
 
 
 def code_of(grader: Grader) -> list[str]:
     """Return the Python functions that a grader calls."""
-    return [one.source for one in parts_of(grader).values() if isinstance(one, PythonGrader)]
+    return [part.source for part in parts_of(grader).values() if isinstance(part, PythonGrader)]
 
 
 def fields_of(grader: Grader) -> set[str]:
-    """Return the fields that a grader's templates read of rows."""
+    """Return the fields of rows that a grader's templates read."""
     paths = [
         steps_of(inside) for text in _templates(grader) for inside in PLACEHOLDER.findall(text)
     ]
@@ -211,8 +211,8 @@ def fields_of(grader: Grader) -> set[str]:
 
 
 def _templates(grader: Grader) -> Iterator[str]:
-    for one in parts_of(grader).values():
-        if isinstance(one, StringCheck | TextSimilarity):
-            yield from (one.input, one.reference)
-        elif isinstance(one, ScoreModel):
-            yield from (message.content for message in one.input)
+    for part in parts_of(grader).values():
+        if isinstance(part, StringCheck | TextSimilarity):
+            yield from (part.input, part.reference)
+        elif isinstance(part, ScoreModel):
+            yield from (message.content for message in part.input)

@@ -27,18 +27,18 @@ from peftkit.tasks.rewards.graders import (
 from peftkit.tasks.user_code import UserCode, outcome, shortly
 
 MAX_TEXT = 100_000
-"""Characters of a template with its values."""
+"""Maximum characters of a template with its values."""
 
 _THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?|-?\.\d+")
 
 Problem = Literal["", "sample_parse_error", "model_grader_parse_error"]
 Ask = Callable[[Sequence[Sequence[Mapping[str, str]]], Mapping[str, Any]], list[str]]
-"""Has the base answer conversations, by the settings of `Sampling`."""
+"""Returns the base's answers to conversations, with settings of `Sampling`."""
 
 
 class Answered(NamedTuple):
-    """An answer, the row of its prompt, and where that stands, for messages."""
+    """An answer, the record of its prompt, and the record's source."""
 
     text: str
     item: Mapping[str, Any]
@@ -46,10 +46,11 @@ class Answered(NamedTuple):
 
 
 class Grade(NamedTuple):
-    """A grade; None: the grader does not say. `parts` are those of a formula.
+    """The grade of an answer; None: no grade.
 
-    An answer that lacks what the grader looks for has 0 ("sample_parse_error"); a base that answers
-    without a number says nothing ("model_grader_parse_error").
+    If an answer lacks a value of the template, its grade is 0 or the range's lower end
+    ("sample_parse_error"). If the base answers without a number, there is no grade
+    ("model_grader_parse_error"). `parts` are the grades in a formula.
     """
 
     value: float | None
@@ -57,19 +58,19 @@ class Grade(NamedTuple):
     parts: Mapping[str, float | None] = {}
 
 
-class _NotThere(Exception):
-    """An answer has no such value."""
+class _MissingValue(Exception):
+    """An answer lacks a value of a template."""
 
 
 class Grading:
-    """A grader, its functions loaded.
+    """A grader with its functions loaded.
 
     Args:
-        ask: Has the base answer.
-        seconds: That its functions may take for all answers of a call, and their files.
+        ask: Returns the base's answers.
+        seconds: Time limit for loading a file, and for a call with all answers.
 
     Raises:
-        ConfigError: A file or function is not there.
+        ConfigError: A file or function does not exist.
     """
 
     def __init__(self, grader: Grader, ask: Ask, seconds: float, code: UserCode) -> None:
@@ -85,40 +86,40 @@ class Grading:
         grader = self.grader
         if not isinstance(grader, Multi):
             return self._of_one(grader, answers)
-        of_each = {name: self._of_one(one, answers) for name, one in grader.graders.items()}
+        columns = {name: self._of_one(part, answers) for name, part in grader.graders.items()}
         formula = parsed(grader.calculate_output, grader.graders)
         grades = []
         for n, answer in enumerate(answers):
-            given = {name: grades[n] for name, grades in of_each.items()}
-            parts = {name: grade.value for name, grade in given.items()}
-            problems = [grade.problem for grade in given.values() if grade.problem]
+            row = {name: column[n] for name, column in columns.items()}
+            parts = {name: grade.value for name, grade in row.items()}
+            problems = [grade.problem for grade in row.values() if grade.problem]
             total = _total(formula, grader, parts, answer)
             grades.append(Grade(total, problems[0] if problems else "", parts))
         return grades
 
     def _of_one(self, grader: Grader, answers: Sequence[Answered]) -> list[Grade]:
         if isinstance(grader, PythonGrader):
-            return self._called(grader, answers)
+            return self._computed(grader, answers)
         if isinstance(grader, ScoreModel):
-            return self._asked(grader, answers)
+            return self._scored(grader, answers)
         assert isinstance(grader, StringCheck | TextSimilarity)
         return [_compared(grader, answer) for answer in answers]
 
-    def _asked(self, grader: ScoreModel, answers: Sequence[Answered]) -> list[Grade]:
-        """Ask the base about all answers at once; those that cannot be asked about have 0."""
-        asked = {}
-        for n, one in enumerate(answers):
+    def _scored(self, grader: ScoreModel, answers: Sequence[Answered]) -> list[Grade]:
+        """Return the base's grades, generated in one batch for all answers."""
+        conversations = {}
+        for n, answer in enumerate(answers):
             try:
-                asked[n] = [
-                    {"role": m.role, "content": _filled(m.content, one)} for m in grader.input
+                conversations[n] = [
+                    {"role": m.role, "content": _filled(m.content, answer)} for m in grader.input
                 ]
-            except _NotThere:
+            except _MissingValue:
                 continue
         settings = grader.sampling_params.model_dump()
         settings["max_new_tokens"] = settings.pop("max_completions_tokens")
-        said = self._ask([*asked.values()], settings) if asked else []
+        texts = self._ask([*conversations.values()], settings) if conversations else []
         grades = [Grade(grader.range[0], "sample_parse_error")] * len(answers)
-        for n, text in zip(asked, said, strict=True):
+        for n, text in zip(conversations, texts, strict=True):
             number = _NUMBER.search(_THOUGHT.sub("", text))
             if number is None:
                 grades[n] = Grade(None, "model_grader_parse_error")
@@ -127,11 +128,11 @@ class Grading:
                 grades[n] = Grade(min(high, max(low, float(number[0]))))
         return grades
 
-    def _called(self, grader: PythonGrader, answers: Sequence[Answered]) -> list[Grade]:
+    def _computed(self, grader: PythonGrader, answers: Sequence[Answered]) -> list[Grade]:
         function = self._functions[grader.source]
 
         def call() -> list[Any]:
-            return [function(_sample(one.text), dict(one.item)) for one in answers]
+            return [function(_sample(answer.text), dict(answer.item)) for answer in answers]
 
         returned, error = outcome(call, self._seconds)
         if error is not None:
@@ -140,7 +141,8 @@ class Grading:
                 found=f"It was called for answers to {answers[0].source} to {answers[-1].source}.",
             ) from error
         return [
-            Grade(_number(grader, value, one)) for value, one in zip(returned, answers, strict=True)
+            Grade(_number(grader, value, answer))
+            for value, answer in zip(returned, answers, strict=True)
         ]
 
 
@@ -148,7 +150,7 @@ def _number(grader: PythonGrader, value: Any, answer: Answered) -> float:
     try:
         if isinstance(value, int | float) and math.isfinite(value):
             return float(value)
-    except OverflowError:  # a whole number that is too large
+    except OverflowError:  # an int too large for a float
         pass
     raise RunError(
         f"the grader {grader.source} returned {shortly(value)} for an answer to {answer.source}",
@@ -159,7 +161,7 @@ def _number(grader: PythonGrader, value: Any, answer: Answered) -> float:
 def _compared(grader: StringCheck | TextSimilarity, answer: Answered) -> Grade:
     try:
         text, reference = _filled(grader.input, answer), _filled(grader.reference, answer)
-    except _NotThere:
+    except _MissingValue:
         return Grade(0.0, "sample_parse_error")
     if isinstance(grader, StringCheck):
         holds = {
@@ -200,7 +202,7 @@ def _total(
 
 
 def _sample(text: str) -> dict[str, Any]:
-    """Return an answer as templates and functions see it."""
+    """Return the variables of an answer for templates and functions."""
     try:
         return {"output_text": text, "output_json": json.loads(text)}
     except (ValueError, RecursionError):
@@ -208,11 +210,11 @@ def _sample(text: str) -> dict[str, Any]:
 
 
 def _filled(template: str, answer: Answered) -> str:
-    """Return a template with its values; what stands in a value is no template again.
+    """Return a template with its values; braces in a value are not expanded.
 
     Raises:
         RunError: The row lacks a field, or the text becomes too long.
-        _NotThere: The answer lacks it.
+        _MissingValue: The answer lacks a value.
     """
     roots = {"item": answer.item, "sample": _sample(answer.text)}
     size = len(template)
@@ -226,17 +228,17 @@ def _filled(template: str, answer: Answered) -> str:
                 node = node[step]
             except (KeyError, IndexError, TypeError):
                 if root == "sample":
-                    raise _NotThere from None
+                    raise _MissingValue from None
                 raise RunError(
-                    f"the grader asks for {{{{{match[1].strip()}}}}}, which {answer.source} lacks",
+                    f"the grader reads {{{{{match[1].strip()}}}}}, which {answer.source} lacks",
                     found=f"Its fields: {', '.join(answer.item)}.",
                 ) from None
         text = node if isinstance(node, str) else json.dumps(node, ensure_ascii=False)
         size += len(text)
         if size > MAX_TEXT:
             raise RunError(
-                f"the grader makes a text of more than {MAX_TEXT:,} characters",
-                found=f"Of {answer.source} and an answer of {len(answer.text):,} characters.",
+                f"the text of the grader has more than {MAX_TEXT:,} characters",
+                found=f"For {answer.source} and an answer of {len(answer.text):,} characters.",
             )
         return text
 

@@ -1,7 +1,7 @@
 """GRPO: trains on groups of completions of each prompt, weighted by their advantages.
 
-A row is a prompt with a group of its answers. They are in one micro-batch, with the prompt once
-where the model can share prefixes.
+A row is a prompt with a group of its answers. A group is not split over micro-batches, and if the
+model can share prefixes, a batch has each prompt once.
 
 Shapes: n answer tokens of a batch, D answers, G answers of each prompt.
 """
@@ -9,59 +9,48 @@ Shapes: n answer tokens of a batch, D answers, G answers of each prompt.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from peftkit.data.encode import Encoder, shared_system
-from peftkit.data.examples import Completion, Conversation, Example
-from peftkit.data.generation import prompt_ids, stop_ids
+from peftkit.data.encode import Encoder
+from peftkit.data.generation import stop_ids
 from peftkit.data.messages import Message
-from peftkit.data.pack import IGNORE, Row, padded_rows
-from peftkit.data.prompts import PromptExample, read_prompts
-from peftkit.data.records import Dropped, Record
-from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.pack import IGNORE
 from peftkit.data.style import Style
 from peftkit.errors import AdapterError, ConfigError, PeftkitError
 from peftkit.events import Listener, Notice, ScoredAnswer, Stage, ignore
-from peftkit.forward.loss import accepted, target_rows, unwrapped
+from peftkit.forward.loss import unwrapped
 from peftkit.inference.generate import ModelSampler, SampledAnswer, answers_to
 from peftkit.model.modes import adapters_off, evaluating
 from peftkit.model.side_adapter import SideAdapter
-from peftkit.settings import CHAT
 from peftkit.tasks.documents import Rollout, RolloutTask
 from peftkit.tasks.metrics import exact_match
 from peftkit.tasks.rewards.grpo_losses import (
-    CLIP,
     OF_TOKENS,
-    LossName,
     advantages,
     kl_to_reference,
     policy_losses,
 )
+from peftkit.tasks.rewards.grpo_rows import Group, Prompt, PromptEncoder
 from peftkit.tasks.rewards.grpo_tools import Dialogue, Tools, figures
+from peftkit.tasks.rewards.reward_adapters import adapter_rewards
 from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
 from peftkit.tasks.run_hooks import TrainingRun
-from peftkit.tasks.tokens import AnswerConfig
-from peftkit.tasks.user_code import PATTERN, UserCode, source_hashes
-
-SCORED = 16
-"""Documents that a reward adapter reads at once."""
+from peftkit.tasks.user_code import UserCode, source_hashes
 
 
 class GRPO(RolloutTask):
     """Policy-gradient losses over groups of completions, weighted by group-relative advantages."""
 
     why_nothing: ClassVar[str] = (
-        "the answers to each prompt all had the same reward, so none was better than another. Look "
-        "at answers and rewards (task.rewards; peftkit generate shows what the adapter says): a "
-        "reward that tells them apart, task.answers higher, or supervised rows first."
+        "all answers to a prompt had the same reward, so all advantages were 0. Inspect answers "
+        "(peftkit generate) and rewards (task.rewards). Then use rewards that differ between "
+        "answers, raise task.answers, or train on supervised rows first."
     )
 
     def build(self, model: nn.Module) -> None:
@@ -89,8 +78,8 @@ class GRPO(RolloutTask):
     def _tools(self) -> Tools | None:
         if not self.config.has_tools:
             return None
-        most = self._max_prompt
-        return Tools(self.tokenizer, self.rows.prompt_style, self.config, self._code, most)
+        style, max_prompt = self.rows.prompt_style, self._max_prompt
+        return Tools(self.tokenizer, style, self.config, self._code, max_prompt)
 
     @property
     def _max_prompt(self) -> int:
@@ -114,21 +103,22 @@ class GRPO(RolloutTask):
         return [term.adapter for term in self.config.rewards if term.adapter is not None]
 
     def add_adapter(self, folder: str, adapter: SideAdapter) -> None:
-        refusal = f"{folder} cannot be a reward here"
         if adapter.task.get("type") != "reward" or not adapter.head:
-            reason = f"it was trained for the task {adapter.task.get('type', 'causal_lm')}"
-            fix = "Train one: task: reward, on pairs of a better and a worse answer."
-            raise AdapterError(refusal, found=reason, fix=fix)
+            raise AdapterError(
+                f"{folder} cannot be a reward adapter.",
+                found=f"It was trained for the task {adapter.task.get('type', 'causal_lm')}.",
+                fix="Train one with task: reward, on pairs of a better and a worse answer.",
+            )
         self._adapters[folder] = adapter
 
     def spans(self, row: Prompt) -> list[tuple[str, str]]:
-        """Return the prompt; its answers are not there yet."""
+        """Return the prompt, since answers are sampled later."""
         return [("prompt", str(self.tokenizer.decode(row.input_ids)))]
 
     def metrics(
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
     ) -> dict[str, float]:
-        """Return nothing: `evaluate` and `completion_metrics` return the rewards of completions."""
+        """Return no metrics: `evaluate` and `completion_metrics` compute rewards."""
         return {}
 
     def completion_metrics(
@@ -141,7 +131,7 @@ class GRPO(RolloutTask):
     ) -> dict[str, float]:
         """Return the mean rewards of greedy completions, and their exact match with the rows.
 
-        The weighted sum is left out if one of the rewards is not available.
+        If a reward is not available, the weighted sum is left out.
         """
         rows = [*rows]
         terms = [term for term in self.terms if self._is_available(model, term, on_event)]
@@ -158,14 +148,14 @@ class GRPO(RolloutTask):
             left_out.add("reward")
         means = {name: value for name, value in rollout.metrics.items() if name not in left_out}
         pairs = [
-            (one.completion, row.reference)
-            for one, row in zip(rollout.answers, rows, strict=True)
+            (answer.completion, row.reference)
+            for answer, row in zip(rollout.answers, rows, strict=True)
             if row.reference is not None
         ]
         return means | ({"exact_match": exact_match(pairs)} if pairs else {})
 
     def _is_available(self, model: nn.Module, term: RewardTerm, on_event: Listener) -> bool:
-        """Load what a built-in reward reads; emit a notice if that fails."""
+        """Load the files of a built-in reward; emit a notice if that fails."""
         if term.adapter is not None:
             return term.adapter in self._adapters
         if not term.is_function:
@@ -179,33 +169,36 @@ class GRPO(RolloutTask):
     # Answers and their rewards.
 
     def setup(self, run: TrainingRun) -> None:
-        """Load the reward functions: here, so that opening an adapter runs no code."""
+        """Load the reward functions: not in `build`, since opening an adapter runs no code."""
         self.check_answers(run)
         if not self.terms:
-            problem = f"nothing rewards answers: {self.config.environment} has no get_reward."
-            raise ConfigError(problem, fix="Give it one, or set task.rewards.")
+            raise ConfigError(
+                "No reward is set for answers.",
+                found=f"{self.config.environment} has no method get_reward.",
+                fix="Add the method, or set task.rewards.",
+            )
         self.use_rewards(run.model, self.terms)
 
     @property
     def terms(self) -> Sequence[RewardTerm]:
-        """The config's rewards, and the environment's."""
+        """The rewards of the config and of the environment."""
         terms = self.config.rewards
         if self._tools is not None and self._tools.has_reward:
             terms = (*terms, RewardTerm(use=self.config.environment))
         return terms
 
     def use_rewards(self, model: nn.Module, terms: Sequence[RewardTerm]) -> None:
-        """Load the rewards that answers get from here on: some of the task's, or all."""
-        scorer, ask = partial(self._scores, model), partial(self._asked, model)
-        self._rewards = Rewards(terms, self.config.reward_timeout, scorer, self._code, ask)
+        """Load some or all rewards of the task, for all answers from now on."""
+        scorer, generate = partial(self._scores, model), partial(self._base_answers, model)
+        self._rewards = Rewards(terms, self.config.reward_timeout, scorer, self._code, generate)
 
-    def _asked(
+    def _base_answers(
         self,
         model: nn.Module,
         prompts: Sequence[Sequence[Message]],
         settings: Mapping[str, Any],
     ) -> list[str]:
-        """Return what the base, with the policy's adapter off, answers to conversations."""
+        """Return the base's answers to conversations, with the policy's adapter off."""
         self.layout.forget()
         with adapters_off(model):
             return answers_to(unwrapped(model), self.tokenizer, prompts, **settings)
@@ -213,31 +206,10 @@ class GRPO(RolloutTask):
     def _scores(
         self, model: nn.Module, folder: str, prompts: Sequence[Any], texts: Sequence[str]
     ) -> list[float]:
-        """Return the rewards of answers by a reward adapter, with the policy's adapter off.
-
-        Prompts and answers are formatted as in its training.
-        """
+        """Return the rewards of answers by a reward adapter, with the policy's adapter off."""
         self.layout.forget()
-        adapter = self._adapters[folder]
-        style = adapter.style or self.rows.prompt_style
-        encoder = Encoder(self.tokenizer, style.chat_template)
-        documents = [
-            encoder.encode(_example(prompt, text, style)).input_ids
-            for prompt, text in zip(prompts, texts, strict=True)
-        ]
-        scores = [0.0] * len(documents)
-        order = sorted(range(len(documents)), key=lambda n: len(documents[n]))
-        with adapter.on(model):
-            for start in range(0, len(order), SCORED):
-                part = order[start : start + SCORED]
-                ids, mask = padded_rows([documents[n] for n in part], self.pad_id)
-                last = torch.arange(len(part)) * ids.shape[1] + mask.sum(1) - 1
-                device = unwrapped(model).device
-                inputs = accepted(model, {"input_ids": ids.to(device), "use_cache": False})
-                values = adapter.values(target_rows(model, inputs, last.to(device)))
-                for n, value in zip(part, values.tolist(), strict=True):
-                    scores[n] = value
-        return scores
+        adapter, style = self._adapters[folder], self.rows.prompt_style
+        return adapter_rewards(model, adapter, self.tokenizer, style, self.pad_id, prompts, texts)
 
     def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
         return self.answered_step(rows, run)
@@ -246,20 +218,20 @@ class GRPO(RolloutTask):
         return self.greedy_metrics(rows, run)
 
     def stop_reason(self, figures: Mapping[str, float]) -> str:
-        least, entropy = self.config.stop_entropy, figures.get("entropy")
-        if least is None or entropy is None or entropy >= least:
+        limit, entropy = self.config.stop_entropy, figures.get("entropy")
+        if limit is None or entropy is None or entropy >= limit:
             return ""
         reason = f"The model's entropy fell to {entropy:.4g}"
-        return f"{reason}, below task.stop_entropy: {least:g}. The run ends here."
+        return f"{reason}, below task.stop_entropy: {limit:g}. The run ends here."
 
     def roll_out(
         self, prompts: Sequence[Prompt], seeds: Sequence[int] | None, sampler: ModelSampler
     ) -> Rollout:
-        """Have the model answer prompts; groups with equal rewards are left out."""
+        """Sample and score answers; groups with equal rewards are left out of the rows."""
         prompts, sampled, dialogues = self._sampled(prompts, seeds, sampler)
-        pairs = [(p, one) for p, group in zip(prompts, sampled, strict=True) for one in group]
-        texts = [self.text(one.ids, special=bool(dialogues)) for _, one in pairs]
-        totals, parts = self._judged([prompt for prompt, _ in pairs], texts, dialogues)
+        pairs = [(p, answer) for p, group in zip(prompts, sampled, strict=True) for answer in group]
+        texts = [self.text(answer.ids, special=bool(dialogues)) for _, answer in pairs]
+        totals, parts = self._scored([prompt for prompt, _ in pairs], texts, dialogues)
         all_advantages, groups, start = [], [], 0
         for prompt, group in zip(prompts, sampled, strict=True):
             rewards = totals[start : start + len(group)]
@@ -275,10 +247,10 @@ class GRPO(RolloutTask):
                 reward=total,
                 parts={name: values[n] for name, values in parts.items()},
                 advantage=advantage,
-                is_cut=one.is_cut,
+                is_cut=answer.is_cut,
                 source=prompt.source,
             )
-            for n, ((prompt, one), text, total, advantage) in enumerate(
+            for n, ((prompt, answer), text, total, advantage) in enumerate(
                 zip(pairs, texts, totals, all_advantages, strict=True)
             )
         )
@@ -288,7 +260,7 @@ class GRPO(RolloutTask):
     def _sampled(
         self, prompts: Sequence[Prompt], seeds: Sequence[int] | None, sampler: ModelSampler
     ) -> tuple[Sequence[Prompt], list[list[SampledAnswer]], list[Dialogue]]:
-        """Return prompts, answers to each, and with tools the dialogues of all answers."""
+        """Return prompts, the answers to each, and with tools the dialogues of all answers."""
         if self._tools is None:
             ids = [prompt.input_ids for prompt in prompts]
             return prompts, self.sample(ids, seeds, sampler, self.config.answers), []
@@ -297,47 +269,46 @@ class GRPO(RolloutTask):
         groups = self._tools.sample(prompts, seeds, sampler, number)
         pairs = zip(prompts, groups, strict=True)
         prompts = [replace(prompt, input_ids=group.prompt) for prompt, group in pairs]
-        every = [one for group in groups for one in group.dialogues]
-        return prompts, [group.answers for group in groups], every
+        all_dialogues = [dialogue for group in groups for dialogue in group.dialogues]
+        return prompts, [group.answers for group in groups], all_dialogues
 
     def _group(
         self, prompt: Prompt, group: Sequence[SampledAnswer], values: Sequence[float]
     ) -> list[Group]:
-        """Return the answers of a group to train on: cut ones only count in its mean."""
-        kept = [
-            (one.ids, advantage, one.is_target or (True,) * len(one.ids))
-            for one, advantage in zip(group, values, strict=True)
-            if not (one.is_cut and self.config.mask_cut)
+        """Return the answers to train on as a group; [] if all of their advantages are 0."""
+        answers = [
+            (answer.ids, advantage, answer.is_target or (True,) * len(answer.ids))
+            for answer, advantage in zip(group, values, strict=True)
+            if not (answer.is_cut and self.config.mask_cut)
         ]
-        if not any(advantage for _, advantage, _ in kept):
+        if not any(advantage for _, advantage, _ in answers):
             return []
-        ids, kept_values, learnt = zip(*kept, strict=True)
-        masks = None if self._tools is None else learnt
-        return [Group(prompt.input_ids, ids, kept_values, prompt.source, masks)]
+        ids, group_advantages, masks = zip(*answers, strict=True)
+        sampled = None if self._tools is None else masks
+        return [Group(prompt.input_ids, ids, group_advantages, prompt.source, sampled)]
 
-    def _judged(
+    def _scored(
         self, prompts: Sequence[Prompt], texts: Sequence[str], dialogues: Sequence[Dialogue]
     ) -> tuple[list[float], dict[str, list[float]]]:
-        """Call the reward functions; conversations are passed as messages, as in TRL."""
+        """Call the reward functions; they get conversations as messages, as in TRL."""
         assert self._rewards is not None
         fields = [prompt.fields for prompt in prompts]
-        asked_for = [json.loads(prompt.asked) for prompt in prompts]
-        is_chat = [not isinstance(each, str) for each in asked_for]
+        contents = [json.loads(prompt.content) for prompt in prompts]
         completions: list[Any] = [
-            [{"role": "assistant", "content": text}] if chat else text
-            for text, chat in zip(texts, is_chat, strict=True)
+            text if isinstance(content, str) else [{"role": "assistant", "content": text}]
+            for text, content in zip(texts, contents, strict=True)
         ]
         names = dict.fromkeys(name for row in fields for name in row)
         columns: dict[str, Any] = {name: [row.get(name) for row in fields] for name in names}
         columns["references"] = [prompt.reference for prompt in prompts]
         if dialogues:
-            asked_for = [one.asked for one in dialogues]
-            completions = [one.messages for one in dialogues]
-            columns["environments"] = [one.environment for one in dialogues]
+            contents = [dialogue.prompt_messages for dialogue in dialogues]
+            completions = [dialogue.messages for dialogue in dialogues]
+            columns["environments"] = [dialogue.environment for dialogue in dialogues]
         for name in ("prompt", "prompts", "completions"):
             columns.pop(name, None)
         sources = [prompt.source for prompt in prompts]
-        return self._rewards.judge(asked_for, completions, columns, sources, fields)
+        return self._rewards.judge(contents, completions, columns, sources, fields)
 
     def _means(
         self,
@@ -345,24 +316,24 @@ class GRPO(RolloutTask):
         pairs: Sequence[tuple[Prompt, SampledAnswer]],
         share_with_signal: float,
     ) -> dict[str, float]:
-        rewards = torch.tensor([one.reward for one in answers])
-        lengths = [one.num_targets for _, one in pairs]
+        rewards = torch.tensor([answer.reward for answer in answers])
         number = max(len(pairs), 1)
         assert self._rewards is not None
         means = {"reward": _mean(rewards), "reward_std": _deviation(rewards)}
         for name in self._rewards.names:
-            means[f"reward_{name}"] = _mean(torch.tensor([one.parts[name] for one in answers]))
+            values = torch.tensor([answer.parts[name] for answer in answers])
+            means[f"reward_{name}"] = _mean(values)
         return {
             **means,
             "taught": share_with_signal,
-            "cut": sum(one.is_cut for _, one in pairs) / number,
-            "length": sum(lengths) / number,
+            "cut": sum(answer.is_cut for _, answer in pairs) / number,
+            "length": sum(answer.num_targets for _, answer in pairs) / number,
         }
 
     # The loss.
 
     def _as_group(self, row: Prompt | Group) -> Group:
-        """Return a row as a group; a prompt gets the longest answers, to plan memory."""
+        """Return a row as a group; a prompt gets answers of maximum length, for planning."""
         if isinstance(row, Group):
             return row
         number = self.config.answers
@@ -381,19 +352,19 @@ class GRPO(RolloutTask):
         values = torch.tensor([value for group in groups for value in group.advantages])
         with_advantages = {**batch, "advantages": values}
         for name in ("old", "reference"):
-            stored = [each for g in groups if (each := getattr(g, name)) is not None]
+            stored = [value for g in groups if (value := getattr(g, name)) is not None]
             if len(stored) == len(groups):
                 with_advantages[name] = torch.cat(stored)
         return with_advantages
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
-        """Return the number of answer tokens, or of answers: what the loss is divided by."""
+        """Return the divisor of the loss: the number of answer tokens, or of answers."""
         if self.config.loss in OF_TOKENS:
             return len(batch["targets"])
         return len(batch["advantages"])
 
     def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the log-probabilities before later updates, and the reference's for the KL."""
+        """Return the log-probabilities of the sampling policy and of the reference, if needed."""
         log_probs = {}
         if self.updates > 1:
             log_probs["old"] = self.token_log_probs(model, batch)
@@ -403,13 +374,13 @@ class GRPO(RolloutTask):
         return log_probs
 
     def remember(self, rows: Sequence[Group], values: Mapping[str, Tensor]) -> None:
-        sizes = [sum(t != IGNORE for one in g.labels for t in one) for g in rows]
-        for name, each in values.items():
-            for group, part in zip(rows, each.cpu().split(sizes), strict=True):
+        sizes = [sum(token != IGNORE for labels in g.labels for token in labels) for g in rows]
+        for name, log_probs in values.items():
+            for group, part in zip(rows, log_probs.cpu().split(sizes), strict=True):
                 setattr(group, name, part)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the summed loss, -log p (an estimate of the entropy), clipped shares and KL."""
+        """Return the sums of the loss, -log p (an entropy estimate), clipped tokens and KL."""
         config = self.config
         now = self.token_log_probs(model, batch)
         policy = policy_losses(
@@ -429,22 +400,7 @@ class GRPO(RolloutTask):
         means = [
             value.detach() * policy.mean_weights for value in figures[: len(self.metric_names)]
         ]
-        return torch.stack([(losses * policy.weights).sum(), *(each.sum() for each in means)])
-
-
-def _example(prompt: Any, text: str, style: Style) -> Example:
-    """Return a prompt and its answer in the format of a reward adapter's training."""
-    if style.kind != "chat":
-        if not isinstance(prompt, str):
-            raise AdapterError(
-                "a reward adapter cannot read conversations",
-                found="It was trained on single prompts.",
-                fix="Train it on messages, or give prompts as text.",
-            )
-        return Completion(prompt, text, "an answer")
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    turns = (*turns, {"role": "assistant", "content": text})
-    return Conversation(turns, (len(turns) - 1,), (), "an answer")
+        return torch.stack([(losses * policy.weights).sum(), *(mean.sum() for mean in means)])
 
 
 def _deviation(values: Tensor) -> float:
@@ -455,218 +411,3 @@ def _deviation(values: Tensor) -> float:
 def _mean(values: Tensor) -> float:
     rated = values[~values.isnan()]
     return float(rated.mean()) if len(rated) else 0.0
-
-
-class GRPOConfig(AnswerConfig):
-    """Reinforcement learning from rewards of the model's own answers: GRPO and variants."""
-
-    writes_text: ClassVar[bool] = False
-    scores_documents: ClassVar[bool] = True
-    data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT, "max_dropped"})
-
-    task: ClassVar = GRPO
-
-    type: Literal["grpo"] = "grpo"
-    rewards: tuple[RewardTerm, ...] = ()
-    """Reward functions; an answer's reward is their weighted sum, and what the environment's
-    get_reward() returns."""
-    tools: tuple[Annotated[str, Field(pattern=PATTERN)], ...] = ()
-    """Functions that the model may call in its answers, FILE.py:FUNCTION: with types and a
-    docstring, sync or async."""
-    environment: Annotated[str, Field(pattern=PATTERN)] | None = None
-    """A class of which each answer has an instance, FILE.py:CLASS: reset(**row) begins, its public
-    methods are tools, get_reward() rewards."""
-    max_turns: Annotated[int, Field(ge=1)] = 8
-    """The most turns of an answer; after the last one no tool is called."""
-    tool_timeout: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds that a call may take; what takes longer is told to the model as an error."""
-    loss: LossName = "dapo"
-    """The policy-gradient loss: see grpo_losses.py."""
-    answers: Annotated[int, Field(ge=2)] = 8
-    """Answers to each prompt: the size of a group."""
-    max_new_tokens: Annotated[int, Field(ge=1)] = 256
-    """The most tokens of an answer; with tools, of all its turns and the replies to them."""
-    updates: Annotated[int, Field(ge=1)] = 1
-    """Optimizer steps with the same answers."""
-    kl: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the divergence from the base, or from method.start_from."""
-    clip_low: Annotated[float, Field(ge=0)] | None = None
-    """How far a token's ratio counts below 1; null: 0.2 (gspo, luspo: 3e-4)."""
-    clip_high: Annotated[float, Field(ge=0)] | None = None
-    """And above 1; null: 0.28 of dapo, 4e-4 of gspo and luspo, else 0.2; of cispo the largest
-    ratio, 5. sapo and vespo have no bounds."""
-    normalise: bool | None = None
-    """Divide by the standard deviation of the group's rewards; null: true but for dr_grpo, rloo."""
-    mask_cut: bool = True
-    """Do not train on answers that reach max_new_tokens; their rewards still count."""
-    stop_entropy: Annotated[float, Field(ge=0)] | None = None
-    """End the run when the model's entropy (nats per token) falls below this, as it no longer
-    explores; null: never. 0.05 is usual."""
-    reward_timeout: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds that one call of a reward function may take."""
-
-    @model_validator(mode="after")
-    def _has_rewards(self) -> GRPOConfig:
-        if not self.rewards and self.environment is None:
-            raise ConfigError(
-                "nothing rewards answers.",
-                fix="Set task.rewards, or task.environment, a class with get_reward().",
-            )
-        return self
-
-    @property
-    def code(self) -> Mapping[str, Sequence[str]]:
-        return {
-            "rewards": [use for term in self.rewards for use in term.code],
-            "tools": self.tools,
-            "environment": [self.environment] if self.environment else [],
-        }
-
-    def without_tools(self) -> GRPOConfig:
-        if not self.has_tools:
-            return self
-        return self.model_copy(update={"tools": (), "environment": None})
-
-    @property
-    def has_tools(self) -> bool:
-        """Whether the model may call functions in its answers."""
-        return bool(self.tools) or self.environment is not None
-
-    @property
-    def texts_per_row(self) -> int:
-        """A prompt with all of its answers."""
-        return self.answers
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl > 0
-
-    @property
-    def clips(self) -> tuple[float, float]:
-        """The bounds of the ratio, as set or the loss's own."""
-        low, high = CLIP[self.loss]
-        return (
-            low if self.clip_low is None else self.clip_low,
-            high if self.clip_high is None else self.clip_high,
-        )
-
-    @property
-    def normalises(self) -> bool:
-        """Whether advantages are divided by the group's deviation."""
-        return self.loss not in ("dr_grpo", "rloo") if self.normalise is None else self.normalise
-
-
-# Rows of prompts, and the groups of answers that a step learns from.
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt, and the fields of its record.
-
-    Attributes:
-        asked: Text or messages, as JSON.
-        reference: The row's own answer, where it has one.
-        known: All fields of its record, as JSON: reward functions get them as columns.
-    """
-
-    input_ids: tuple[int, ...]
-    asked: str
-    reference: str | None
-    known: str
-    source: str
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The fields of its record."""
-        return dict(json.loads(self.known))
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """A prompt and those of its answers that are trained on.
-
-    Attributes:
-        answers: Tokens of each, with the one that ended it.
-        advantages: Of each answer.
-        learnt: Which tokens of each the model wrote itself; None: all.
-        old, reference: Log-probabilities of those, where the loss needs them.
-    """
-
-    prompt: tuple[int, ...]
-    answers: tuple[tuple[int, ...], ...]
-    advantages: tuple[float, ...]
-    source: str
-    learnt: tuple[tuple[bool, ...], ...] | None = None
-    old: Tensor | None = None
-    reference: Tensor | None = None
-
-    @property
-    def documents(self) -> list[Row]:
-        """Each answer after the prompt, as a row."""
-        n = len(self.prompt)
-        return [
-            Row(self.prompt + ids, (IGNORE,) * n + labels, (n + len(ids),), self.source)
-            for ids, labels in zip(self.answers, self.labels, strict=True)
-        ]
-
-    @property
-    def labels(self) -> Sequence[tuple[int, ...]]:
-        """The answers' tokens; what the model did not write itself is IGNORE."""
-        if self.learnt is None:
-            return self.answers
-        return [
-            tuple(token if own else IGNORE for token, own in zip(ids, mask, strict=True))
-            for ids, mask in zip(self.answers, self.learnt, strict=True)
-        ]
-
-    @property
-    def input_ids(self) -> tuple[int, ...]:
-        """All tokens, the prompt once."""
-        return self.prompt + tuple(token for answer in self.answers for token in answer)
-
-
-class PromptEncoder(RowEncoder):
-    """Encoder of prompts; drops those that leave no room for an answer."""
-
-    kind: ClassVar[type[Prompt]] = Prompt
-    drops: Mapping[str, str] = {"no room for an answer": "raise data.max_length"}
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        style: Style,
-        max_prompt: int,
-        schemas: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
-    ) -> None:
-        self._tokenizer, self._style, self._max_prompt = tokenizer, style, max_prompt
-        self._schemas = schemas
-
-    @cached_property
-    def _tools(self) -> Sequence[Mapping[str, Any]]:
-        return self._schemas()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_tools": self._tools, "_schemas": tuple}  # for other processes
-
-    def key(self, where: str) -> object:
-        style = (self._style.kind, self._style.chat_template)
-        return (*tokenizer_key(self._tokenizer), *style, self._max_prompt, json.dumps(self._tools))
-
-    def read(self, records: Sequence[Record], where: str) -> list[tuple[PromptExample, str]]:
-        prompts, _ = read_prompts(records, where=where)
-        fields = (json.dumps(record.fields, default=str) for record in records)
-        return list(zip(prompts, fields, strict=True))
-
-    def rows(self, read: list[tuple[PromptExample, str]]) -> EncodedRows:
-        rows: list[Prompt | Dropped] = []
-        for one, fields in read:
-            ids = tuple(
-                prompt_ids(self._tokenizer, one.prompt, self._style, self._tools or one.tools)
-            )
-            if len(ids) > self._max_prompt:
-                rows.append(Dropped(one.source, 0))
-            else:
-                prompt = json.dumps(one.prompt, default=str)
-                rows.append(Prompt(ids, prompt, one.reference, fields, one.source))
-        agreed, shared = {"style": str(self._style.kind)}, shared_system(one for one, _ in read)
-        return EncodedRows(rows, agreed, Counter(), shared=shared)

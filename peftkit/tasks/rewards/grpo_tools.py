@@ -1,9 +1,9 @@
-"""Tools and environments that a model uses in its answers, by the contract of TRL.
+"""Tools and environments of rollouts, with TRL's interface.
 
 A tool is a Python function, sync or async, with types and a docstring in Google's style. An
-environment is a class: `reset(**row)` begins an answer, and what it returns is appended to the last
-user message; its other public methods are tools, and `get_reward()`, if it is there, returns the
-answer's reward. What fails, hangs, or is no tool is told to the model and counted.
+environment is a class: `reset(**row)` starts an answer, and its result is appended to the last user
+message. The other public methods are tools, and an optional `get_reward()` returns the reward.
+If a call fails, hangs or names no tool, the model receives the error, and a metric counts it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from peftkit.tasks.user_code import UserCode, called, outcome, tool_schemas
 Message = dict[str, Any]
 NOT_TOOLS = ("reset", "get_reward")
 RESETS = 16
-"""Environments that are reset at once."""
+"""Maximum number of concurrent resets."""
 
 
 class ToolConfig(Protocol):
-    """What a task's config says of tools; see `GRPOConfig`."""
+    """The settings of tools; see `GRPOConfig`."""
 
     @property
     def tools(self) -> tuple[str, ...]: ...
@@ -50,11 +50,11 @@ class ToolConfig(Protocol):
     def max_new_tokens(self) -> int: ...
 
 
-class AskedPrompt(Protocol):
-    """A prompt: text or messages, as JSON, and the fields of its record."""
+class PromptRow(Protocol):
+    """A prompt; see `peftkit.tasks.rewards.grpo_rows.Prompt`."""
 
     @property
-    def asked(self) -> str: ...
+    def content(self) -> str: ...
     @property
     def fields(self) -> dict[str, Any]: ...
     @property
@@ -67,8 +67,9 @@ class Sampled(NamedTuple):
     """The answers to a prompt.
 
     Attributes:
-        prompt: The tokens that all of them begin with.
-        answers: Tokens after those; where `reset` said other things, the rest of it is not learnt.
+        prompt: The longest prefix of tokens that all dialogues share.
+        answers: Tokens after the prefix. If the results of `reset` differ, the rest of each result
+            is not a target.
     """
 
     prompt: tuple[int, ...]
@@ -77,19 +78,20 @@ class Sampled(NamedTuple):
 
 
 class Tools:
-    """The tools of a run, and how its model calls them.
+    """The tools of a run, and the format of calls.
 
     Args:
-        style: Of prompts.
-        max_prompt: Most tokens of a prompt.
+        style: Prompt style.
+        max_prompt: Maximum tokens of a prompt.
 
     Attributes:
-        schemas: As the chat template takes them.
+        schemas: JSON schemas for the chat template.
         stops: Tokens that end a turn.
+        max_token_chars: Length of the longest token in characters.
 
     Raises:
         ConfigError: A function cannot be a tool, or the chat template writes no calls.
-        DataError: The chat template rewrites what came before a reply.
+        DataError: The chat template rewrites the turns before a reply.
     """
 
     def __init__(
@@ -106,11 +108,10 @@ class Tools:
         self.turns = Turns(tokenizer, style.chat_template)
         self.turns.check(self.schemas)
         name = self.schemas[0]["function"]["name"]
-        said = {"role": "tool", "name": name, "tool_call_id": "call00000", "content": ""}
-        end, _ = self.turns.after([said], [(name, "call00000")], self.schemas)
+        reply = {"role": "tool", "name": name, "tool_call_id": "call00000", "content": ""}
+        end, _ = self.turns.after([reply], [(name, "call00000")], self.schemas)
         self.stops = sorted({*self.calls.stops, end})
-        self.widest = max(map(len, tokenizer.get_vocab()))
-        """Most characters of a token."""
+        self.max_token_chars = max(map(len, tokenizer.get_vocab()))
 
     @property
     def has_reward(self) -> bool:
@@ -118,7 +119,7 @@ class Tools:
         return self._factory is not None and hasattr(self._factory, "get_reward")
 
     def functions(self, environment: Any) -> dict[str, Callable[..., Any]]:
-        """Return the tools of an answer by their names."""
+        """Return a dictionary of the tools of an answer."""
         methods = [
             getattr(environment, name)
             for name, _ in inspect.getmembers(type(environment), inspect.isfunction)
@@ -128,47 +129,47 @@ class Tools:
         named = {function.__name__: function for function in functions}
         if len(named) < len(functions):
             names = ", ".join(sorted(function.__name__ for function in functions))
-            raise ConfigError("two tools have one name.", found=names, fix="Rename one of them.")
+            raise ConfigError("Two tools have the same name.", found=names, fix="Rename one.")
         return named
 
     def sample(
         self,
-        prompts: Sequence[AskedPrompt],
+        prompts: Sequence[PromptRow],
         seeds: Sequence[int] | None,
         sampler: ModelSampler,
         number: int,
     ) -> list[Sampled]:
-        """Return `number` answers to each prompt, of several turns; greedy ones without seeds.
+        """Return `number` answers of several turns to each prompt; greedy ones without seeds.
 
         Raises:
             RunError: An environment's `reset` failed, or left no room for an answer.
         """
-        begun = self._begun([prompt for prompt in prompts for _ in range(number)])
-        groups = [begun[start : start + number] for start in range(0, len(begun), number)]
-        found = dialogues(
+        started = self._started([prompt for prompt in prompts for _ in range(number)])
+        groups = [started[start : start + number] for start in range(0, len(started), number)]
+        answers = dialogues(
             sampler,
-            [[one.prompt for one in group] for group in groups],
+            [[dialogue.prompt for dialogue in group] for group in groups],
             drawn_seeds(seeds, number),
             max_new_tokens=self.config.max_new_tokens,
             stops=self.stops,
             reply=lambda index, number, turn: groups[index][number].reply(turn),
         )
-        return [_together(*pair) for pair in zip(groups, found, strict=True)]
+        return [_with_common_prompt(*pair) for pair in zip(groups, answers, strict=True)]
 
-    def _begun(self, prompts: Sequence[AskedPrompt]) -> list[Dialogue]:
-        """Return an answer to each prompt, of which nothing is said yet."""
+    def _started(self, prompts: Sequence[PromptRow]) -> list[Dialogue]:
+        """Return a dialogue for each prompt, without an answer."""
         environments = self._environments(len(prompts))
-        asked = [_messages(prompt) for prompt in prompts]
+        messages = [_messages(prompt) for prompt in prompts]
         if self._factory is None:
             return [
                 Dialogue(self, [*prompt.input_ids], turns, None)
-                for prompt, turns in zip(prompts, asked, strict=True)
+                for prompt, turns in zip(prompts, messages, strict=True)
             ]
         with ThreadPoolExecutor(RESETS) as pool:
-            said = [*pool.map(self._reset, environments, prompts)]
-        begun = []
+            texts = [*pool.map(self._reset, environments, prompts)]
+        started = []
         for environment, prompt, turns, text in zip(
-            environments, prompts, asked, said, strict=True
+            environments, prompts, messages, texts, strict=True
         ):
             ids = [*prompt.input_ids]
             if text is not None:
@@ -176,34 +177,35 @@ class Tools:
                 ids = prompt_ids(self.tokenizer, turns, self._style, self.schemas)
             if len(ids) > self._max_prompt:
                 raise RunError(
-                    f"what reset() said leaves no room for an answer to {prompt.source}",
+                    f"the result of reset() leaves no room for an answer to {prompt.source}",
                     found=f"The prompt has {len(ids):,} tokens, of {self._max_prompt:,}.",
                     fix="Raise data.max_length.",
                 )
-            begun.append(Dialogue(self, ids, turns, environment))
-        return begun
+            started.append(Dialogue(self, ids, turns, environment))
+        return started
 
     def _environments(self, number: int) -> list[Any]:
-        """Return so many environments; they are used again, after another `reset`."""
+        """Return environments from the pool; each is reset before its next answer."""
         if self._factory is None:
             return [None] * number
-        pool = [one for one in self._pool if not any(one is each for each in self._retired)]
+        retired = {id(environment) for environment in self._retired}
+        pool = [environment for environment in self._pool if id(environment) not in retired]
         self._pool = pool + [self._factory() for _ in range(number - len(pool))]
         return self._pool[:number]
 
     def retire(self, environment: Any) -> None:
-        """Use an environment for no other answer: a call that hangs may still change it."""
+        """Remove an environment from the pool: a call that hangs may still change it."""
         self._retired.append(environment)
 
-    def _reset(self, environment: Any, prompt: AskedPrompt) -> Any:
-        said, error = outcome(environment.reset, self.config.tool_timeout, **prompt.fields)
+    def _reset(self, environment: Any, prompt: PromptRow) -> Any:
+        text, error = outcome(environment.reset, self.config.tool_timeout, **prompt.fields)
         if error is not None:
             raise RunError(
                 f"reset() of {self.config.environment} failed: {type(error).__name__}: {error}",
                 found=f"It was called for {prompt.source}.",
                 fix="Fix it; then start again, with --resume if a step was saved.",
             ) from error
-        return said
+        return text
 
 
 @dataclass(eq=False)
@@ -211,14 +213,14 @@ class Dialogue:
     """An answer of several turns.
 
     Attributes:
-        prompt: Tokens.
-        asked: The prompt's messages.
-        messages: Those since, which reward functions get.
+        prompt: Tokens of the prompt.
+        prompt_messages: Messages of the prompt.
+        messages: Messages after the prompt, for reward functions.
     """
 
     tools: Tools
     prompt: list[int]
-    asked: list[Message]
+    prompt_messages: list[Message]
     environment: Any
     messages: list[Message] = field(default_factory=list)
     num_turns: int = 0
@@ -226,20 +228,20 @@ class Dialogue:
     num_failed: int = 0
 
     def __post_init__(self) -> None:
-        self._before = self.prompt  # what the turn was said after
+        self._before = self.prompt  # tokens before the turn
 
     def reply(self, turn: SampledAnswer) -> Wait | None:
-        """Read a turn; call the tools that it calls, in a thread."""
+        """Parse a turn, and run its calls in a thread; None: the answer ends."""
         tools, ids = self.tools, turn.ids if turn.is_cut else turn.ids[:-1]
-        said = whole(tools.calls.reader(self._before, tools.schemas), tools.calls.decoded(ids))
-        keys = [one.id or f"call{self.num_turns:03}{n:02}" for n, one in enumerate(said.calls)]
-        calls = list(zip(keys, said.calls, strict=True))
-        text = tools.calls.special.sub("", said.text)
+        parsed = whole(tools.calls.reader(self._before, tools.schemas), tools.calls.decoded(ids))
+        keys = [call.id or f"call{self.num_turns:03}{n:02}" for n, call in enumerate(parsed.calls)]
+        calls = list(zip(keys, parsed.calls, strict=True))
+        text = tools.calls.special.sub("", parsed.text)
         message: Message = {"role": "assistant", "content": text}
         if calls:
             message = tools.calls.form.message(text, calls)
-        if said.thought:
-            message["reasoning_content"] = said.thought
+        if parsed.thought:
+            message["reasoning_content"] = parsed.thought
         self.messages.append(message)
         self.num_turns += 1
         if not calls or turn.is_cut or self.num_turns >= tools.config.max_turns:
@@ -248,25 +250,24 @@ class Dialogue:
 
     def _waiting(self, calls: Sequence[tuple[str, Call]], ended_by: str) -> Wait:
         results: list[Message] = []
-        functions = self.tools.functions(self.environment)
+        tools, functions = self.tools, self.tools.functions(self.environment)
 
         def work() -> None:
             for key, call in calls:
-                content = self._called(functions.get(call.name), call)
-                named = {"name": call.name, "tool_call_id": key}
-                results.append({"role": "tool", **named, "content": content})
+                content = self._run(functions.get(call.name), call)
+                names = {"name": call.name, "tool_call_id": key}
+                results.append({"role": "tool", **names, "content": content})
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
 
         def wait(room: int) -> Sequence[int] | None:
             thread.join()
-            # what is far too long is not even tokenised
-            if sum(len(each["content"]) for each in results) > room * self.tools.widest:
+            # a cheap bound: tokenising very long results takes minutes
+            if sum(len(result["content"]) for result in results) > room * tools.max_token_chars:
                 return None
             names = [(call.name, key) for key, call in calls]
-            schemas, turns = self.tools.schemas, self.tools.turns
-            _, tokens = turns.after(results, names, schemas, ended_by=ended_by)
+            _, tokens = tools.turns.after(results, names, tools.schemas, ended_by=ended_by)
             if len(tokens) >= room:
                 return None
             self.messages += results
@@ -275,37 +276,37 @@ class Dialogue:
 
         return wait
 
-    def _called(self, function: Callable[..., Any] | None, call: Call) -> str:
-        """Return what a tool returns, as text."""
-        found, error = called(function, call, self.tools.config.tool_timeout)
+    def _run(self, function: Callable[..., Any] | None, call: Call) -> str:
+        """Return the result of a tool, as text."""
+        text, error = called(function, call, self.tools.config.tool_timeout)
         self.num_calls += 1
         self.num_failed += error is not None
         if isinstance(error, TimeoutError):
             self.tools.retire(self.environment)
-        return found
+        return text
 
 
 def figures(dialogues: Sequence[Dialogue]) -> dict[str, float]:
-    """Return the means of calls, failed calls and turns of an answer."""
+    """Return the mean numbers of calls, failed calls and turns of an answer."""
     number = max(len(dialogues), 1)
     return {
-        "calls": sum(one.num_calls for one in dialogues) / number,
-        "failed_calls": sum(one.num_failed for one in dialogues) / number,
-        "turns": sum(one.num_turns for one in dialogues) / number,
+        "calls": sum(dialogue.num_calls for dialogue in dialogues) / number,
+        "failed_calls": sum(dialogue.num_failed for dialogue in dialogues) / number,
+        "turns": sum(dialogue.num_turns for dialogue in dialogues) / number,
     }
 
 
-def _together(group: list[Dialogue], answers: Sequence[SampledAnswer]) -> Sampled:
+def _with_common_prompt(group: list[Dialogue], answers: Sequence[SampledAnswer]) -> Sampled:
     first = group[0].prompt
-    size = min(num_common(first, one.prompt) for one in group)
-    own = []
-    for one, answer in zip(group, answers, strict=True):
-        rest = tuple(one.prompt[size:])
-        learnt = (*[False] * len(rest), *(answer.is_target or ()))
-        own.append(replace(answer, ids=rest + answer.ids, is_target=learnt))
-    return Sampled(tuple(first[:size]), own, group)
+    size = min(num_common(first, dialogue.prompt) for dialogue in group)
+    after_prompt = []
+    for dialogue, answer in zip(group, answers, strict=True):
+        rest = tuple(dialogue.prompt[size:])
+        mask = (*[False] * len(rest), *(answer.is_target or ()))
+        after_prompt.append(replace(answer, ids=rest + answer.ids, is_target=mask))
+    return Sampled(tuple(first[:size]), after_prompt, group)
 
 
-def _messages(prompt: AskedPrompt) -> list[Message]:
-    asked = json.loads(prompt.asked)
-    return [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+def _messages(prompt: PromptRow) -> list[Message]:
+    content = json.loads(prompt.content)
+    return [{"role": "user", "content": content}] if isinstance(content, str) else list(content)

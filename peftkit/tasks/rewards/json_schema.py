@@ -84,12 +84,12 @@ def _inside(value: Any, schema: Mapping[str, Any], search: Search) -> bool:
         return all(matches(item, schema.get("items", {}), search) for item in value)
     if not isinstance(value, dict):
         return True
-    known, other = schema.get("properties", {}), schema.get("additionalProperties", True)
+    properties, other = schema.get("properties", {}), schema.get("additionalProperties", True)
     if not set(schema.get("required", ())) <= value.keys():
         return False
     for name, item in value.items():
-        if name in known:
-            if not matches(item, known[name], search):
+        if name in properties:
+            if not matches(item, properties[name], search):
                 return False
         elif other is False or (isinstance(other, dict) and not matches(item, other, search)):
             return False
@@ -112,7 +112,7 @@ def all_matches(values: Sequence[Any], schema: Mapping[str, Any], seconds: float
 
 
 class _Searches:
-    """Searches whose results come later: those that are missing count as found until then."""
+    """Deferred searches of patterns: until `find`, a new search counts as a match."""
 
     def __init__(self) -> None:
         self.missing: dict[tuple[str, str], None] = {}
@@ -124,7 +124,7 @@ class _Searches:
         return self._results.get((pattern, text), True)
 
     def find(self, seconds: float) -> None:
-        """Search what is missing."""
+        """Run the missing searches."""
         self._results.update(zip(self.missing, searched([*self.missing], seconds), strict=True))
         self.missing = {}
 

@@ -1,11 +1,10 @@
 """Masked language modelling: predict the masked tokens of a text.
 
-Of a text's tokens a share is chosen (Devlin et al., 2018, arXiv:1810.04805); of these most become
-the mask token, some a random token, some stay, and all are targets. How many are chosen
-depends on the text's length alone. Which ones follows the model's mode, as dropout does: in
-training they are drawn anew each time from torch's generator (which checkpoints hold, and which is
-set back before a step is tried again), row by row, so that batches of any size see the same; in
-evaluation they are the same each time, a function of the row.
+A share of a text's tokens are targets (Devlin et al., 2018, arXiv:1810.04805). Most of them become
+the mask token, some a random token, and some stay unchanged. Their number depends on the text's
+length alone. In training mode, each pass samples them from torch's generator, row by row, so the
+batch size has no effect. Checkpoints contain the generator's state, and a retried step restores it.
+In eval mode they are a function of the row.
 
 Shapes: B rows, T tokens of the longest, n chosen tokens of the batch, V vocabulary.
 """
@@ -50,7 +49,7 @@ class MaskedRow:
 
     Args:
         input_ids: Tokens, special ones included.
-        maskable: Positions that may be masked: all but those of special tokens.
+        maskable: Positions that may be masked: all except special tokens.
         source: "train.jsonl:7".
     """
 
@@ -59,11 +58,15 @@ class MaskedRow:
     source: str
 
 
+NO_WORDS = "no words"
+"""Reason to drop a text; see `RowEncoder.drops`."""
+
+
 class MaskedEncoder(RowEncoder):
     """Encoder of texts, which makes one row of each, or several of a long one."""
 
     kind: ClassVar[type[MaskedRow]] = MaskedRow
-    drops: Mapping[str, str] = {"no words": "give these rows a text"}
+    drops: Mapping[str, str] = {NO_WORDS: "give these rows a text"}
 
     def __init__(self, tokenizer: Any, config: MaskedLMConfig, name: Any, max_length: int) -> None:
         self._tokenizer, self._name = tokenizer, name
@@ -73,8 +76,8 @@ class MaskedEncoder(RowEncoder):
         self._room, self._max_length = self._frame.room(max_length), max_length
 
     def key(self, where: str) -> object:
-        known = (self._name, self._room, self._splits, self._share)
-        return (*tokenizer_key(self._tokenizer), *known)
+        settings = (self._name, self._room, self._splits, self._share)
+        return (*tokenizer_key(self._tokenizer), *settings)
 
     def read(self, records: Sequence[Record], where: str) -> ParsedRow:
         parsed = parse(records, self._name, where=where)
@@ -95,7 +98,7 @@ class MaskedEncoder(RowEncoder):
             counts["split" if self._splits else "cut"] += len(ids) > self._room
             rows_of_text = self._rows(ids, example.source)
             counts["targets"] += sum(num_chosen(row, self._share) for row in rows_of_text)
-            rows += rows_of_text or [Dropped(example.source, 0)]
+            rows += rows_of_text or [Dropped(example.source, NO_WORDS)]
         return EncodedRows(rows, {"format": read.format}, counts, read.unused)
 
     def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
@@ -104,7 +107,7 @@ class MaskedEncoder(RowEncoder):
         return [(f"split at {self._max_length:,} tokens", f"{rows.counts['split']:,}")]
 
     def _rows(self, ids: Sequence[int], source: str) -> list[MaskedRow]:
-        """Return the rows of a text, without those that have no token to mask."""
+        """Return the rows of a text that have a token to mask."""
         stop = len(ids) if self._splits else min(len(ids), self._room)
         rows = []
         for start in range(0, stop, self._room):
@@ -175,7 +178,7 @@ class MaskedLM(TokenTask):
         return self.layout.unpadded(batch)
 
     def spans(self, row: MaskedRow) -> list[tuple[str, str]]:
-        """Return a row's text in segments, "learnt" before those that evaluation masks."""
+        """Return a row's text in labelled segments; "learnt" marks the targets of evaluation."""
         _, chosen = self._masked(row, fixed=True)
         places = set(chosen.tolist())
         segments = groupby(enumerate(row.input_ids), key=lambda pair: pair[0] in places)
@@ -241,7 +244,7 @@ class MaskedLMConfig(TaskConfig):
     as_mask: Share = 0.8
     """Share of these that become the mask token."""
     as_random: Share = 0.1
-    """Share of these that become a random token; the others stay as they are."""
+    """Share of these that become a random token; the others stay unchanged."""
     long_texts: Literal["split", "cut"] = "split"
     """Split or cut texts of more than data.max_length tokens."""
 

@@ -1,7 +1,5 @@
 """A training server in this process, and a client of its Tinker API."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path

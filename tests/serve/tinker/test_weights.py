@@ -1,7 +1,5 @@
 """Saved weights are PEFT folders: training resumes bit-equal, and paths survive a restart."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

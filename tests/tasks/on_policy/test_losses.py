@@ -1,7 +1,5 @@
 """Each loss of policy gradients is its formula, answer by answer, and so is its gradient."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -9,9 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax
 
-from peftkit.tasks.rewards.grpo import Group
 from peftkit.tasks.rewards.grpo_losses import advantages
-from tests.helpers.on_policy import FORMULAS, KL, MAX_NEW, gradients, task_of
+from peftkit.tasks.rewards.grpo_rows import Group
+from tests.helpers.on_policy import (
+    FORMULAS,
+    KL,
+    MAX_NEW,
+    gradients,
+    task_of,
+)
 from tests.helpers.pair_cases import moved_adapter
 
 GROUPS = (

@@ -21,7 +21,8 @@ from peftkit.events import EvalDone, RolledOut, StepDone
 from peftkit.inference.call_formats import Call
 from peftkit.inference.calls import AnswerPiece
 from peftkit.inference.generate import SampledAnswer
-from peftkit.tasks.rewards.grpo import Group, GRPOConfig
+from peftkit.tasks.rewards.grpo_config import GRPOConfig
+from peftkit.tasks.rewards.grpo_rows import Group
 from peftkit.tasks.rewards.grpo_tools import Dialogue, Tools
 from peftkit.tasks.user_code import UserCode
 from peftkit_cli.app import run
@@ -238,9 +239,9 @@ def test_what_cannot_be_a_tool_is_refused(code, tokenizer):
         tools_of(tokenizer, f"{code}:untold")
     with pytest.raises(ConfigError, match="no function absent"):
         tools_of(tokenizer, f"{code}:absent")
-    with pytest.raises(ConfigError, match="two tools have one name"):
+    with pytest.raises(ConfigError, match="Two tools have the same name"):
         tools_of(tokenizer, f"{code}:later", environment=f"{code}:Counter")
-    with pytest.raises(ConfigError, match="nothing rewards"):
+    with pytest.raises(ConfigError, match="No reward is set"):
         GRPOConfig(tools=(f"{code}:multiply",))
 
 
@@ -435,7 +436,7 @@ def test_a_failed_environment_ends_it(tmp_path, model_folder, patched):
     with pytest.raises(RunError, match=r"reset\(\) of .* failed: KeyError(.|\n)*p\.jsonl:\d"):
         finished(asked)
     file.write_text(CODE.replace("get_reward", "_reward"))
-    with pytest.raises(ConfigError, match="no get_reward"):
+    with pytest.raises(ConfigError, match="no method get_reward"):
         finished(asked, overwrite=True)
 
 
@@ -447,7 +448,7 @@ def test_rewritten_turns_are_refused(code, tokenizer):
         "{%- for call in (message.tool_calls or []) if messages[-1].role == 'assistant' %}",
     )
     asked = GRPOConfig(tools=(f"{code}:multiply",), rewards=({"use": "exact_match"},))  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="in another way once something follows"):
+    with pytest.raises(DataError, match="differently if a message follows"):
         Tools(tokenizer, Style("chat", strips), asked, UserCode(), 200)
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(ConfigError, match="no calls"):

@@ -1,7 +1,5 @@
 """The reference is what the model was, for every method; asked once, kept with the run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,0 +1,49 @@
+"""The fallbacks of a run, reported before its first step: padding, kernels, generation.
+
+Compilation (train/memory.py) and failures during the run (train/loop.py) are reported where they
+occur.
+"""
+
+from __future__ import annotations
+
+from peftkit.events import Fallback
+from peftkit.forward.fused import why_unfused
+from peftkit.kernels.fused import TRITON
+from peftkit.train.step import Trainer
+
+
+def fallbacks_of(trainer: Trainer) -> list[Fallback]:
+    """Return the fallbacks of a prepared run; all processes call it."""
+    layout = getattr(trainer.task, "layout", None)
+    padding = getattr(layout, "fallback", None)
+    return [*([padding] if padding else []), *_kernels(trainer), *_generation(trainer)]
+
+
+def _kernels(trainer: Trainer) -> list[Fallback]:
+    if not trainer.plan.fused_kernels:
+        return []
+    if (missing := TRITON.missing) is not None:
+        return [missing]
+    if not (cause := why_unfused(trainer.model)):
+        return []
+    return [
+        Fallback(
+            path="Some modules run without fused kernels",
+            cause=cause,
+            cost="torch computes them by several kernels, with more memory traffic.",
+            fix="If the library was updated, install the versions of constraints.txt.",
+        )
+    ]
+
+
+def _generation(trainer: Trainer) -> list[Fallback]:
+    """Return why completions during the run are slower, if it generates any."""
+    from peftkit.tasks.completions import CompletingTask
+
+    config, task = trainer.run.config, trainer.task
+    samples = config.sample_every is not None or config.eval_generate
+    if not (isinstance(task, CompletingTask) and (samples or hasattr(task, "sampler"))):
+        return []
+    from peftkit.inference.open_engine import generation_fallbacks
+
+    return generation_fallbacks(trainer.model, task.tokenizer)
