@@ -104,15 +104,17 @@ class Audit:
         rows.append(("all", bits, number, f"{self.num_parameters:,}", total, ""))
         if self.copy_bytes:
             total = size(self.copy_bytes)
-            rows.append(("copies kept for speed", "16 or 32 bits", "", "", total, ""))
+            rows.append(("unpacked copies for speed", "16 or 32 bits", "", "", total, ""))
         columns = ("weights", "stored as", "tensors", "parameters", "size", "not quantised because")
         is_plain = self.quantized_as == "none"
         width = len(columns) - is_plain  # reasons are only useful if some parameters are quantised
         stored = self.rows[0].stored if is_plain and self.rows else self.quantized_as
         summary = (
             f"The base in memory: {self.num_parameters:,} parameters, {stored}, "
-            f"{bits} each, {size(self.num_bytes + self.copy_bytes)}"
+            f"{bits} each, {size(self.num_bytes)}"
         )
+        if self.copy_bytes:
+            summary += f", and {size(self.copy_bytes)} of unpacked copies for speed"
         cells = tuple(row[:width] for row in rows)
         return Table("The base in memory", columns[:width], cells, summary)
 
