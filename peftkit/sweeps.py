@@ -267,10 +267,10 @@ def sweep(
                 on_event(Notice(f"{member.name} failed; the sweep continues. {error}"))
             else:
                 outcome.state, outcome.steps, outcome.seconds = "done", result.step, result.seconds
-                losses = [result.metrics["loss"], result.metrics.get("eval_loss")]
-                if not all(math.isfinite(loss) for loss in losses if loss is not None):
-                    losses = [None, None]  # it diverged in its last step: ranked after the others
-                (outcome.loss, outcome.eval_loss), outcome.error = losses, ""
+                outcome.loss, outcome.error = result.metrics["loss"], ""
+                outcome.eval_loss = result.metrics.get("eval_loss")
+                if member.recipe.data.eval is not None and outcome.eval_loss is None:
+                    outcome.loss = None  # it diverged in its last step: ranked after the others
                 outcome.metrics = _eval_metrics(result.metrics)
                 outcome.best_metric = member.recipe.train.best_metric
             _write(out, outcomes)
