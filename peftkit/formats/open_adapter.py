@@ -27,7 +27,7 @@ from peftkit.files.strict_json import shown
 from peftkit.files.tensors import read_tensors
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.folders import CONFIG, NOTES, START, TENSORS
-from peftkit.formats.guard import check_safetensors
+from peftkit.formats.guard import check_safetensors, read_json
 from peftkit.formats.peft.load import AdapterFile, load_adapter, named_tensors, read_adapter
 from peftkit.formats.peft.low_rank import A, B, layers_of, read_low_rank
 from peftkit.formats.peft.notes import Provenance
@@ -314,10 +314,16 @@ def before_training(adapter: Adapter, folder: Path) -> Callable[[], AbstractCont
         folder: The adapter's folder. If it stores no start, the contexts disable the adapter.
 
     Raises:
-        AdapterError: The stored start does not match the adapter.
+        AdapterError: The stored start does not match the adapter, or is missing.
     """
     path = folder / START
     if not path.is_file():
+        if (folder / NOTES).is_file() and START in read_json(folder / NOTES).get("sha256", ()):
+            raise AdapterError(
+                f"{path} is missing",
+                found=f"{NOTES} has its hash: the adapter was trained from another adapter.",
+                fix="Restore the file; the bare base is not the start of this adapter.",
+            )
         return adapter.disabled
     start = read_tensors(path)
     shapes = {name: tensor.shape for name, tensor in adapter.state().items()}

@@ -28,7 +28,7 @@ def arguments(module: nn.Module) -> tuple[str, ...]:
 
 
 @cache
-def _arguments(kind: type[nn.Module]) -> tuple[str, ...]:
+def _arguments(kind: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 

@@ -84,7 +84,7 @@ def unrecorded(cause: str) -> Fallback:
     """Return the fallback of a model whose decoding steps are not captured."""
     return Fallback(
         path="Decoding runs without CUDA graphs",
-        cause=cause,
+        cause=f"{cause.rstrip('.')}.",
         cost="Each token launches hundreds of kernels; small batches are several times slower.",
         fix="Keep the whole base on one GPU; for mixtures of experts, load it in bf16.",
     )

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftkit.events import Listener, Notice
+from peftkit.events import ClassReport, Listener, Notice
 
 _WORD = re.compile(r"[^\W_]+")
+MAX_CONFUSED = 100
+"""Labels above which a confusion matrix is left out."""
 CUT_OFF = 10
 """Rank up to which nDCG and MRR count texts."""
 
@@ -41,6 +43,43 @@ def class_metrics(predicted: Tensor, true: Tensor) -> dict[str, float]:
         "f1_macro": float(scores[is_used].mean()),
         "f1_weighted": float((scores * support).sum() / support.sum()),
     }
+
+
+def class_report(predicted: Tensor, true: Tensor, labels: Sequence[str]) -> ClassReport:
+    """Return precision, recall and F1 of each label, and the confusion matrix.
+
+    A division by zero counts as 0. Above MAX_CONFUSED labels there is no confusion matrix.
+
+    Args:
+        predicted, true: Numbers of labels (N,).
+    """
+    size = len(labels)
+    hits = torch.bincount(true[predicted == true], minlength=size).double()
+    support, num_predicted = (torch.bincount(t, minlength=size) for t in (true, predicted))
+    precision, recall = hits / num_predicted.clamp(min=1), hits / support.clamp(min=1)
+    columns = (precision, recall, _f1(hits, support + num_predicted))
+    by_label, rows = {}, []
+    for label, num_rows, *shares in zip(labels, support.tolist(), *columns, strict=True):
+        names = zip(("precision", "recall", "f1"), map(float, shares), strict=True)
+        by_label[label] = {**dict(names), "rows": num_rows}
+        rows.append((label, *(f"{float(share):.3f}" for share in shares), f"{num_rows:,}"))
+    confusion = None
+    if size <= MAX_CONFUSED:
+        confusion = torch.bincount(true * size + predicted, minlength=size**2)
+        confusion = confusion.view(size, size).tolist()
+    names = ("label", "precision", "recall", "F1", "rows")
+    title = "The eval rows by label"
+    return ClassReport(title, names, tuple(rows), labels=by_label, confusion=confusion)
+
+
+def mean_f1(hits: Tensor, true: Tensor, predicted: Tensor) -> float:
+    """Return the unweighted mean F1 of the labels that are predicted or true.
+
+    Args:
+        hits, true, predicted: Counts of each label (L,), in any unit.
+    """
+    both = true + predicted
+    return float((2 * hits[both > 0] / both[both > 0]).mean())
 
 
 def multi_label_metrics(predicted: Tensor, true: Tensor) -> dict[str, float]:

@@ -21,12 +21,13 @@ from peftkit.data.pack import padded_rows, rounded_up
 from peftkit.data.rows.encoder import tokenizer_key
 from peftkit.data.tokens import special_tokens_around, tokens
 from peftkit.errors import BaseError, DataError
-from peftkit.events import Listener, Progress, ignore
+from peftkit.events import ClassReport, Listener, Progress, ignore
 from peftkit.forward.loss import accepted, unwrapped
 from peftkit.tasks.base import Task, over_batches
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, equal_parts
 from peftkit.tasks.classes.labels import RecordEncoder
 from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.metrics import class_report, mean_f1
 from peftkit.tasks.rows import longest
 
 
@@ -266,6 +267,9 @@ class TextTask(Task):
         return [results[n] for n in range(len(encoded))]
 
 
+COUNTS = ("hits", "true", "predicted")
+
+
 class Classifier(Task):
     """A task whose head predicts each target.
 
@@ -274,12 +278,39 @@ class Classifier(Task):
 
     progress: ClassVar[str] = "Classifying"
     """Shown with the progress of an evaluation."""
+    labels: Sequence[str]
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         return batch["targets"].numel()
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return self.loss_of(self.logits(model, batch), batch["targets"])[None]
+        logits, targets = self.logits(model, batch), batch["targets"]
+        loss = self.loss_of(logits, targets)[None]
+        if torch.is_grad_enabled():  # the sums are metrics of evaluations
+            return torch.cat([loss, loss.new_zeros(len(self.metric_names))])
+        return torch.cat([loss, self.sums(logits, targets)])
+
+    def set_labels(self, labels: Sequence[str]) -> None:
+        """Set the labels, and the counts of each that an evaluation sums up."""
+        self.labels = labels
+        self.metric_names = tuple(f"{name}/{label}" for name in COUNTS for label in labels)
+
+    def sums(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the sums of `metric_names` (K,) in fp32, without synchronizing."""
+        predicted, counts = logits.argmax(-1), logits.new_zeros(3, len(self.labels))
+        ones = counts.new_ones(len(targets))
+        counts[0].scatter_add_(0, targets, (predicted == targets).to(counts.dtype))
+        counts[1].scatter_add_(0, targets, ones)
+        counts[2].scatter_add_(0, predicted, ones)
+        return counts.flatten()
+
+    def metric_means(self, means: Sequence[float]) -> dict[str, float]:
+        """Return no metrics: those of the few rows of a training step are noise."""
+        return {}
+
+    def eval_means(self, means: Sequence[float]) -> dict[str, float]:
+        hits, true, predicted = torch.tensor(means, dtype=torch.float64).view(3, -1)
+        return {"accuracy": float(hits.sum()), "f1_macro": mean_f1(hits, true, predicted)}
 
     def logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits of each target (n, L), in fp32."""
@@ -304,8 +335,15 @@ class Classifier(Task):
             true.append(batch["targets"].cpu())
             seen += part
         targets = torch.cat(true)
-        measured = self.measured(torch.cat(predicted), targets, seen)
+        logits = torch.cat(predicted)
+        measured = self.measured(logits, targets, seen)
+        if (report := self.report(logits, targets)) is not None:
+            on_event(report)
         return {"loss": loss / targets.numel(), **measured}
+
+    def report(self, logits: Tensor, targets: Tensor) -> ClassReport | None:
+        """Return the metrics of each label; None if rows have several labels or numbers."""
+        return class_report(logits.argmax(-1), targets, self.labels)
 
     @abstractmethod
     def measured(self, logits: Tensor, targets: Tensor, rows: Sequence[Any]) -> dict[str, float]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from peftkit.errors import DataError
+from peftkit.errors import ConfigError, DataError
 from peftkit.events import EvalDone, Notice, Sampled
 from peftkit.execution import rng
 from peftkit.execution.parallel import Part
@@ -22,6 +23,10 @@ from peftkit.train.step import Trainer
 
 if TYPE_CHECKING:
     from peftkit.evaluation.text_watch import TextWatch
+
+
+LOWER_IS_BETTER = re.compile(r"loss|perplexity|mse|wer|cer|kl")
+"""Metrics of which a lower value is better, by name."""
 
 
 class Evaluator:
@@ -57,7 +62,7 @@ class Evaluator:
         if targets == 0:
             raise DataError("the eval rows have no target tokens: all their labels are masked")
         loss, *means = (figure / targets for figure in summed)
-        return self.figures(loss) | self.task.metric_means(means)
+        return self.figures(loss) | self.task.eval_means(means)
 
     def figures(self, loss: float) -> dict[str, float]:
         """Return a mean loss, and its perplexity where the task has one."""
@@ -137,16 +142,21 @@ class Validation:
         finite = math.isfinite(loss)
         if not finite:
             self.run.say(Notice(f"The eval loss after step {state.step} is {loss}."))
-        best = state.step > 0 and finite and (state.best_loss is None or loss < state.best_loss)
+        score = self._score(metrics)
+        if state.best_metric != run.config.best_metric:  # changed for a resumed run
+            state.best_metric, state.best_step, state.best_loss = run.config.best_metric, None, None
+            state.best_score, state.patience_loss, state.worse_evals = None, None, 0
+        lowest = state.best_loss if state.best_metric == "loss" else state.best_score
+        best = state.step > 0 and math.isfinite(score) and (lowest is None or score < lowest)
         if best:
-            state.best_step, state.best_loss = state.step, loss
+            state.best_step, state.best_loss, state.best_score = state.step, loss, score
         state.evaluated_step, state.eval_loss = state.step, loss if finite else None
         if self.watch is not None:
             with self.trainer.blocks.eagerly():
                 self._gather()
                 metrics |= self.watch.metrics()
         self.run.say(EvalDone(state.step, metrics, best))
-        self._judge(loss)
+        self._judge(score)
         return True
 
     @property
@@ -171,18 +181,34 @@ class Validation:
 
             gather(self.run.model)
 
-    def _judge(self, loss: float) -> None:
+    def _score(self, metrics: Mapping[str, float]) -> float:
+        """Return `train.best_metric`, negated if higher is better.
+
+        Raises:
+            ConfigError: The evaluation has no such metric.
+        """
+        name = self.run.config.best_metric
+        if name not in metrics:
+            found = f"An evaluation of this task has: {', '.join(metrics)}."
+            raise ConfigError(f"there is no metric {name!r} for train.best_metric", found=found)
+        return metrics[name] if LOWER_IS_BETTER.search(name) else -metrics[name]
+
+    def _judge(self, score: float) -> None:
         """Count evaluations without improvement, for early stopping."""
         state, early_stopping = self.run.state, self.run.config.early_stopping
         if early_stopping is None:
             return
         lowest = math.inf if state.patience_loss is None else state.patience_loss
-        if math.isfinite(loss) and loss < lowest - early_stopping.min_delta:
-            state.patience_loss, state.worse_evals = loss, 0
+        if math.isfinite(score) and score < lowest - early_stopping.min_delta:
+            state.patience_loss, state.worse_evals = score, 0
         else:
             state.worse_evals += 1
         if self.is_over and state.step < self.num_steps:
             lowest = math.inf if state.patience_loss is None else state.patience_loss
-            below = "was not finite" if lowest == math.inf else f"did not fall below {lowest:.4g}"
-            text = f"Stopped early after step {state.step} of {self.num_steps}: the eval loss"
-            self.run.say(Notice(f"{text} {below} in {state.worse_evals} evaluations."))
+            name, text = self.run.config.best_metric, f"did not fall below {lowest:.4g}"
+            if lowest == math.inf:
+                text = "was not finite"
+            elif not LOWER_IS_BETTER.search(name):
+                text = f"did not rise above {-lowest:.4g}"
+            where = f"Stopped early after step {state.step} of {self.num_steps}: the eval {name}"
+            self.run.say(Notice(f"{where} {text} in {state.worse_evals} evaluations."))

@@ -1,7 +1,5 @@
 """Weights of GGUF files that stay in their blocks: the same values, losses, gradients and bytes."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

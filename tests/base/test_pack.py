@@ -1,7 +1,5 @@
 """Loading weight by weight: the same base to the bit, and no more memory than what is kept."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

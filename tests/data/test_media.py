@@ -1,7 +1,5 @@
 """Images and videos of rows: where they are, how they are decoded, what is refused."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -223,6 +221,16 @@ def test_absent_and_long_images_are_named(tmp_path, monkeypatch):
     for stored in (png(), tmp_path / "a.png", URL):
         with pytest.raises(DataError, match=r"bytes, more than 50(.|\n)*smaller"):
             Picture(stored, "a:1").decode()
+
+
+def test_bytes_that_changed_after_preparation_are_refused():
+    picture = Picture(png(), "a:1")
+    digest = picture.stored()["digest"] or (picture.encoded() and picture.stored()["digest"])
+    whole = png()
+    damaged = whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]
+    assert Picture(whole, "a:1", digest=digest).encoded() == whole
+    with pytest.raises(DataError, match="bytes changed"):
+        Picture(damaged, "a:1", digest=digest).encoded()
 
 
 def test_large_images_are_scaled_in_proportion():

@@ -1,7 +1,5 @@
 """Adapters from elsewhere are told apart by content; what cannot be used is refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """From rows with media to an adapter that answers about them: trained, resumed, asked, merged."""
 
-from __future__ import annotations
-
 import io
 import shutil
 import signal

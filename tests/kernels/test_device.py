@@ -3,8 +3,6 @@
 No Apple hardware was at hand: these tests show what is asked of torch there, not what it answers.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

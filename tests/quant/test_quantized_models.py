@@ -1,7 +1,5 @@
 """Whole models in 4 and 8 bits, and the audit that says what really is."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

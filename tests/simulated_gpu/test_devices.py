@@ -1,7 +1,5 @@
 """What a kind of card wants, or lacks: older cards, cards without a number, one card a process."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Several processes, each with a card of its own, are one run; and what the launcher was told."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

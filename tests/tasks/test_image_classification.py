@@ -1,7 +1,5 @@
 """Images with labels, from folders and from rows: what is read, refused, learnt and measured."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path

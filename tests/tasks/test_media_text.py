@@ -1,7 +1,5 @@
 """Conversations with media: what is learnt of them, on every family, against the plain way."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A reranker learns which text answers a query, whatever way it is asked."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Encoder and decoder: the loss is the definition's, the answers are greedy, the score is ROUGE."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

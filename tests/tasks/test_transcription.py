@@ -1,7 +1,5 @@
 """Transcription: labels, loss and gradients are transformers' own; runs save, merge and measure."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

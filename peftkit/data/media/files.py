@@ -185,8 +185,8 @@ class Media:
         """Return the encoded bytes.
 
         Raises:
-            DataError: The file is missing, not a regular file, or too large; or the data URL is
-                invalid.
+            DataError: The file is missing, not a regular file, too large, or does not match the
+                row's digest; or the data URL is invalid.
         """
         if isinstance(self.data, Path):
             try:
@@ -211,7 +211,11 @@ class Media:
             stored = bytes(self.data)
         if len(stored) > MAX_BYTES:
             raise self._too_long(len(stored))
-        self._digest = self._digest or hashlib.sha256(stored).hexdigest()[:32]
+        digest = hashlib.sha256(stored).hexdigest()[:32]
+        if self._digest not in ("", digest):
+            fix = f"Prepare the rows again; remove the {self.kind} if it is damaged."
+            raise self.error("Its bytes changed after the row was prepared.", fix)
+        self._digest = digest
         return stored
 
     def _too_long(self, size: int) -> DataError:

@@ -5,13 +5,14 @@ Shapes: B rows, L labels.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -19,7 +20,7 @@ from peftkit.base.heads import ClassHead, ProblemType, labels_of
 from peftkit.data.records import Record
 from peftkit.data.rows.columns import StoredRows
 from peftkit.errors import BaseError, ConfigError, DataError
-from peftkit.events import Listener, ignore
+from peftkit.events import ClassReport, Listener, ignore
 from peftkit.files.strict_json import shown
 from peftkit.forward.loss import unwrapped
 from peftkit.settings import DataConfig
@@ -31,6 +32,7 @@ from peftkit.tasks.classes.labels import (
     label_name,
     label_names,
     list_of,
+    listed,
     names_in,
     number_of,
     problem_of,
@@ -139,8 +141,14 @@ class SequenceClassification(Classifier, TextTask):
                 found="The tokenizer does not append it to a text.",
                 fix="Give the base's own tokenizer, or another base.",
             )
-        self.labels = labels_of(settings)
+        self.set_labels(labels_of(settings))
         self.problem = _problem(settings, len(self.labels))
+        if self.problem == "regression":
+            self.metric_names = ()
+        elif self.problem == "multi_label":
+            self.metric_names += ("rows with all labels right",)
+        weights = self.config.class_weights
+        self.weights = torch.tensor([weights[name] for name in self.labels]) if weights else None
         self.encoder = LabelledEncoder(self.texts, self.config, self.labels, self.problem)
         self.rows.encoder = self.encoder
 
@@ -167,6 +175,30 @@ class SequenceClassification(Classifier, TextTask):
         if self.problem == "multi_label":
             return multi_label_metrics(logits > 0, targets > 0)
         return class_metrics(logits.argmax(-1), targets)
+
+    def sums(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self.problem == "regression":
+            return logits.new_zeros(0)
+        if self.problem == "single_label":
+            return super().sums(logits, targets)
+        predicted, true = logits > 0, targets > 0
+        counts = [(predicted & true).sum(0), true.sum(0), predicted.sum(0)]
+        return torch.cat([*counts, (predicted == true).all(1).sum()[None]]).to(logits.dtype)
+
+    def eval_means(self, means: Sequence[float]) -> dict[str, float]:
+        if self.problem == "regression":
+            return {}
+        if self.problem == "single_label":
+            return super().eval_means(means)
+        *counts, right = means
+        hits, true, predicted = torch.tensor(counts, dtype=torch.float64).view(3, -1)
+        return {
+            "accuracy": right * len(self.labels),  # the means are over all labels of all rows
+            "f1_macro": float((2 * hits / (true + predicted)).nan_to_num(0.0).mean()),
+        }
+
+    def report(self, logits: Tensor, targets: Tensor) -> ClassReport | None:
+        return super().report(logits, targets) if self.problem == "single_label" else None
 
     @torch.no_grad()
     def predict(
@@ -215,18 +247,29 @@ class SequenceClassification(Classifier, TextTask):
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
-        """Return each row's probabilities, or its value, as `prediction`."""
+        """Return each row's `predicted_label` and `prediction`: the probabilities, or the value."""
         pairs = (texts for texts, _ in values_in(records, self.encoder.texts_of))
         texts = [text if pair is None else (text, pair) for text, pair in pairs]
         predictions = self._by_label(self.predict(model, texts, on_event))
-        return [{"prediction": prediction} for prediction in predictions]
+        if self.problem == "regression":
+            return [{"prediction": prediction} for prediction in predictions]
+        return [{"predicted_label": self._label(p), "prediction": p} for p in predictions]
+
+    def _label(self, prediction: Mapping[str, float]) -> str | list[str]:
+        """Return the likeliest label; for several labels those of probability above 0.5."""
+        if self.problem == "single_label":
+            return next(iter(prediction))
+        return [label for label, probability in prediction.items() if probability > 0.5]
 
     def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self.problem == "regression":
             return functional.mse_loss(logits[:, 0], targets, reduction="sum")
         if self.problem == "multi_label":
             return functional.binary_cross_entropy_with_logits(logits, targets, reduction="sum")
-        return super().loss_of(logits, targets)
+        if self.weights is None:
+            return super().loss_of(logits, targets)
+        self.weights = self.weights.to(logits.device)
+        return functional.cross_entropy(logits, targets, self.weights, reduction="sum")
 
 
 class SequenceClassificationConfig(ClassifierConfig):
@@ -247,6 +290,9 @@ class SequenceClassificationConfig(ClassifierConfig):
     """Field with the label, the list of labels, or the number."""
     problem: Literal["auto"] | Problem = "auto"
     """auto: lists are several labels, fractions are regression, all else is a single label."""
+    class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0)]] | None = None
+    """Weight of each label in the training and the eval loss, {label: weight}, for a single label;
+    balanced: rows / (labels * rows of the label), from data.train; null: 1 for all."""
 
     @model_validator(mode="after")
     def _labels(self) -> SequenceClassificationConfig:
@@ -255,18 +301,43 @@ class SequenceClassificationConfig(ClassifierConfig):
             raise ConfigError(
                 "a regression has no labels.", fix="Remove task.labels or task.problem."
             )
+        self._check_weights()
         return self
 
     def resolve(self, data: DataConfig) -> SequenceClassificationConfig:
         """Infer the problem and the labels from the training data if they are not set."""
-        if self.problem == "regression" or (self.problem != "auto" and self.labels):
+        is_balanced = self.class_weights == "balanced"
+        if self.problem == "regression" or (
+            self.problem != "auto" and self.labels and not is_balanced
+        ):
             return self
         read = partial(field_of, name=self.label, setting="task.label")
         values, labels = values_in(training_records(data), read), self.labels
         problem = problem_of(values) if self.problem == "auto" else self.problem
         if problem != "regression" and not labels:
             labels = names_in(data, partial(self._names, problem == "multi_label"))
-        return self.model_copy(update={"problem": problem, "labels": labels})
+        weights = self.class_weights
+        if is_balanced and problem == "single_label":
+            counts = Counter(label_name(v) for v, _ in values_in(training_records(data), read))
+            rows = counts.total()
+            weights = {name: rows / (len(labels) * max(counts[name], 1)) for name in labels}
+        update = {"problem": problem, "labels": labels, "class_weights": weights}
+        resolved = self.model_copy(update=update)
+        resolved._check_weights()
+        return resolved
+
+    def _check_weights(self) -> None:
+        weights, names = self.class_weights, set(self.labels)
+        if weights and self.problem in ("multi_label", "regression"):
+            found = f"The problem of this recipe is {self.problem}."
+            raise ConfigError("task.class_weights needs rows with one label each", found=found)
+        different = set(weights) ^ names if isinstance(weights, dict) and names else None
+        if different:
+            raise ConfigError(
+                "task.class_weights does not match the labels",
+                found=f"Only one of the two has: {listed(sorted(different))}.",
+                fix=f"Give each of these labels a weight: {listed(self.labels)}.",
+            )
 
     def _names(self, several: bool, fields: Mapping[str, Any]) -> list[str]:
         read = list_of if several else field_of

@@ -114,7 +114,7 @@ class ClassifiedMedia(Classifier):
     def build(self, model: nn.Module) -> None:
         self.config.media.require()
         super().build(model)
-        self.labels = labels_of(unwrapped(model).config)
+        self.set_labels(labels_of(unwrapped(model).config))
 
     @abstractmethod
     def inputs(self, media: Sequence[Any]) -> dict[str, Tensor]:
@@ -136,7 +136,7 @@ class ClassifiedMedia(Classifier):
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
-        """Return each row's label probabilities as `prediction`, the most likely first."""
+        """Return `predicted_label` and `prediction`: the probabilities, the likeliest first."""
         predictions, device = list[dict[str, Any]](), next(model.parameters()).device
         for part in equal_parts(records, BATCH_SIZE):
             on_event(Progress(self.progress, len(predictions), len(records)))
@@ -144,7 +144,8 @@ class ClassifiedMedia(Classifier):
             batch = {name: tensor.to(device) for name, tensor in self.inputs(media).items()}
             for values in self.logits(model, batch).softmax(-1).tolist():
                 pairs = sorted(zip(self.labels, values, strict=True), key=lambda pair: -pair[1])
-                predictions.append({"prediction": dict(pairs)})
+                label = pairs[0][0]
+                predictions.append({"predicted_label": label, "prediction": dict(pairs)})
         return predictions
 
 

@@ -1,7 +1,5 @@
 """A run of distillation: the teacher is asked once, a resume is bit-equal, agreement is told."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
