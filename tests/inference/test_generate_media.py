@@ -285,7 +285,7 @@ def test_the_command_line_shows_media(case, run_folder, data, capsys, monkeypatc
     )
     output = capsys.readouterr()
     assert output.out.split() == [*case.files]
-    assert all(f"({size}) goes with the next message" in output.err for size in case.sizes.values())
+    assert all(f"({size}) to the next message" in output.err for size in case.sizes.values())
     assert "gone.file" in output.err
     assert "The base does not support videos" in output.err
 

@@ -354,7 +354,7 @@ def test_the_processors_own_mark_in_a_text_is_named(tmp_path):
         "image": "a.png",
     }
     path = write_sound_rows(tmp_path, [row])
-    with pytest.raises(DataError, match=r"rows.jsonl:1(.|\n)*1 of them(.|\n)*2 of the"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1(.|\n)*1 media(.|\n)*2 of the"):
         task_of("qwen2_vl").load(str(path))
 
 
