@@ -87,7 +87,7 @@ class DeviceBuffer:
         return flat
 
     def expect(self, unit: Unit, keep: Sequence[Any] = ()) -> None:
-        """Start fetching a unit unless it is already there; the oldest units are evicted."""
+        """Start copying a unit to the device unless it is there; evict the oldest units not in `keep`."""
         if unit.key in self._there:
             return
         for key in [key for key in self._there if key not in keep]:

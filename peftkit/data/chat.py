@@ -197,7 +197,7 @@ class Chat:
         return Span(start, end, ended), starts
 
     def _ended(self, whole: str, start: int, end: int) -> Span:
-        """Return a span that ends with the end-of-turn token, before any white space."""
+        """Return the span, shortened to its end-of-turn token if it has one."""
         match = self._turn_end.search(whole, start, end)
         return Span(start, match.end(1), True) if match else Span(start, end, False)
 

@@ -60,7 +60,7 @@ class CallFormat:
         """Return an answer with calls as a message for the chat template.
 
         Args:
-            calls: Each with its id.
+            calls: Pairs of id and call.
         """
         return {
             "role": "assistant",

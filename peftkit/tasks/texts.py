@@ -35,10 +35,12 @@ class Encoded:
     """The tokens of a text, or of a pair of texts.
 
     Args:
-        input_ids: Cut to what the model reads.
-        types: 0 for the first text of a pair, 1 for the second; () where the model knows no pairs.
-        is_cut: Whether something is missing at its end.
-        offsets: Where in the text each token begins and ends, if requested; (0, 0): a special one.
+        input_ids: Token ids, truncated to the model's maximum.
+        types: Token type ids: 0 for the first text of a pair, 1 for the second; empty if the
+            tokenizer returns none.
+        is_cut: Whether the text was truncated.
+        offsets: Character (start, end) of each token, (0, 0) for special tokens; empty unless
+            requested.
     """
 
     input_ids: tuple[int, ...]

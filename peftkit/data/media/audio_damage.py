@@ -119,7 +119,7 @@ def _mp3_damage(stored: bytes) -> str:
 
 
 def _after_id3(stored: bytes, at: int) -> int:
-    """Return where an ID3v2 tag ends."""
+    """Return the offset after the ID3v2 tag at `at`; `at` if there is none."""
     if not stored.startswith(b"ID3", at) or at + 10 > len(stored):
         return at
     size = 0

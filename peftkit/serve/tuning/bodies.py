@@ -164,7 +164,7 @@ class JobBody(_Strict):
 
 
 class GraderBody(_Strict):
-    """A grader to validate."""
+    """Request body for validating a grader."""
 
     grader: dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Grades of answers, by the graders of peftkit.tasks.rewards.graders."""
+"""Apply graders (graders.py) to completions."""
 
 from __future__ import annotations
 
