@@ -29,7 +29,7 @@ from peftkit.base.skeleton import weight_bytes
 from peftkit.config.schema import from_dict
 from peftkit.errors import BaseError
 from peftkit.events import Listener, Notice, Stage, ignore
-from peftkit.execution.environment import as_current, select_device, free_now
+from peftkit.execution.environment import as_current, free_now, select_device
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.world import World
 from peftkit.quant.audit import Audit, audit

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from peftkit.errors import ConfigError, OutputError, PeftkitError, RunError, silence
-from peftkit.execution.environment import select_device, local_rank, world_size
+from peftkit.execution.environment import local_rank, select_device, world_size
 from peftkit.files.disk import writable_folder
 
 PATIENCE = timedelta(hours=4)

@@ -13,7 +13,7 @@ from peftkit.base.pretrained import is_packed
 from peftkit.base.request import ROOM, compute_dtype, place_weights
 from peftkit.base.skeleton import on_meta, read_config, weight_bytes
 from peftkit.events import Listener, Notice
-from peftkit.execution.environment import select_device, free_now, used_bytes
+from peftkit.execution.environment import free_now, select_device, used_bytes
 from peftkit.execution.plan import ExecutionPlan, Shard, plan_of
 from peftkit.execution.world import World
 from peftkit.model.blocks import recomputable_blocks

@@ -1,11 +1,11 @@
-"""Encoded audio that is cut short or damaged, which decoders give as shorter audio without a word.
+"""Detect truncated and damaged audio files, which decoders accept without an error.
 
-- WAV: the size of the samples in the header (RFC 2361; EBU Tech 3306 for RF64) against the file.
+- WAV: the header has the size of the samples (RFC 2361; EBU Tech 3306 for RF64).
 - Ogg (RFC 3533): each page has a checksum, and the last page of a stream is marked.
-- MP3 (ISO/IEC 11172-3, 13818-3): frames follow one another to the end; a Xing header counts them.
+- MP3 (ISO/IEC 11172-3, 13818-3): frames are contiguous up to the end; a Xing header has their number.
 
-FLAC has checksums that its decoder compares. Samples of a WAV that were overwritten, and bytes
-within a frame of an MP3, have none.
+The decoder of FLAC verifies its checksums. Overwritten samples of a WAV and overwritten bytes within
+a frame of an MP3 are not detected, because these formats have no checksums for them.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from __future__ import annotations
 import zlib
 
 STREAMED_SIZE = 0x7F000000
-"""From this size on a WAV header was written before the size was known (2 or 4 GiB)."""
+"""Minimum size in a WAV header that was written before the size was known (2 or 4 GiB)."""
 ALLOWED_SECONDS = 0.05
-"""Of a WAV's samples that may be missing: headers that count themselves, padding."""
+"""Missing seconds that a WAV may have: some headers include themselves or padding in the size."""
 ALLOWED_FRAMES = 1
-"""MP3 frames that a Xing header may count too many: some count their own."""
+"""Missing frames that an MP3 may have: some Xing headers count their own frame."""
 _RATES = {3: (44_100, 48_000, 32_000), 2: (22_050, 24_000, 16_000), 0: (11_025, 12_000, 8_000)}
-"""Version bits of an MP3 frame -> samples a second."""
+"""Version bits of an MP3 frame -> samples per second."""
 _MPEG1 = (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320)
 _MPEG2 = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
-"""Kilobits a second of layer III, by the index in a frame's header, from 1."""
+"""Bit rates of layer III in kbit/s, by the index in a frame's header, from 1."""
 _SEARCHED = 1 << 16
-"""Bytes before the first frame of an MP3 that its decoder skips."""
+"""Maximum bytes before the first frame of an MP3, which decoders skip."""
 _TAGS = (b"TAG", b"APETAGEX", b"LYRICSBEGIN")
 _REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
 def audio_damage(stored: bytes) -> str:
-    """Return what is missing or damaged in encoded audio, as a sentence; "" where nothing shows."""
+    """Return a sentence that describes the damage of encoded audio; "" if none is detected."""
     if stored[:4] in (b"RIFF", b"RF64", b"BW64") and stored[8:12] == b"WAVE":
         return _wav_damage(stored)
     if stored[:4] == b"OggS":
@@ -86,7 +86,7 @@ def _ogg_damage(stored: bytes) -> str:
 
 
 def _ogg_checksum(page: bytes) -> int:
-    """Return the CRC of RFC 3533: zlib's polynomial with all bits in reverse, from 0."""
+    """Return the CRC of RFC 3533: zlib's polynomial with reversed bits and the initial value 0."""
     crc = zlib.crc32(page.translate(_REVERSED), 0xFFFFFFFF) ^ 0xFFFFFFFF
     return int(f"{crc:032b}"[::-1], 2)
 
@@ -129,7 +129,10 @@ def _after_id3(stored: bytes, at: int) -> int:
 
 
 def _first_frame(stored: bytes, start: int) -> int | None:
-    """Return where the first of two frames of layer III begins, within `_SEARCHED` bytes."""
+    """Return the offset of the first layer III frame with a valid successor; None if there is none.
+
+    Only the first `_SEARCHED` bytes are searched.
+    """
     at = stored.find(b"\xff", start, start + _SEARCHED)
     while at >= 0:
         size = _frame_size(stored, at)
@@ -140,7 +143,7 @@ def _first_frame(stored: bytes, start: int) -> int | None:
 
 
 def _frame_size(stored: bytes, at: int) -> int:
-    """Return the bytes of the frame of layer III that begins here; 0 where none does."""
+    """Return the size in bytes of the layer III frame at `at`; 0 if there is none."""
     header = int.from_bytes(stored[at : at + 4], "big") if at + 4 <= len(stored) else 0
     version, layer = header >> 19 & 3, header >> 17 & 3
     bit_rate, rate, padding = header >> 12 & 15, header >> 10 & 3, header >> 9 & 1

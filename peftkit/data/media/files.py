@@ -1,8 +1,8 @@
-"""Images, audio and video of rows, and their decoding within bounds.
+"""Images, audio and video of rows: reading and decoding, with limits on size.
 
 A medium is a path (relative to the data file), a data URL, encoded bytes, or {"bytes": ..., "path":
-...} as in data sets. Nothing is ever fetched. The packages that decode are optional extras,
-imported when they are called: Pillow (`images`), soundfile and soxr (`audio`), PyAV (`video`).
+...} as in data sets. URLs are never fetched. The decoding packages are optional extras, imported
+when called: Pillow (`images`), soundfile and soxr (`audio`), PyAV (`video`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from peftkit.errors import DataError
 from peftkit.files.strict_json import shown
 
 MAX_BYTES = 100 * 2**20
-"""Of a medium, encoded."""
+"""Maximum size of an encoded medium."""
 _URL = re.compile(r"(?i)[a-z][a-z0-9+.-]*://")
 _DATA_URL = re.compile(r"(?i)data:[^,;]*(;[^,;]*)*;base64,")
 
@@ -39,10 +39,10 @@ class Limits:
     """How media are decoded for a model.
 
     Attributes:
-        max_pixels: Of an image, or a frame; larger ones are scaled down. None: as they are.
-        rate: Samples a second of audio.
-        max_seconds: Of audio; longer clips are refused.
-        video_frames: Of a video, evenly over its length.
+        max_pixels: Maximum pixels of an image or frame; larger ones are scaled down. None: no limit.
+        rate: Sampling rate of audio, in hertz.
+        max_seconds: Maximum length of audio; longer clips raise an error.
+        video_frames: Number of evenly spaced frames of a video.
     """
 
     max_pixels: int | None = None
@@ -52,14 +52,14 @@ class Limits:
 
 
 class Media:
-    """An image, audio clip or video, undecoded: a path, bytes (mapped, maybe), or a data URL.
+    """An undecoded image, audio clip or video: a path, bytes (possibly memory-mapped), or a data URL.
 
-    Each kind is a subclass. Once read, a medium's repr is a hash of its bytes: the same for equal
-    media, wherever they are.
+    Each kind is a subclass. After reading, the repr contains a hash of the bytes: equal files have
+    equal reprs, independent of their paths.
 
     Args:
-        source: The row that names it.
-        which: Its name within the row, for messages.
+        source: The source of the row.
+        which: The name of the medium within the row, for messages.
     """
 
     __slots__ = ("_digest", "data", "source", "which")
@@ -72,7 +72,7 @@ class Media:
         "digest": "string",
         "which": "string",
     }
-    """Columns in an Arrow file: its path, size and time of change; or its bytes."""
+    """Columns in an Arrow file: path, size and modification time, or the bytes."""
     stamp: ClassVar[tuple[str, ...]] = ("path", "num_bytes", "changed")
     """Columns that tell whether its file has changed."""
     kind: ClassVar[str]
@@ -114,7 +114,7 @@ class Media:
 
     @classmethod
     def require(cls, *more: str) -> None:
-        """Raise DataError if a package that decodes such media, or one more, is not installed."""
+        """Raise DataError if a package for this kind of media, or one of `more`, is not installed."""
         missing = [
             name for name in (*cls.packages, *more) if importlib.util.find_spec(name) is None
         ]
@@ -126,10 +126,10 @@ class Media:
             )
 
     def read(self, limits: Limits) -> Any:
-        """Decode it for a processor.
+        """Decode the medium for a processor.
 
         Raises:
-            DataError: It is missing, too large, or does not decode; names it.
+            DataError: The medium is missing, too large, or cannot be decoded.
         """
         raise NotImplementedError
 
@@ -154,7 +154,7 @@ class Media:
         raise NotImplementedError
 
     def stored(self) -> dict[str, Any]:
-        """Return its values in an Arrow file, by column."""
+        """Return the values of `columns` for an Arrow file."""
         facts = {"kind": self.kind, "digest": self._digest, "which": self.which}
         if isinstance(self.data, Path):
             file = self.data.stat()
@@ -164,7 +164,7 @@ class Media:
 
     @staticmethod
     def opened(scalar: Any, source: str) -> Media:
-        """Return a medium as Arrow stores it; bytes stay mapped."""
+        """Return the medium of an Arrow value (see `stored`); bytes stay memory-mapped."""
         kind = next(kind for kind in KINDS if kind.kind == scalar["kind"].as_py())
         path = scalar["path"].as_py()
         data = memoryview(scalar["data"].as_buffer()) if path is None else Path(path)
@@ -185,7 +185,7 @@ class Media:
         """Return the encoded bytes.
 
         Raises:
-            DataError: They are missing, no regular file's, or too many.
+            DataError: The file is missing, not regular, or too large.
         """
         if isinstance(self.data, Path):
             try:
@@ -235,7 +235,7 @@ def media_of(
         where: The data file; paths are relative to its folder.
 
     Raises:
-        DataError: It is a web address.
+        DataError: The value is a URL, which is never fetched.
     """
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
@@ -257,7 +257,7 @@ def media_of(
 
 
 def scaled_size(width: int, height: int, max_pixels: int | None) -> tuple[int, int] | None:
-    """Return the sides, in proportion, of a picture with too many pixels; None if it has not."""
+    """Return the width and height of a scaled-down image; None if it has at most `max_pixels`."""
     if max_pixels is None or width * height <= max_pixels:
         return None
     scale = math.sqrt(max_pixels / (width * height))
@@ -265,9 +265,9 @@ def scaled_size(width: int, height: int, max_pixels: int | None) -> tuple[int, i
 
 
 DEEP_MODES = ("I", "F")
-"""First letters of Pillow's modes of more than 8 bits, which a conversion would cut off."""
+"""First letters of Pillow's modes with more than 8 bits, which a conversion would clip."""
 MAX_PIXELS = 100_000_000
-"""Of an image; read from its header, before any memory is allocated."""
+"""Maximum pixels of an image, checked in its header before memory is allocated."""
 
 
 class Picture(Media):
@@ -307,14 +307,14 @@ class Picture(Media):
         return {"images": [list(row) for row in rows]}
 
     def decode(self, mode: str = "RGB", max_pixels: int | None = None) -> Any:
-        """Return a Pillow image, upright.
+        """Return a Pillow image, rotated as its EXIF data requires.
 
         Args:
-            mode: Pillow's: "RGB", or "L" for one channel.
-            max_pixels: Larger images are scaled down to so many, sides in proportion.
+            mode: Pillow's mode: "RGB", or "L" for one channel.
+            max_pixels: Larger images are scaled down to this number; the aspect ratio is kept.
 
         Raises:
-            DataError: It is missing, too large, animated, or does not decode; names it.
+            DataError: The image is missing, too large, animated, or cannot be decoded.
         """
         self.require()
         from PIL import Image, ImageOps
@@ -370,9 +370,9 @@ def _short(problem: Exception) -> str:
 
 
 MAX_CHANNELS = 2
-"""More channels are several microphones, which cannot be mixed."""
+"""Audio with more channels comes from several microphones and cannot be mixed."""
 SAMPLING_RATES = (1_000, 384_000)
-"""Lowest and highest sampling rate that is read, in hertz."""
+"""Minimum and maximum sampling rate, in hertz."""
 MIN_AUDIO_SECONDS = 0.1
 """Shorter audio gives no tokens that the model uses."""
 MEND_AUDIO = (
@@ -423,7 +423,7 @@ class Audio(Media):
 
     @classmethod
     def blank(cls, limits: Limits) -> Any:
-        """Return a second of a low hum."""
+        """Return a sine tone of at most one second."""
         times = torch.arange(round(limits.rate * min(1.0, limits.max_seconds))) / limits.rate
         return (0.1 * torch.sin(600 * times)).numpy()
 
@@ -432,18 +432,18 @@ class Audio(Media):
         return {**super().arguments(rows, limits), "sampling_rate": limits.rate}
 
     def decode(self, rate: int, max_seconds: float, *, silent: bool = False) -> Any:
-        """Return a numpy array of float32 (samples,), channels mixed.
+        """Return a float32 numpy array (samples,), mixed down to one channel.
 
         Args:
-            rate: Samples a second to resample to.
-            max_seconds: Longer clips are refused, whatever their header says.
-            silent: Whether it may be silent.
+            rate: Sampling rate of the result, in hertz.
+            max_seconds: Maximum length, checked in the samples and not only in the header.
+            silent: Whether the clip may be silent.
 
         Raises:
-            LongAudio: It lasts longer.
-            SilentAudio: It is empty or silent.
-            DataError: It is missing, does not decode, has too many channels, or holds values that
-                are no numbers; names it.
+            LongAudio: The clip is too long.
+            SilentAudio: The clip is empty or silent.
+            DataError: The file is missing, cannot be decoded, has too many channels, or contains
+                NaN or Infinity.
         """
         self.require()
         import soundfile
@@ -487,18 +487,18 @@ class Audio(Media):
 
 
 MAX_FRAME_PIXELS = 36_000_000
-"""Of a frame of a video: 8K."""
+"""Maximum pixels of a video frame: 8K."""
 MAX_VIDEO_SECONDS = 3600
-"""Of a video."""
+"""Maximum length of a video."""
 MAX_VIDEO_FRAMES = 200_000
-"""Of a video; counted in its packets, before any of them is decoded."""
+"""Maximum frames of a video, counted in its packets before decoding."""
 MAX_VIDEO_PIXELS = 40_000_000_000
-"""Pixels of all frames of a video: ten minutes of 1920 x 1080, a minute or two of a processor."""
+"""Maximum pixels of all frames of a video: ten minutes of 1920 x 1080."""
 FFMPEG_OPTIONS = {
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpegts,ogg,flv",
     "protocol_whitelist": "none",
 }
-"""No playlists, whose files FFmpeg would fetch; nothing but the given bytes."""
+"""Options that exclude playlists, whose files FFmpeg would fetch, and all protocols."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -506,10 +506,10 @@ class Clip:
     """Some frames of a video.
 
     Attributes:
-        frames: (F, 3, H, W), bytes.
-        places: Their numbers in the video, from 0.
-        num_frames: Of the whole video.
-        fps: Frames of the whole video in a second.
+        frames: (F, 3, H, W), uint8.
+        places: Indices of the frames in the video.
+        num_frames: Number of frames of the whole video.
+        fps: Frames per second of the whole video.
     """
 
     frames: Tensor
@@ -550,7 +550,7 @@ class Video(Media):
 
     @classmethod
     def arguments(cls, rows: Sequence[Sequence[Any]], limits: Limits) -> dict[str, Any]:
-        """Return arguments with all frames: a processor that samples frames would lose some."""
+        """Return arguments that turn off the processor's frame sampling, which would drop frames."""
         clips = [clip for row in rows for clip in row]
         metadata = [
             {
@@ -565,14 +565,14 @@ class Video(Media):
         return {"videos": frames, "video_metadata": metadata, "do_sample_frames": False}
 
     def decode(self, num_frames: int, max_pixels: int | None = None) -> Clip:
-        """Return frames spaced evenly, from the first to the last.
+        """Return evenly spaced frames, from the first to the last.
 
         Args:
-            num_frames: At most so many.
-            max_pixels: Larger frames are scaled down to so many, sides in proportion.
+            num_frames: Maximum number of frames.
+            max_pixels: Larger frames are scaled down to this number; the aspect ratio is kept.
 
         Raises:
-            DataError: It is missing, too long, too large, or does not decode; names it.
+            DataError: The video is missing, too long, too large, or cannot be decoded.
         """
         self.require()
         import av
@@ -611,10 +611,10 @@ class Video(Media):
         return Clip(stacked, tuple(places), len(times), fps)
 
     def _packets(self, file: Any, stream: Any) -> list[tuple[int, bool]]:
-        """Return the time of each frame, and whether it is a key frame; decodes none.
+        """Return the time of each frame and whether it is a key frame, without decoding.
 
         Raises:
-            DataError: They are too many, too long, or too large.
+            DataError: There are too many frames, they are too large, or the video is too long.
         """
         side = stream.codec_context.width * stream.codec_context.height
         if not side:
@@ -644,7 +644,7 @@ class Video(Media):
     def _at(
         self, file: Any, stream: Any, times: Sequence[int], keys: Sequence[int]
     ) -> Iterator[Any]:
-        """Yield the frames at some times, in order; seek to key frames between them."""
+        """Yield the frames at `times`, in order; seek to a key frame where one is closer."""
         frames: Iterator[Any] = iter(())
         last: int | None = None
         for time in times:
@@ -662,7 +662,7 @@ class Video(Media):
 
 
 def _pixels(frame: Any, max_pixels: int | None) -> Any:
-    """Return a frame (H, W, 3) as a numpy array of bytes, scaled down if it is too large."""
+    """Return a frame as a uint8 numpy array (H, W, 3), scaled down to `max_pixels`."""
     size = scaled_size(frame.width, frame.height, max_pixels)
     if size is not None:
         frame = frame.reformat(*size)

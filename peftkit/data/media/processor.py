@@ -18,15 +18,15 @@ from peftkit.data.messages import Message
 from peftkit.errors import BaseError, DataError
 
 ReadMedia = Sequence[tuple[type[Media], Any]]
-"""The decoded media of a text, in their order, each with its kind."""
+"""The decoded media of a text, in order, each with its kind."""
 MAX_SIZES = 1_000
-"""Sizes of media whose text is cached: some kilobytes for half a minute of audio."""
+"""Maximum number of sizes of media whose text is cached; 30 s of audio take some kilobytes."""
 FEATURES = ("pixel_values", "pixel_values_videos")
 """Inputs whose size is the cost of a vision tower."""
 
 
 def unsuited(name: str, kind: type[Media], reason: str) -> BaseError:
-    """Return the error of a processor or a model without support for such media."""
+    """Return the error of a processor or model that does not support a kind of media."""
     fix = "Give another base; docs/images.md and docs/sound.md list families that are tested."
     if importlib.util.find_spec("torchvision") is None:
         fix = (
@@ -42,19 +42,19 @@ class MediaProcessor:
 
     Args:
         settings: The model's config.
-        needed: The kind of media that it must take.
-        patch_size: Of the vision tower, for the cost of an image.
+        needed: The kind of media that the processor must support.
+        patch_size: Patch size of the vision tower, for the cost of an image.
 
     Attributes:
-        marks: Its mark in a text, of each kind of media that it takes.
-        refused: Why it takes none, of each other kind.
-        media_ids: The tokens that the model replaces by features.
-        token_inputs: Its inputs that are aligned with the tokens, (B, T, ...).
-        is_nested: Whether images are nested, (B, images, ...), rather than one after the other.
-        takes_suffix: Whether it takes an answer apart from its prompt.
+        marks: The placeholder text of each supported kind of media.
+        refused: The reason for each unsupported kind.
+        media_ids: The token ids that the model replaces by features.
+        token_inputs: Names of the inputs that are aligned with the tokens, (B, T, ...).
+        is_nested: Whether images are nested, (B, images, ...), and not concatenated.
+        takes_suffix: Whether the processor takes an answer separately from its prompt.
 
     Raises:
-        BaseError: It takes no media of the needed kind.
+        BaseError: The processor does not support the needed kind of media.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class MediaProcessor:
         self._by_sizes: dict[tuple[object, ...], tuple[tuple[str, ...], int]] = {}
 
     def _probe(self, kind: type[Media]) -> set[str]:
-        """Return the inputs aligned with the tokens; of images, find whether they are nested."""
+        """Return the inputs aligned with the tokens; for images, set `is_nested`."""
         what, mark = f"a blank {kind.kind}", self.marks[kind]
         blank = (kind, kind.blank(self.limits))
         short = self.process([f"{mark} a"], [[blank]], what)
@@ -165,13 +165,13 @@ class MediaProcessor:
             ) from problem
 
     def check(self, media: Sequence[Media], source: str, text: str | None = None) -> None:
-        """Refuse kinds of media that the base does not take, and texts with other marks.
+        """Check that the base supports the media and that a text has a mark for each.
 
         Args:
-            text: With the processor's marks.
+            text: A text with the processor's marks.
 
         Raises:
-            DataError: Names the first.
+            DataError: A kind of media is not supported, or the marks differ from the media.
         """
         for one in media:
             if why := self.refused.get(type(one)):
@@ -193,14 +193,15 @@ class MediaProcessor:
         """Decode media for the processor.
 
         Raises:
-            DataError: One cannot be read.
+            DataError: A medium cannot be read.
         """
         return [(type(one), one.read(self.limits)) for one in media]
 
     def replacements(self, text: str, media: ReadMedia, source: str) -> tuple[tuple[str, ...], int]:
         """Return the processor's text for each medium, and the cost of all in patches.
 
-        Both follow from the sizes; should they not, `MediaEncoder.inputs` finds other tokens.
+        Both are cached by the sizes of the media. If they depended on anything else,
+        `MediaEncoder.inputs` would raise an error.
         """
         if not media:
             return (), 0
@@ -216,7 +217,7 @@ class MediaProcessor:
         return self._by_sizes[sizes]
 
     def patches(self, inputs: Mapping[str, Any]) -> int:
-        """Return the cost of media in the towers, in their own tokens."""
+        """Return the cost of media in the towers, in tokens of the towers."""
         pixels = sum(inputs[name].numel() for name in FEATURES if name in inputs)
         features = (value for name, value in inputs.items() if name.endswith("input_features"))
         # two frames of audio are a position of most encoders
@@ -224,14 +225,14 @@ class MediaProcessor:
         return math.ceil(pixels / (3 * self._patch_size**2)) + frames
 
     def tokens_in(self, replacements: Sequence[str]) -> tuple[int, ...]:
-        """Return how many tokens of each medium's text the model replaces by features."""
+        """Return the number of tokens of each medium's text that the model replaces by features."""
         tokenizer = self.processor.tokenizer
         encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in replacements]
         return tuple(sum(token in self.media_ids for token in ids) for ids in encoded)
 
 
 def _why_not(processor: Any, settings: Any, kind: type[Media]) -> str:
-    """Return why processor or config rule out media of a kind; "" if they do not."""
+    """Return why the processor or config does not support a kind of media; "" if both do."""
     reader = next((getattr(processor, n) for n in kind.readers if hasattr(processor, n)), None)
     if media_id(settings, kind) is None or reader is None:
         return f"It has no token for {kind.kind}s." if reader else f"It reads no {kind.kind}s."
@@ -247,7 +248,7 @@ def _why_not(processor: Any, settings: Any, kind: type[Media]) -> str:
 
 
 def media_id(settings: Any, kind: type[Media]) -> int | None:
-    """Return the token that a model replaces by features of one kind, by its config."""
+    """Return the token id in a model's config that is replaced by features of a kind of media."""
     towers = (getattr(settings, f"{name}_config", None) for name in ("vision", "audio"))
     tokens = (getattr(config, f"{kind.name}_token_id", None) for config in (settings, *towers))
     return next((int(token) for token in tokens if token is not None), None)

@@ -170,7 +170,7 @@ class GraderBody(_Strict):
 
 
 class GraderRun(GraderBody):
-    """A grader to run on one answer."""
+    """Request body for running a grader on one answer."""
 
     model_sample: str
     item: dict[str, Any] = {}
