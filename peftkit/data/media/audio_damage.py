@@ -24,7 +24,7 @@ _MPEG1 = (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320)
 _MPEG2 = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
 """Kilobits per second of layer III, by the index in a frame's header, from 1."""
 _SEARCHED = 1 << 16
-"""Bytes before the first frame of an MP3 that its decoder skips."""
+"""Maximum bytes before the first frame of an MP3, which decoders skip."""
 _TAGS = (b"TAG", b"APETAGEX", b"LYRICSBEGIN")
 _REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 

@@ -1,4 +1,4 @@
-"""Images, audio and video of rows, and their decoding within bounds.
+"""Images, audio and video of rows: reading and decoding, with limits on size.
 
 A medium is a path (relative to the data file), a data URL, encoded bytes, or {"bytes": ..., "path":
 ...} as in Hugging Face datasets. Nothing is downloaded. The decoders are optional extras, imported
@@ -314,7 +314,7 @@ class Picture(Media):
         return {"images": [list(row) for row in rows]}
 
     def decode(self, mode: str = "RGB", max_pixels: int | None = None) -> Any:
-        """Return a Pillow image, upright.
+        """Return a Pillow image, rotated as its EXIF data requires.
 
         Args:
             mode: Pillow's: "RGB", or "L" for one channel.
@@ -377,9 +377,9 @@ def _short(problem: Exception) -> str:
 
 
 MAX_CHANNELS = 2
-"""More channels are several microphones, which cannot be mixed."""
+"""Audio with more channels comes from several microphones and cannot be mixed."""
 SAMPLING_RATES = (1_000, 384_000)
-"""Lowest and highest sampling rate that is read, in hertz."""
+"""Minimum and maximum sampling rate, in hertz."""
 MIN_AUDIO_SECONDS = 0.1
 """Shorter audio gives no tokens that the model uses."""
 MEND_AUDIO = (
