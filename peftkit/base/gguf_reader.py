@@ -30,7 +30,7 @@ MIN_CACHED_TOKENS = 1 << 16
 """Size of a vocabulary whose converted tokenizer is cached."""
 
 
-class ArrayReader(gguf.GGUFReader):  # type: ignore[misc]
+class ArrayReader(gguf.GGUFReader):
     """The reader of the package gguf, with strings of arrays as bytes instead of numpy arrays."""
 
     def _get_field_parts(
@@ -59,7 +59,8 @@ class ArrayReader(gguf.GGUFReader):  # type: ignore[misc]
         """Return `count` strings from an offset, and the offset of their end."""
         is_little = (sys.byteorder == "little") == (self.byte_order == "I")
         length_at = struct.Struct("<Q" if is_little else ">Q").unpack_from
-        data, strings = memoryview(self.data), []
+        array: Any = self.data
+        data, strings = memoryview(array), []
         for _ in range(count):
             (length,) = length_at(data, at)
             at += 8 + length
@@ -144,7 +145,8 @@ def _convert_or_open(
     """
     if "merges" in keys or len(keys["tokens"]) < MIN_CACHED_TOKENS:
         return convert(architecture, keys)
-    digest = hashlib.sha256(reader.data[: reader.data_offset])
+    header: Any = reader.data[: reader.data_offset]
+    digest = hashlib.sha256(header)
     digest.update(f"{transformers.__version__} {tokenizers.__version__}".encode())
     path = cache_folder() / "tokenizers" / f"{digest.hexdigest()[:32]}.json"
     with suppress(Exception):  # tokenizers raises it for a missing or damaged file
