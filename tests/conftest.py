@@ -4,8 +4,6 @@ The CPU counts as one without bf16 units, so that the machine decides nothing; P
 runs the suite as on one that has them. `bf16_units` runs a test as on both.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Defaults that learn: settings by rows and base, and runs that are too short."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

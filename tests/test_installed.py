@@ -1,7 +1,5 @@
 """What `pip install` gives: a wheel and an sdist, in an environment without the checkout."""
 
-from __future__ import annotations
-
 import email
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The notebook runs from top to bottom, in one namespace, and its model learns."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """What pyproject.toml says agrees with what lies in the tree."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

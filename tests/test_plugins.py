@@ -1,7 +1,5 @@
 """A package outside of peftkit adds a method, a task and an export format by entry points."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

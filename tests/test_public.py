@@ -1,7 +1,5 @@
 """The public names are what they say, whatever was imported before them."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Runs the README's recipe and program on a tiny base, and checks its commands and links."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

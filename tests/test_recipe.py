@@ -1,7 +1,5 @@
 """A recipe from its file to an adapter that others load: the whole run, at a tiny size."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

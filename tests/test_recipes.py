@@ -1,7 +1,5 @@
 """Every recipe that is shipped loads, and says what it needs and what it gives."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The renderer of the recipe for verifiers; stand-ins have the fields of that package's."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """What does not go together is refused when a recipe is read, or where it is launched."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,6 @@
 """A member of a sweep is the run that it would be alone."""
 
-from __future__ import annotations
-
+import csv
 import json
 import os
 import signal
@@ -21,7 +20,7 @@ from peftkit.formats.peft.load import named_tensors
 from peftkit.inference.bank import check_name
 from peftkit.recipe import load
 from peftkit.run import run
-from peftkit.sweeps import check_members, grid, pick, sweep
+from peftkit.sweeps import Outcome, _write, check_members, grid, pick, sweep
 from tests.helpers.families import FAMILIES, tiny_tokenizer
 from tests.helpers.folders import write_rows
 
@@ -132,6 +131,32 @@ def test_the_best_member_is_copied_and_all_are_told(base, tmp_path):
     assert [row[0] for row in table.rows] == [best.name, other.name]
 
 
+def test_members_that_differ_in_their_seed_are_averaged(tmp_path):
+    values = {"a": (8, 0, 1.0, 0.5), "b": (8, 1, 3.0, 0.7), "c": (16, 0, 1.5, 0.6)}
+    outcomes = {
+        name: Outcome(
+            name,
+            {"method.rank": rank, "train.seed": seed},
+            str(tmp_path / name),
+            state="done",
+            eval_loss=loss,
+            metrics={"f1_macro": f1},
+            best_metric="f1_macro",
+        )
+        for name, (rank, seed, loss, f1) in values.items()
+    }
+    _write(tmp_path, outcomes)
+    (group,) = json.loads((tmp_path / "sweep.json").read_text())["over_seeds"]
+    assert (group["settings"], group["num_seeds"]) == ({"method.rank": 8}, 2)
+    assert group["eval_loss"] == {"mean": 2.0, "std": pytest.approx(2**0.5)}
+    assert group["f1_macro"]["mean"] == pytest.approx(0.6)
+    head, *rows = csv.reader((tmp_path / "sweep.csv").read_text().splitlines())
+    assert [row[head.index("eval_f1_macro")] for row in rows] == ["0.5", "0.7", "0.6"]
+    assert [row[head.index("train.seed")] for row in rows] == ["0", "1", "0"]
+    ranked = sorted(outcomes.values(), key=lambda outcome: outcome.rank)
+    assert [outcome.name for outcome in ranked] == ["b", "c", "a"]
+
+
 def test_the_base_loads_once_and_equal_rows_are_encoded_once(base, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     recipe = write(tmp_path / "data", base)
@@ -159,6 +184,15 @@ def test_a_member_that_fails_fails_alone(base, tmp_path):
     single = alone(recipe, members[2].settings, tmp_path / "alone")
     assert as_saved(tmp_path / "out" / members[2].name) == as_saved(single)
     assert json.loads((tmp_path / "out" / "sweep.json").read_text())["members"][1]["error"]
+
+
+def test_a_loss_that_is_not_finite_at_the_end_ends_no_sweep(base, tmp_path):
+    recipe = write(tmp_path / "data", base, train={"max_steps": 1, "eval_every": 1})
+    members = grid(recipe, ["train.learning_rate=1e-3,1e30,2e-3"], out=tmp_path / "out")
+    outcomes = sweep(members, tmp_path / "out")
+    assert [outcome.state for outcome in outcomes] == ["done", "done", "done"]
+    assert [outcome.eval_loss is None for outcome in outcomes] == [False, False, True]
+    assert outcomes[2].name == members[1].name
 
 
 def test_a_sweep_holds_the_folders_of_all_its_members(base, tmp_path):

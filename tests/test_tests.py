@@ -1,7 +1,5 @@
 """Test modules share code through tests/helpers, never by importing each other."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -20,6 +20,7 @@ from peftkit.data.chat_template import own_template
 from peftkit.data.examples import Conversation
 from peftkit.data.messages import Message, reasoning_of
 from peftkit.errors import DataError
+from peftkit.execution.signals import pause_point
 
 SENTINEL = "PEFTKITsentinelTURN"
 _THOUGHT_END = re.compile(r"\s*(</[a-z]+>|\[/[A-Z]+\])?\s*")
@@ -84,10 +85,9 @@ class Chat:
         self._renderer, self._template = renderer or tokenizer, template
         self._text = template or own_template(self._renderer)
         self._trains_reasoning = trains_reasoning
-        special = "|".join(re.escape(text) for text in special_texts(tokenizer)) or r"(?!)"
+        self._special = special_texts(tokenizer)
+        special = "|".join(map(re.escape, self._special)) or r"(?!)"
         self._next_special = re.compile(rf"\s*({special})")
-        # the end of a turn: special tokens, then only white space and more special tokens
-        self._turn_end = re.compile(rf"((?:{special})+)(?:\s|{special})*\Z")
         self._writes_tools = False
         self._writes_calls = False
 
@@ -108,6 +108,7 @@ class Chat:
         Raises:
             DataError: The template refuses the conversation; with the template's message.
         """
+        pause_point()
         try:
             text = self._renderer.apply_chat_template(
                 [self._as_read(message) for message in messages],
@@ -197,9 +198,20 @@ class Chat:
         return Span(start, end, ended), starts
 
     def _ended(self, whole: str, start: int, end: int) -> Span:
-        """Return a span that ends with the end-of-turn token, before any white space."""
-        match = self._turn_end.search(whole, start, end)
-        return Span(start, match.end(1), True) if match else Span(start, end, False)
+        """Return a span that ends with the end-of-turn token, before any white space.
+
+        Backwards from the end, in linear time: a regular expression would take cubic time.
+        """
+        place, ended, after_special = end, 0, False
+        while place > start:
+            if special := next((s for s in self._special if whole.endswith(s, start, place)), ""):
+                ended = ended if after_special else place
+                place, after_special = place - len(special), True
+            elif whole[place - 1].isspace():
+                place, after_special = place - 1, False
+            else:
+                break
+        return Span(start, ended, True) if ended else Span(start, end, False)
 
     def _around(self, conversation: Conversation, turn: int, stop: int) -> tuple[str, str]:
         """Return the text of messages[:stop] before and after the content of a turn."""

@@ -66,9 +66,9 @@ class Turns:
         # The placeholder marks the end of the answer even if a template adds or drops an empty
         # thought. Some templates omit the content of an answer with calls, or move it.
         for content in (SENTINEL, ""):
-            said = _answer(content, calls)
-            closed = self._written([_ASKED, said], tools, generation=False)
-            whole = self._written([_ASKED, said, *replies], tools, generation=generation)
+            answer = _answer(content, calls)
+            closed = self._written([_ASKED, answer], tools, generation=False)
+            whole = self._written([_ASKED, answer, *replies], tools, generation=generation)
             is_marked = closed.count(SENTINEL) == whole.count(SENTINEL) == 1
             if content and not is_marked:
                 continue
@@ -97,21 +97,21 @@ class Turns:
         turns: list[Message] = [_ASKED]
         for number in range(2):
             calls = [(name, _ID.format(number)) for name in names]
-            said = _answer("" if calls else f"Answer {number}.", calls, f"{_THOUGHT}{number}")
-            if _THOUGHT not in self._written([_ASKED, said], tools, generation=False):
-                said.pop("reasoning_content")
+            answer = _answer("" if calls else f"Answer {number}.", calls, f"{_THOUGHT}{number}")
+            if _THOUGHT not in self._written([_ASKED, answer], tools, generation=False):
+                answer.pop("reasoning_content")
             replies = [
                 {"role": "tool", "name": name, "tool_call_id": key, "content": f"Result {number}."}
                 for name, key in calls
             ] or [{"role": "user", "content": f"Question {number}."}]
-            asked = self._written(turns, tools, generation=False)
-            closed = self._written([*turns, said], tools, generation=False)
-            turns += [said, *replies]
+            prompt = self._written(turns, tools, generation=False)
+            closed = self._written([*turns, answer], tools, generation=False)
+            turns += [answer, *replies]
             whole = self._written(turns, tools, generation=True)
             _, ids = self.after(replies, calls, tools)
             end = self._end_of(closed, whole)
-            known = [] if end is None else tokens(self._tokenizer, whole[: end.end()]) + ids
-            if not whole.startswith(asked) or known != tokens(self._tokenizer, whole):
+            appended = [] if end is None else tokens(self._tokenizer, whole[: end.end()]) + ids
+            if not whole.startswith(prompt) or appended != tokens(self._tokenizer, whole):
                 raise DataError(
                     "the chat template rewrites the turns before a reply.",
                     found=f"An answer ends with {closed[-120:]!r}; with a reply: {whole[-240:]!r}",
@@ -160,13 +160,13 @@ class Turns:
 def _answer(
     content: str, calls: Sequence[tuple[str, str]], thought: str | None = None
 ) -> dict[str, Any]:
-    said: dict[str, Any] = {"role": "assistant", "content": content}
+    message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
-        said["tool_calls"] = [
+        message["tool_calls"] = [
             {"id": key, "type": "function", "function": {"name": name, "arguments": {}}}
             for name, key in calls
         ]
-    return said if thought is None else said | {"reasoning_content": thought}
+    return message if thought is None else message | {"reasoning_content": thought}
 
 
 def _with_text_arguments(message: Message) -> dict[str, Any]:

@@ -56,11 +56,11 @@ class Parallel:
         if not self.world.max(error is not None):
             return
         failures = self.world.all_gather(None if error is None else _error_fields(error))
-        rank, (message, found, fix) = next(
+        rank, (message, reason, fix) = next(
             (n, fields) for n, fields in enumerate(failures) if fields
         )
-        found = f"In process {rank} of {len(failures)}. {found}".rstrip()
-        raise self.world.of_all(EndedTogetherError(message, found=found, fix=fix)) from error
+        reason = f"In process {rank} of {len(failures)}. {reason}".rstrip()
+        raise self.world.of_all(EndedTogetherError(message, found=reason, fix=fix)) from error
 
     def ran_out(self, error: Exception) -> bool:
         """Return whether memory ran out and this process may continue with smaller batches.

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -43,14 +43,14 @@ class StopRequest:
     """
 
     def __init__(self, immediately: bool = False, message: str = "") -> None:
-        self.signum, self._immediately, self._message = 0, immediately, message
+        self.signum, self.is_immediate, self._message = 0, immediately, message
         self._received = 0.0
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal: record the first, raise on the second."""
         if not self.signum:
             self.signum, self._received = signum, time.monotonic()
-            if not self._immediately:
+            if not self.is_immediate:
                 if self._message and is_main_process():
                     # not print: the handler may interrupt one
                     with suppress(OSError):
@@ -66,9 +66,34 @@ _thread = threading.local()
 
 
 def stop_here(signum: int = signal.SIGTERM) -> None:
-    """Stop the run of this thread (not the main thread) after saving, as a signal does."""
-    for request in getattr(_thread, "requests", ()):
+    """Stop the run of this thread (not the main thread) as a signal does: after saving, if any.
+
+    Raises:
+        SystemExit: Nothing needs saving yet; `stopping_immediately` catches it.
+    """
+    requests: tuple[StopRequest, ...] = getattr(_thread, "requests", ())
+    for request in requests:
         request.signum = request.signum or signum
+    if requests and requests[0].is_immediate:
+        raise SystemExit(128 + signum)
+
+
+def pause_point() -> None:
+    """Call the function of `pause_points`, if nothing needs saving yet; between rows, say."""
+    act, pid = getattr(_thread, "pause", (None, 0))
+    requests: tuple[StopRequest, ...] = getattr(_thread, "requests", ())
+    if act is not None and requests and requests[0].is_immediate and pid == os.getpid():
+        act()
+
+
+@contextmanager
+def pause_points(act: Callable[[], None]) -> Iterator[None]:
+    """Within the context, `pause_point` calls a function in this thread, not in forks of it."""
+    _thread.pause = act, os.getpid()
+    try:
+        yield
+    finally:
+        del _thread.pause
 
 
 @contextmanager

@@ -126,8 +126,8 @@ class Form:
         size = self.num_bytes if is_file else len(self._value)
         limit = self._max_bytes if is_file else MAX_FIELD
         if size > limit:
-            found, part = f"The limit of this part is {limit:,} bytes.", self._name[:80] or None
-            raise FormError("the upload is too long.", found=found, part=part, is_too_long=True)
+            reason, part = f"The limit of this part is {limit:,} bytes.", self._name[:80] or None
+            raise FormError("the upload is too long.", found=reason, part=part, is_too_long=True)
         if at < 0:
             del left[:end]
             return False

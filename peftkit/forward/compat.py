@@ -40,7 +40,7 @@ def cache_name(module: nn.Module) -> str | None:
 def cache_in(values: Any) -> Any:
     """Return the key-value cache in the arguments or the output of a model; None: there is none."""
     get = getattr(values, "get", lambda name: None)
-    return next((found for name in CACHE_NAMES if (found := get(name)) is not None), None)
+    return next((cache for name in CACHE_NAMES if (cache := get(name)) is not None), None)
 
 
 def missing_arguments(module: nn.Module, needed: Collection[str]) -> str:

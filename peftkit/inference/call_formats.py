@@ -1,7 +1,7 @@
-"""The formats in which model families write tool calls in the text of their answers.
+"""Tool call formats of model families: parsers of calls in generated text.
 
-Hermes and Qwen, Qwen3-Coder, Mistral, Harmony (gpt-oss) and Llama 3. Calls of other families are
-parsed by the `response_template` of their tokenizer (`shipped_format`).
+Supported: Hermes and Qwen, Qwen3-Coder, Mistral, Harmony (gpt-oss) and Llama 3. For other families,
+the tokenizer's `response_template` parses calls (`shipped_format`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class Call(NamedTuple):
-    """A call of a tool; `id` where the model itself wrote one."""
+    """A tool call; `id` is set if the model wrote one."""
 
     name: str
     arguments: dict[str, Any]
@@ -27,20 +27,20 @@ class NoCall(ValueError):
 
 
 class Unclosed(NoCall):
-    """The closing text found is inside a string of the call."""
+    """The closing text is inside a string of the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a model writes calls.
+    """Format of a model's tool calls.
 
     Attributes:
         opens: Opening texts of a call.
         close: Closing text; None: a call ends with the answer.
-        read: Parses the calls of a text from opening to closing text; raises `NoCall`, or another
-            ValueError, TypeError or RecursionError.
+        read: Parses calls from a text that includes opening and closing text; raises `NoCall`, or
+            another ValueError, TypeError or RecursionError.
         at_start: Whether calls occur only at the start of an answer.
-        is_untyped: Whether arguments are untyped text; the tool's schema has their types.
+        is_untyped: Whether arguments are plain text; the tool's schema has their types.
         thought: Opening and closing text of reasoning.
         skips: Texts to drop between the parts of an answer.
         as_text: Whether the chat template requires a call's arguments as JSON text.
@@ -60,7 +60,7 @@ class CallFormat:
         """Return an answer with calls as a message for the chat template.
 
         Args:
-            calls: Each with its id.
+            calls: Calls with their ids.
         """
         return {
             "role": "assistant",
@@ -83,7 +83,7 @@ def dumped(call: Call) -> str:
     """Return a call's arguments as JSON text.
 
     Raises:
-        ValueError, TypeError: They are not JSON.
+        ValueError, TypeError: The arguments are not JSON.
     """
     return json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
 
@@ -112,25 +112,25 @@ def _whole(text: str) -> Any:
     return value
 
 
-def _call(found: Any) -> Call:
-    if not isinstance(found, Mapping) or not isinstance(found.get("name"), str):
+def _call(value: Any) -> Call:
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise NoCall("no object with a name")
-    given = found.get("arguments", found.get("parameters", {}))
+    given = value.get("arguments", value.get("parameters", {}))
     if isinstance(given, str):
         given = _whole(given)
     if not isinstance(given, dict):
-        raise NoCall("arguments are no object")
-    identity = found.get("id")
-    return Call(found["name"], given, identity if isinstance(identity, str) else None)
+        raise NoCall("arguments are not an object")
+    identity = value.get("id")
+    return Call(value["name"], given, identity if isinstance(identity, str) else None)
 
 
-def calls_of(found: Any) -> list[Call]:
-    """Return the calls of one object with a name and arguments, or of a list of them.
+def calls_of(value: Any) -> list[Call]:
+    """Return the calls in an object with a name and arguments, or in a list of such objects.
 
     Raises:
-        NoCall: It is anything else.
+        NoCall: The value is not a call or a list of calls.
     """
-    return [_call(one) for one in (found if isinstance(found, list) else [found])]
+    return [_call(item) for item in (value if isinstance(value, list) else [value])]
 
 
 def _inside(text: str, opening: str, close: str) -> str:
@@ -151,7 +151,7 @@ def _coder(text: str) -> list[Call]:
     name, end, rest = _inside(body, "<function=", "</function>").partition(">")
     if not body.startswith("<function=") or not end:
         raise NoCall("no function")
-    # one match after the other, no search: an answer may open thousands and close none
+    # consecutive matches instead of a search, which is quadratic if no parameter is closed
     arguments, at = dict[str, Any](), 0
     while match := _PARAMETER.match(rest, at):
         arguments[match[1].strip()], at = match[2], match.end()
@@ -162,35 +162,35 @@ def _coder(text: str) -> list[Call]:
 
 def _llama(text: str) -> list[Call]:
     text = text.removeprefix("<|python_tag|>").strip()
-    found, at = [], 0
+    calls, at = [], 0
     while at < len(text):
         value, at = _decoded(text, at)
-        found.append(_call(value))
+        calls.append(_call(value))
         while at < len(text) and text[at] in "; \t\r\n":
             at += 1
-    return found
+    return calls
 
 
 _MISTRAL = re.compile(r"([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\{)")
 
 
 def _mistral(text: str) -> list[Call]:
-    found: list[Call] = []
+    calls: list[Call] = []
     for piece in filter(None, map(str.strip, text.split("[TOOL_CALLS]"))):
         if piece.startswith("["):
-            found += calls_of(_whole(piece))
+            calls += calls_of(_whole(piece))
         elif match := _MISTRAL.match(piece):
-            found.append(_call({"name": match[1], "arguments": _whole(piece[match.end() :])}))
-            found[-1] = found[-1]._replace(id=match[2])
+            calls.append(_call({"name": match[1], "arguments": _whole(piece[match.end() :])}))
+            calls[-1] = calls[-1]._replace(id=match[2])
         else:
             raise NoCall("no name")
-    return found
+    return calls
 
 
 def _harmony(text: str) -> list[Call]:
-    header, found, body = text.removesuffix("<|call|>").partition("<|message|>")
+    header, separator, body = text.removesuffix("<|call|>").partition("<|message|>")
     name = re.search(r"to=functions\.([\w.-]+)", header)
-    if name is None or not found:
+    if name is None or not separator:
         raise NoCall("no function")
     return [_call({"name": name[1], "arguments": _whole(body)})]
 
@@ -215,7 +215,7 @@ FORMATS: tuple[CallFormat, ...] = (
 )
 
 NO_CALLS = CallFormat("none", (), None, lambda _: [])
-"""Of templates that write no calls: an answer is text and reasoning."""
+"""Format for templates without tool calls: an answer is text and reasoning."""
 
 
 def typed(call: Call, tools: Sequence[Mapping[str, Any]]) -> Call:
@@ -223,9 +223,9 @@ def typed(call: Call, tools: Sequence[Mapping[str, Any]]) -> Call:
     schema: Mapping[str, Any] = next(
         (t["function"] for t in tools if t["function"]["name"] == call.name), {}
     )
-    known = (schema.get("parameters") or {}).get("properties") or {}
-    given = {key: _of_type(value, known.get(key)) for key, value in call.arguments.items()}
-    return call._replace(arguments=given)
+    properties = (schema.get("parameters") or {}).get("properties") or {}
+    arguments = {key: _of_type(value, properties.get(key)) for key, value in call.arguments.items()}
+    return call._replace(arguments=arguments)
 
 
 def _of_type(text: str, schema: Any) -> Any:

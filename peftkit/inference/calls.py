@@ -61,8 +61,8 @@ def format_of(render: Render, shipped: Any = None) -> CallFormat | None:
     except Exception:  # a template is a program: it can raise anything
         return None
     for as_text, written in enumerate(turns):
-        own = shipped and shipped_format(shipped, written, PROBE.name)
-        for form in (own, *FORMATS) if own else FORMATS:
+        template_format = shipped and shipped_format(shipped, written, PROBE.name)
+        for form in (template_format, *FORMATS) if template_format else FORMATS:
             if _reads_probe(form, written):
                 return replace(form, as_text=bool(as_text))
     return None

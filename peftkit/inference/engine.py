@@ -100,6 +100,7 @@ class Completion:
         ended_by: stop: an end token or a stop text; length: `max_new_tokens`; cancelled: by the
             caller; None: it is not complete.
         end: The end token.
+        error: The error of its grammar that ended it.
     """
 
     def __init__(self, request: Request, max_new_tokens: int, ends: frozenset[int]) -> None:
@@ -108,6 +109,7 @@ class Completion:
         self.chosen: list[Chosen] = []
         self.ended_by: Ended | None = None
         self.end: int | None = None
+        self.error: RunError | None = None
         self._ends = ends
 
     @property
@@ -130,7 +132,11 @@ class Completion:
         else:
             self.ids.append(chosen.token)
             if self.request.constraint is not None:
-                self.request.constraint.take(chosen.token)
+                try:
+                    self.request.constraint.take(chosen.token)
+                except RunError as error:
+                    self.fail(error)
+                    return
             if len(self.ids) >= self.max_new_tokens:
                 self.ended_by = "length"
         if self.request.on_token is not None:
@@ -140,6 +146,11 @@ class Completion:
         """End it, which frees its slot at the next token. Any thread may call this."""
         if self.ended_by is None:
             self.ended_by = why
+
+    def fail(self, error: RunError) -> None:
+        """End it with an error; the other completions continue."""
+        self.error = error
+        self.finish()
 
     @property
     def log_probs(self) -> list[float]:
@@ -157,7 +168,11 @@ def masked(logits: Tensor, rows: Sequence[Completion | None]) -> Tensor:
     for index, row in enumerate(rows):
         constraint = None if row is None else row.request.constraint
         if constraint is not None and row is not None and row.ended_by is None:
-            allowed = constraint.allowed().to(logits.device)
+            try:
+                allowed = constraint.allowed().to(logits.device)
+            except RunError as error:
+                row.fail(error)
+                continue
             logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
     return logits
 
@@ -191,6 +206,13 @@ class Limits:
     prefill: int = 1 << 30
     prefix_tokens: int = 0
     pass_tokens: int = 2048
+
+
+class PromptTooLong(DataError):
+    """A prompt fills the model's context."""
+
+    code = "context_length_exceeded"
+    """OpenAI's error code, by which clients shorten the conversation."""
 
 
 class AnswerTooLarge(RunError):
@@ -410,7 +432,7 @@ def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int)
     """Return how many tokens can follow the longest prompt.
 
     Raises:
-        DataError: A prompt is empty or fills the context.
+        DataError: A prompt is empty, or fills the context (`PromptTooLong`).
     """
     if not all(prompts):
         raise DataError("the prompt is empty: it has no tokens.", fix="Give at least one word.")
@@ -419,7 +441,7 @@ def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int)
         return max_new_tokens
     longest = max(len(prompt) for prompt in prompts) + num_virtual(model)
     if longest >= limit:
-        raise DataError(
+        raise PromptTooLong(
             f"the prompt leaves no room for an answer: it has {longest:,} tokens.",
             found=f"The context of {type(model).__name__} is {limit:,} tokens.",
             fix="Shorten it.",

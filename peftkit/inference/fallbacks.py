@@ -26,9 +26,9 @@ def fallbacks_here() -> list[Fallback]:
     )
     with torch.random.fork_rng(devices=[]):
         model = LlamaForCausalLM(config).eval()
-    found = generation_fallbacks(model, SimpleNamespace(pad_token_id=0, eos_token_id=1))
+    fallbacks = generation_fallbacks(model, SimpleNamespace(pad_token_id=0, eos_token_id=1))
     if not torch.cuda.is_available():
         why = no_compiler()
-        return [*found, uncompiled(why)] if why else found
+        return [*fallbacks, uncompiled(why)] if why else fallbacks
     pinned_empty([1], torch.uint8)
-    return [*found, *filter(None, (PINNING.fallback, TRITON.missing))]
+    return [*fallbacks, *filter(None, (PINNING.fallback, TRITON.missing))]

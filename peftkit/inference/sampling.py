@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from peftkit.errors import DataError
+from peftkit.errors import DataError, RunError
 
 MAX_NEW_TOKENS = 256
 COLDEST = 1e-6
@@ -84,16 +84,30 @@ class Constraint:
         self._matcher, self._vocab_size = matcher, vocab_size
 
     def allowed(self) -> Tensor:
-        """Return the tokens that may come next: (V,) bool, on the CPU."""
+        """Return the tokens that may come next: (V,) bool, on the CPU.
+
+        Raises:
+            RunError: The grammar exceeds llguidance's limits here.
+        """
         biases = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
         allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
         size = min(len(biases), self._vocab_size)
         allowed[:size] = biases[:size] != 0
+        self._check()
         return allowed
 
     def take(self, token: int) -> None:
-        """Advance by a token."""
+        """Advance by a token; errors as in `allowed`."""
         self._matcher.consume_token(token)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():  # llguidance then allows the end token only
+            raise RunError(
+                "the completion cannot continue by its grammar.",
+                found=f"llguidance: {self._matcher.get_error().splitlines()[0]}",
+                fix="Use a simpler schema, with fewer optional properties and alternatives.",
+            )
 
 
 class Chosen(NamedTuple):

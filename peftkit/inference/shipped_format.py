@@ -1,8 +1,8 @@
 """The call format of a tokenizer's `response_template` (transformers 5.13).
 
-The response template has the markers around calls and reasoning, as texts or patterns, and
-transformers parses a call with it. The opening and closing texts come from matching the patterns on
-a probe call that the chat template wrote.
+A response template has the markers around calls and reasoning, as texts or patterns. transformers
+uses it to parse calls. The opening and closing texts are the matches of the patterns in a probe
+call rendered by the chat template.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def shipped_format(template: Any, written: str, name: str) -> CallFormat | None:
     """Return the format of a response template; None if it does not match the probe call.
 
     Args:
-        template: The tokenizer's.
+        template: The tokenizer's response template.
         written: The chat template's rendering of the probe call.
         name: Function name in the probe call.
     """
@@ -30,10 +30,10 @@ def shipped_format(template: Any, written: str, name: str) -> CallFormat | None:
     except ImportError:  # before 5.13
         return None
     try:
-        known = load_response_template(template)
-    except Exception:  # of another version, or damaged
+        loaded = load_response_template(template)
+    except Exception:  # from another version, or invalid
         return None
-    field: Any = known.fields.get(CALLS)
+    field: Any = loaded.fields.get(CALLS)
     begin = field.open_re.search(written) if field and field.open_re else None
     if begin is None:
         return None
@@ -43,14 +43,15 @@ def shipped_format(template: Any, written: str, name: str) -> CallFormat | None:
         return None
 
     def read(text: str) -> list[Call]:
-        parser = ResponseParser(known, prefix="")
+        parser = ResponseParser(loaded, prefix="")
         try:
             parser.feed(text)
-            found = parser.finalize()[0].get(CALLS) or []
-            made = [one["function"] for one in (found if isinstance(found, list) else [found])]
+            parsed = parser.finalize()[0].get(CALLS) or []
+            calls = parsed if isinstance(parsed, list) else [parsed]
+            functions = [call["function"] for call in calls]
         except Exception as error:  # its parsers raise any type
             raise NoCall(str(error)) from error
-        return calls_of(made)
+        return calls_of(functions)
 
     return CallFormat(
         "shipped",
@@ -58,14 +59,14 @@ def shipped_format(template: Any, written: str, name: str) -> CallFormat | None:
         end and end.group().strip(),
         read,
         is_untyped=field.content in UNTYPED,
-        thought=_thought(known),
+        thought=_thought(loaded),
     )
 
 
-def _thought(known: Any) -> tuple[str, str]:
+def _thought(loaded: Any) -> tuple[str, str]:
     """Return the markers around reasoning, such as <think> and </think>."""
     for name in THOUGHTS:
-        field = known.fields.get(name)
+        field = loaded.fields.get(name)
         if field is not None and field.open_literals and field.close_literals:
             return field.open_literals[0].strip(), field.close_literals[0].strip()
     return NO_CALLS.thought

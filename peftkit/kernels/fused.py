@@ -130,8 +130,8 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Return the gradient of x; the scales (..., 1) are in float32."""
         x, weight, scale = ctx.saved_tensors
-        made = (norm_gradient if _is_in_parts(x) else _norm_gradient)(grad, x, weight, scale)
-        return made, None, None
+        grad_x = (norm_gradient if _is_in_parts(x) else _norm_gradient)(grad, x, weight, scale)
+        return grad_x, None, None
 
 
 PART = 1 << 17
@@ -153,10 +153,10 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """Return dx = scale (w dy - n mean(n w dy)), where n = x scale."""
     if x.device.type == "cuda":
-        made: Tensor = torch.ops.aten._fused_rms_norm_backward(
+        grad_x: Tensor = torch.ops.aten._fused_rms_norm_backward(
             grad, x, weight.shape, scale, weight, [True, False]
         )[0]
-        return made
+        return grad_x
     normal, back = x.float() * scale, grad.float() * weight.float()
     return (scale * (back - normal * (normal * back).mean(-1, keepdim=True))).to(x.dtype)
 
@@ -188,8 +188,8 @@ class Gated(torch.autograd.Function):
 @torch.library.custom_op("peftkit_kernels::norm", mutates_args=())
 def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return y and the scales, computed on a CPU."""
-    found = [_norm(part, weight, eps) for (part,) in _parts(x)]
-    out, scale = (torch.cat(each) for each in zip(*found, strict=True))
+    parts = [_norm(part, weight, eps) for (part,) in _parts(x)]
+    out, scale = (torch.cat(each) for each in zip(*parts, strict=True))
     return out.view(x.shape), scale.view(*x.shape[:-1], 1)
 
 
@@ -202,8 +202,8 @@ def _like_normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
 @torch.library.custom_op("peftkit_kernels::norm_gradient", mutates_args=())
 def norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """Return the gradient of x, computed on a CPU."""
-    found = [_norm_gradient(g, part, weight, s) for part, g, s in _parts(x, grad, scale)]
-    return torch.cat(found).view(x.shape)
+    parts = [_norm_gradient(g, part, weight, s) for part, g, s in _parts(x, grad, scale)]
+    return torch.cat(parts).view(x.shape)
 
 
 @norm_gradient.register_fake
@@ -214,16 +214,16 @@ def _like_normal(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tens
 @torch.library.custom_op("peftkit_kernels::gated", mutates_args=())
 def gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
     """Return f(g) u."""
-    made = TRITON.launch("gated", gate.contiguous(), up.contiguous(), name)
-    return ACTIVATIONS[name](gate) * up if made is None else made
+    product = TRITON.launch("gated", gate.contiguous(), up.contiguous(), name)
+    return ACTIVATIONS[name](gate) * up if product is None else product
 
 
 @torch.library.custom_op("peftkit_kernels::gated_backward", mutates_args=())
 def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Return the gradients of g and u."""
     arrays = grad.contiguous(), gate.contiguous(), up.contiguous()
-    if (made := TRITON.launch("gated_backward", *arrays, name)) is not None:
-        return made
+    if (grads := TRITON.launch("gated_backward", *arrays, name)) is not None:
+        return grads
     if name == "silu":
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
     else:
@@ -260,9 +260,9 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     """Return x rotated, as a new array in the layout of x; `back`: the gradient of that."""
     out = torch.empty_like(x)
     if x.stride(-1) == out.stride(-1) == 1:
-        made = TRITON.launch("rotate", x, cos.contiguous(), sin.contiguous(), out, back)
-        if made is not None:
-            return made
+        result = TRITON.launch("rotate", x, cos.contiguous(), sin.contiguous(), out, back)
+        if result is not None:
+            return result
     wide = torch.promote_types(x.dtype, torch.float32)
     (c1, c2), (s1, s2) = (part[:, None].to(wide).chunk(2, -1) for part in (cos, sin))
     first, second = x.to(wide).chunk(2, -1)

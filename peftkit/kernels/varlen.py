@@ -261,10 +261,10 @@ def into_grid(x: Tensor, grid: Grid) -> Tensor:
     """Return queries, keys or values (B, H, L, D) as (R, H, T, D)."""
     tokens = grid.tokens.flatten()
     rows = x.transpose(1, 2).flatten(0, 1)
-    made: Tensor = _Gathered.apply(
+    gathered: Tensor = _Gathered.apply(
         rows, tokens, grid.places.flatten(), grid.copies, tokens[grid.copies], grid.unused
     )
-    return made.unflatten(0, grid.tokens.shape).transpose(1, 2)
+    return gathered.unflatten(0, grid.tokens.shape).transpose(1, 2)
 
 
 def out_of_grid(x: Tensor, grid: Grid) -> Tensor:

@@ -61,8 +61,8 @@ class Tally:
         if not math.isfinite(self.update):
             raise too_large_values()
         if not math.isfinite(self.rounding):
-            own = str(stored.dtype).removeprefix("torch.")
-            kind = "the types of the base's file" if self.instead else own
+            dtype = str(stored.dtype).removeprefix("torch.")
+            kind = "the types of the base's file" if self.instead else dtype
             raise MergeError(
                 f"the merged weights are too large for {kind}",
                 fix=self.instead or "Merge with --dtype bf16 or fp32.",

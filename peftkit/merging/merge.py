@@ -95,7 +95,8 @@ def merge(
             memory for the model. Without it shapes are checked, but not whether the adapter was
             trained on these weights.
         prompts: Inputs of the comparison.
-        force: Accept a base with other weights than in training.
+        force: Accept a base with other weights than in training, and a GGUF file that loses more
+            than half of the update in rounding.
         overwrite: Write into a folder that is not empty; a model there is replaced.
 
     Raises:
@@ -111,8 +112,8 @@ def merge(
         from peftkit.merging.into_gguf import merge_into_gguf  # the optional package gguf
 
         if dtype is not None:
-            found = "Its weights keep the types of the base's file."
-            raise MergeError("a GGUF file takes no --dtype", found=found, fix="Leave it out.")
+            reason = "Its weights keep the types of the base's file."
+            raise MergeError("a GGUF file takes no --dtype", found=reason, fix="Leave it out.")
         if from_quantized:
             raise MergeError(
                 "a GGUF file takes no --from-quantized",

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.applications import Starlette
@@ -36,10 +34,12 @@ from peftkit.serve.body import bounded_body
 from peftkit.serve.call_grammar import call_grammar
 from peftkit.serve.dialects import dialects
 from peftkit.serve.generation import Generation, Output, resolve_seed
-from peftkit.serve.grammars import Grammars
+from peftkit.serve.grammars import Grammars, check_grammar, schema_text
+from peftkit.serve.limits import Limits
 from peftkit.serve.models import BARE, Models
 from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
 from peftkit.serve.store import Store
+from peftkit.serve.threads import DaemonThreads
 from peftkit.serve.tokens import TokenBody, token_answers, unknown_token, vocabulary
 from peftkit.serve.tool_fields import ToolUse
 from peftkit.serve.training import Dialect, Training, TrainingOptions
@@ -53,25 +53,8 @@ LEFT_TO_TRAIN = 0.5
 """Share of the free memory that a training server reserves for training steps."""
 PREFIX_TOKENS = 8192
 """Tokens of shared prefixes to keep in the KV cache for later prompts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of a server, and defaults of requests.
-
-    Args:
-        max_batch: Most completions that run simultaneously, and most of one request.
-        max_waiting: Most prompts that wait; further requests receive HTTP 429.
-        max_body: Most bytes of a request; larger ones receive HTTP 413.
-        max_new_tokens: Default maximum length of a completion.
-        temperature: Default temperature; 0 is greedy.
-    """
-
-    max_batch: int = 32
-    max_waiting: int = 64
-    max_body: int = 1 << 20
-    max_new_tokens: int = 1024
-    temperature: float = 0.0
+GRAMMAR_THREADS = 4
+"""Grammars that are compiled for a check simultaneously."""
 
 
 def make_app(
@@ -193,15 +176,17 @@ class _Service:
         self._began = time.time()
         slower = generation_fallbacks(bank.base.model, bank.base.tokenizer)
         self._fallbacks = [fallback.text for fallback in slower]
-        self._grammars: dict[tuple[int, ...], Grammars] = {}
+        self._grammars: dict[tuple[tuple[int, ...], int], Grammars] = {}
         self._call_styles = cache(lambda style: CallStyle(bank.base.tokenizer, style))
         self._stops = cache(lambda style: tuple(stop_ids(bank.base.tokenizer, style)))
-        # prompts and grammars are slow to prepare; tokenizers are not thread-safe: one thread
-        self._thread = ThreadPoolExecutor(1, "peftkit-requests")
+        # prompts are slow to prepare, and tokenizers are not thread-safe: one thread
+        self._thread = DaemonThreads(1, "peftkit-requests")
+        self._grammar_threads = DaemonThreads(GRAMMAR_THREADS, "peftkit-grammars")
 
     def close(self) -> None:
         """Drop requests that are not parsed yet."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown()
+        self._grammar_threads.shutdown()
 
     async def health(self, request: Request) -> Response:
         alive = self._worker.is_alive
@@ -281,11 +266,15 @@ class _Service:
         owner = request.state.owner
         queue: OutputQueue = asyncio.Queue()
 
-        def prepare() -> tuple[_ParsedRequest, list[Generation]]:
+        def read() -> tuple[_ParsedRequest, Callable[[], None] | None]:
             parsed = parse(data, owner)
-            return parsed, self._generations(parsed, queue, loop)
+            return parsed, self._grammar_check(parsed)
 
-        parsed, generations = await loop.run_in_executor(self._thread, prepare)
+        parsed, check = await loop.run_in_executor(self._thread, read)
+        if check is not None:
+            await loop.run_in_executor(self._grammar_threads, check)
+        prepare = partial(self._generations, parsed, queue, loop)
+        generations = await loop.run_in_executor(self._thread, prepare)
         body, is_named = parsed.body, parsed.tools is not None and parsed.tools.is_named
         is_chat = isinstance(body, ChatBody)
         form = ReplyFormat(is_chat, body.model, self._token_text, body.num_top, is_named)
@@ -339,6 +328,16 @@ class _Service:
             )
         return generations
 
+    def _grammar_check(self, parsed: _ParsedRequest) -> Callable[[], None] | None:
+        """Return the check of a request's grammar, which may take seconds; None: it has none."""
+        schema, limits = parsed.body.schema_of_answer, self._limits
+        if schema is not None:
+            return partial(check_grammar, schema_text(schema), "response_format", limits)
+        if parsed.tools is None or not parsed.tools.forced:
+            return None
+        grammar = parsed.grammar(self._bank.base.tokenizer, parsed.prompts[0])
+        return partial(check_grammar, grammar, "tool_choice", limits, is_lark=True)
+
     def _constraint(
         self, parsed: _ParsedRequest, ids: list[int], sampling: Sampling
     ) -> Constraint | None:
@@ -347,14 +346,14 @@ class _Service:
             return None
         base = self._bank.base
         stops = tuple(sampling.stops)
-        if stops not in self._grammars:
+        size = linear_shape(unwrap_adapter(base.model.get_output_embeddings()))[1]
+        if (key := (stops, size)) not in self._grammars:
             ends = sorted({*end_tokens(base.model, base.tokenizer), *stops})
-            size = linear_shape(unwrap_adapter(base.model.get_output_embeddings()))[1]
-            self._grammars[stops] = Grammars(base.tokenizer, size, ends)
+            self._grammars[key] = Grammars(base.tokenizer, size, ends, self._limits)
         if schema is not None:
-            return self._grammars[stops].of_json(schema)
+            return self._grammars[key].of_json(schema)
         grammar = parsed.grammar(base.tokenizer, ids)
-        return self._grammars[stops].of_lark(grammar, "tool_choice")
+        return self._grammars[key].of_lark(grammar, "tool_choice")
 
     def _token_text(self, token: int) -> str:
         return str(self._bank.base.tokenizer.decode([token]))

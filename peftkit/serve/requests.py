@@ -14,7 +14,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from peftkit.errors import PeftkitError, did_you_mean, first_few
 from peftkit.files.strict_json import parse_json
 from peftkit.inference.call_formats import CallFormat
-from peftkit.serve.tool_fields import MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolUse, with_calls
+from peftkit.serve.tool_fields import (
+    MAX_TOOLS,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolUse,
+    closed,
+    with_calls,
+)
 
 MAX_TOKENS = 1 << 20
 StopText = Annotated[str, Field(max_length=256)]
@@ -34,7 +42,7 @@ class RequestError(PeftkitError):
 
     def __init__(
         self,
-        asked: str,
+        problem: str,
         *,
         found: str = "",
         fix: str = "",
@@ -42,7 +50,7 @@ class RequestError(PeftkitError):
         code: str | None = None,
         param: str | None = None,
     ) -> None:
-        super().__init__(asked, found=found, fix=fix)
+        super().__init__(problem, found=found, fix=fix)
         self.status, self.code, self.param = status, code, param
 
 
@@ -62,6 +70,11 @@ class _Message(_Strict):
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    # fields of responses that clients send back; they do not affect completions
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    parsed: Any = None
+    provider_specific_fields: Any = None
+    refusal: Annotated[str, Field(max_length=0)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -132,6 +145,15 @@ class Body(_Unsupported, _Ignored):
     stop: StopText | Annotated[list[StopText], Field(max_length=4)] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unknown_nulls(cls, fields: Any) -> Any:
+        """Drop unknown fields that are null: clients send unset options this way."""
+        if not isinstance(fields, dict):
+            return fields
+        known = cls.model_fields
+        return {name: value for name, value in fields.items() if value is not None or name in known}
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -237,8 +259,11 @@ class ChatBody(Body):
     def schema_of_answer(self) -> dict[str, Any] | None:
         if self.response_format is None or self.response_format.type == "text":
             return None
-        schema = self.response_format.json_schema
-        return {"type": "object"} if schema is None else schema.schema_
+        form = self.response_format.json_schema
+        if form is None:
+            return {"type": "object"}
+        schema: dict[str, Any] = closed(form.schema_) if form.strict else form.schema_
+        return schema
 
     @property
     def max_new_tokens(self) -> int | None:

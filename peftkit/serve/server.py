@@ -84,7 +84,8 @@ def serve_adapters(
     import uvicorn
 
     from peftkit.serve.access import is_loopback
-    from peftkit.serve.app import Limits, make_app
+    from peftkit.serve.app import make_app
+    from peftkit.serve.limits import Limits
     from peftkit.serve.models import BARE
 
     keys = [key] if isinstance(key, str) else list(key or ())

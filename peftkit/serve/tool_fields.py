@@ -23,6 +23,8 @@ class _Strict(BaseModel):
 class _CalledFunction(_Strict):
     name: str
     arguments: str
+    parsed_arguments: Any = None
+    """Added by OpenAI's client; ignored."""
 
     @field_validator("arguments")
     @classmethod
@@ -38,6 +40,8 @@ class ToolCall(_Strict):
     id: Annotated[str, Field(min_length=1)]
     type: Literal["function"] = "function"
     function: _CalledFunction
+    index: int | None = None
+    """Added by OpenAI's client; ignored."""
 
     @property
     def call(self) -> Call:
@@ -89,6 +93,34 @@ class Tool(_Strict):
         function = self.function.model_dump(exclude_none=True, exclude={"strict"})
         parameters = self.function.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": {**function, "parameters": parameters}}
+
+    def forced(self) -> dict[str, Any]:
+        """Return the tool for the grammar of a forced call: `strict` closes its objects."""
+        tool = self.plain()
+        if self.function.strict:
+            tool["function"]["parameters"] = closed(tool["function"]["parameters"])
+        return tool
+
+
+def closed(schema: Any) -> Any:
+    """Return a `strict` JSON schema whose objects have no keys but their properties.
+
+    Parts of `allOf` stay open: each of them describes the same object.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    out = dict(schema)
+    for name in ("properties", "$defs", "definitions"):
+        if isinstance(named := schema.get(name), dict):
+            out[name] = {key: closed(value) for key, value in named.items()}
+    for name in ("anyOf", "oneOf", "prefixItems"):
+        if isinstance(listed := schema.get(name), list):
+            out[name] = [closed(value) for value in listed]
+    if "items" in schema:
+        out["items"] = closed(schema["items"])
+    if "properties" in schema and "allOf" not in schema:
+        out.setdefault("additionalProperties", False)
+    return out
 
 
 class _NamedFunction(_Strict):
@@ -152,7 +184,7 @@ class ToolUse(_Strict):
         offered = [tool.plain() for tool in tools if tool.function.name in chosen]
         return cls(
             offered=offered,
-            forced=offered if is_forced else [],
+            forced=[tool.forced() for tool in tools if is_forced and tool.function.name in chosen],
             is_named=isinstance(choice, NamedTool),
             is_single=parallel is False or is_forced,
         )

@@ -319,6 +319,10 @@ class Worker:
             for generation in self._active:
                 if generation.completion is error.completion and not generation.is_done:
                     generation.send(error)
+        for generation in self._active:
+            completion = generation.completion
+            if completion is not None and completion.error and not generation.is_done:
+                generation.send(completion.error)
 
     def _fail_all(self, error: Exception, *, waiting: bool = False) -> None:
         """Send an error to all active generations; at `waiting` or the end to waiting ones, too."""

@@ -41,10 +41,10 @@ class UserCode:
         path, name = file_of(use), use.rpartition(":")[2]
         if path not in self._modules:
             self._modules[path] = _run(path) if seconds is None else _run_within(seconds, path)
-        found: Callable[..., Any] | None = getattr(self._modules[path], name, None)
-        if not callable(found):
+        function: Callable[..., Any] | None = getattr(self._modules[path], name, None)
+        if not callable(function):
             raise ConfigError(f"{path} has no function {name}.")
-        return found
+        return function
 
 
 def _run(path: Path) -> Any:
@@ -95,12 +95,12 @@ def source_hashes(uses: Iterable[str]) -> dict[str, str]:
 
 def returned(function: Callable[..., Any], /, **arguments: Any) -> Any:
     """Return what a function returns, also one that is async."""
-    found = function(**arguments)
-    return asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
+    result = function(**arguments)
+    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
 
-async def _awaited(found: Any) -> Any:
-    return await found
+async def _awaited(result: Any) -> Any:
+    return await result
 
 
 def outcome(
@@ -134,8 +134,8 @@ def called(
     """
     error: BaseException | None = ValueError(f"Tool {call.name} not found.")
     if function is not None:
-        found, error = outcome(lambda: str(returned(function, **call.arguments)), seconds)
-    text = str(found) if error is None else str({"error": str(error)})
+        result, error = outcome(lambda: str(returned(function, **call.arguments)), seconds)
+    text = str(result) if error is None else str({"error": str(error)})
     return text.encode(errors="replace").decode(), error  # halves of characters are no text
 
 
@@ -145,19 +145,19 @@ def tool_schemas(functions: Mapping[str, Callable[..., Any]]) -> list[Mapping[st
     Raises:
         ConfigError: One of them lacks a type or a line of its docstring; or there are none.
     """
-    found: list[Mapping[str, Any]] = []
+    schemas: list[Mapping[str, Any]] = []
     for name, function in functions.items():
         try:
-            found.append(get_json_schema(function))
+            schemas.append(get_json_schema(function))
         except Exception as problem:
             raise ConfigError(
                 f"{name} cannot be a tool.",
                 found=str(problem),
                 fix="Give each argument a type, and a line under Args: in the docstring.",
             ) from problem
-    if not found:
+    if not schemas:
         raise ConfigError("the environment has no tools.", fix="Give it public methods.")
-    return found
+    return schemas
 
 
 def shortly(value: Any) -> str:

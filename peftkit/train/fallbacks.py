@@ -9,7 +9,6 @@ from __future__ import annotations
 from peftkit.events import Fallback
 from peftkit.forward.fused import why_unfused
 from peftkit.kernels.fused import TRITON
-from peftkit.tasks.completions import CompletingTask
 from peftkit.train.step import Trainer
 
 
@@ -51,6 +50,8 @@ def _kernels(trainer: Trainer) -> list[Fallback]:
 
 def _generation(trainer: Trainer) -> list[Fallback]:
     """Return why completions during the run are slower, if it generates any."""
+    from peftkit.tasks.completions import CompletingTask
+
     config, task = trainer.run.config, trainer.task
     samples = config.sample_every is not None or config.eval_generate
     if not (isinstance(task, CompletingTask) and (samples or hasattr(task, "sampler"))):

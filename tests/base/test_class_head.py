@@ -1,7 +1,5 @@
 """Heads of classes: new ones are the same each time, others keep their labels or say no."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A base fetched from a hub: told in bytes, and gone on with where the connection broke."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GGUF files, tensor by tensor: the very weights that transformers' own loader makes of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Where a base is: GGUF files, short names, the hub and its cache."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Processors of models that could read videos too, where no videos are read."""
 
-from __future__ import annotations
-
 import json
 
 import transformers

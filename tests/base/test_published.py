@@ -1,7 +1,5 @@
 """Published checkpoints: read, they are codes less zeros, times scales, to the bit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -194,44 +192,33 @@ def compressed(form: str, bits: int, kind: str = "int", **weights: Any) -> dict[
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
 
 
-GPTQ = {"quant_method": "gptq", "group_size": GROUP}
+GPTQ = {"quant_method": "gptq", "group_size": GROUP, "bits": 4, "sym": False}
 GROUPED = {"_type": "PerGroup", "_version": 1, "_data": {"group_size": GROUP}}
 TORCHAO = {
     "quant_method": "torchao",
     "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {"granularity": GROUPED}}},
 }
 """As transformers 5 writes `Int8WeightOnlyConfig(granularity=PerGroup(16))`."""
+PACK = "pack-quantized"
 FORMATS: dict[str, tuple[dict[str, Any], Callable[..., Made], str]] = {
-    "gptq": ({**GPTQ, "bits": 4, "sym": True}, gptq(4, True, False, False), "int4"),
-    "gptq zeros": ({**GPTQ, "bits": 4, "sym": False}, gptq(4, False, False, False), "int4"),
-    "gptq v2": (
-        {**GPTQ, "bits": 4, "sym": False, "checkpoint_format": "gptq_v2"},
-        gptq(4, False, True, False),
-        "int4",
-    ),
-    "gptq desc_act": (
-        {**GPTQ, "bits": 4, "sym": True, "desc_act": True},
-        gptq(4, True, False, True),
-        "int4",
-    ),
+    "gptq": ({**GPTQ, "sym": True}, gptq(4, True, False, False), "int4"),
+    "gptq zeros": (GPTQ, gptq(4, False, False, False), "int4"),
+    "gptq v2": ({**GPTQ, "checkpoint_format": "gptq_v2"}, gptq(4, False, True, False), "int4"),
+    "gptq desc_act": ({**GPTQ, "sym": True, "desc_act": True}, gptq(4, True, False, True), "int4"),
     "gptq 8 bits": ({**GPTQ, "bits": 8, "sym": True}, gptq(8, True, False, False), "uint8"),
     "auto-round": (
-        {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": True},
+        {**GPTQ, "quant_method": "auto-round", "sym": True},
         gptq(4, True, False, False),
         "int4",
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP}, awq, "int4"),
-    "w4a16": (
-        compressed("pack-quantized", 4, group_size=GROUP, strategy="group"),
-        packed(4, True),
-        "int4",
-    ),
+    "w4a16": (compressed(PACK, 4, group_size=GROUP, strategy="group"), packed(4, True), "int4"),
     "w4a16 zeros": (
-        compressed("pack-quantized", 4, group_size=GROUP, symmetric=False),
+        compressed(PACK, 4, group_size=GROUP, symmetric=False),
         packed(4, False),
         "int4",
     ),
-    "w8a16": (compressed("pack-quantized", 8, strategy="channel"), packed(8, True, True), "uint8"),
+    "w8a16": (compressed(PACK, 8, strategy="channel"), packed(8, True, True), "uint8"),
     "w8a8": (compressed("int-quantized", 8, strategy="channel"), w8a8, "int8"),
     "torchao groups": (TORCHAO, torchao(""), "uint8"),
     "torchao groups, zeros of 0": (TORCHAO, torchao("zeros"), "uint8"),

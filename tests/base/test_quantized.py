@@ -1,7 +1,5 @@
 """Checkpoints that are quantised already: bits kept, dequantised alone, or refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rotary positions are scaled as transformers scales them, wherever the base is opened again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A base that was packed once: opened as it was, or known to be of no use and packed anew."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Streamed blocks: the numbers of a resident base to the bit, and two blocks on the device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

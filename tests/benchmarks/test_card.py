@@ -1,7 +1,5 @@
 """The first hour with a card runs through on the simulated one, and writes its page."""
 
-from __future__ import annotations
-
 import zipfile
 from contextlib import nullcontext
 from pathlib import Path

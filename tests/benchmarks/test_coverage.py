@@ -1,7 +1,5 @@
 """The table of benchmarks.coverage: no cell is empty, and a failure is told and ends with 1."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The small data sets on which the defaults are shown."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

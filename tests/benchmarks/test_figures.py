@@ -1,7 +1,5 @@
 """Tables in README and docs are those of the files, and say where the code has changed since."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """The table of models by cards says what a plan says."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import fits, shapes

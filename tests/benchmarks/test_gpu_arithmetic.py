@@ -1,7 +1,5 @@
 """The parts of the GPU benchmark that need no GPU: FLOP, shares, and the search for a length."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The GPU benchmark runs from end to end on the simulated card: on a day with one it will too."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """What the benchmarks train on, and how time is sorted by kind."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

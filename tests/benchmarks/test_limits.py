@@ -1,7 +1,5 @@
 """What the machine can do at most, and the products and bytes that are held against it."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

@@ -1,7 +1,5 @@
 """The count of a step on a card that is not there: its FLOPs are those of the shape."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

@@ -1,7 +1,5 @@
 """What the training benchmark tells, and what it refuses to tell, from runs that are made up."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A project to run commands in, as it is and trained."""
 
-from __future__ import annotations
-
 import io
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path

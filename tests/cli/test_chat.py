@@ -1,7 +1,5 @@
 """`peftkit chat` with several adapters: named, switched, compared."""
 
-from __future__ import annotations
-
 import shutil
 from io import StringIO
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`peftkit chat --tool`: calls are shown, allowed or not, run, and the model goes on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

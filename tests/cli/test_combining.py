@@ -1,7 +1,5 @@
 """combine, and the half of inspect that reads tensors, as commands."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

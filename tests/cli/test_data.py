@@ -1,7 +1,5 @@
 """`peftkit data`: what is in a file, before any model is loaded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -39,6 +37,17 @@ def test_fields_are_counted_without_a_model(tmp_path):
 ASKED, ANSWERED = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
 
+OPENAI_PAIR = {
+    "input": {"messages": [ASKED]},
+    "preferred_output": [ANSWERED],
+    "non_preferred_output": [{**ANSWERED, "content": "c"}],
+}
+SHAREGPT_PAIR = {
+    "conversations": [{"from": "human", "value": "a"}],
+    **{side: {"from": "gpt", "value": text} for side, text in (("chosen", "b"), ("rejected", "c"))},
+}
+
+
 @pytest.mark.parametrize(
     ("row", "tasks"),
     [
@@ -53,22 +62,8 @@ ASKED, ANSWERED = {"role": "user", "content": "a"}, {"role": "assistant", "conte
         ({"instruction": "a", "output": "b", "label": False}, ["preference (loss: kto)"]),
         ({"messages": [ASKED]}, ["distill", "grpo"]),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["preference", "reward"]),
-        (
-            {
-                "input": {"messages": [ASKED]},
-                "preferred_output": [ANSWERED],
-                "non_preferred_output": [{**ANSWERED, "content": "c"}],
-            },
-            ["preference", "reward"],
-        ),
-        (
-            {
-                "conversations": [{"from": "human", "value": "a"}],
-                "chosen": {"from": "gpt", "value": "b"},
-                "rejected": {"from": "gpt", "value": "c"},
-            },
-            ["preference", "reward"],
-        ),
+        (OPENAI_PAIR, ["preference", "reward"]),
+        (SHAREGPT_PAIR, ["preference", "reward"]),
         ({"instruction": "a", "output": None}, []),
         ({"anchor": "a", "positive": "b"}, ["embedding"]),
         ({"query": "a", "positive": "b", "negatives": ["c"]}, ["reranker"]),
@@ -86,7 +81,7 @@ def test_rows_name_their_task(row, tasks, tmp_path):
     assert json.loads(done.stdout)["tasks"] == tasks
 
 
-def test_useless_pairs_are_counted_and_the_first_is_named(tmp_path):
+def test_pairs_without_a_preference_are_counted(tmp_path):
     path = tmp_path / "pairs.jsonl"
     sides = [("b", "c"), ("b", "b"), (" ", "c"), ("b", "d")]
     rows = [{"prompt": "a", "chosen": good, "rejected": bad} for good, bad in sides]

@@ -1,7 +1,5 @@
 """`peftkit distill`: one command from a prompt to an adapter, with questions or without."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """export, import, push and pull: what they print, and how they end."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

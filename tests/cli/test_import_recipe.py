@@ -1,7 +1,5 @@
 """`peftkit import-recipe`: settings of other programs as a recipe of ours."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The table of methods, in `peftkit inspect MODEL` and in the README: told by the classes."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A figure of a run is the same number wherever it is told, and says what it is."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`peftkit quickstart` runs the script of the recipes: data, a score, training, a score."""
 
-from __future__ import annotations
-
 from peftkit_cli import about
 
 

@@ -1,7 +1,5 @@
 """What the screen shows of a run, live and as lines."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

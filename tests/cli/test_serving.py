@@ -1,7 +1,5 @@
 """`peftkit serve`, as a process: the address, an answer, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

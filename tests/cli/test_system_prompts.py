@@ -1,7 +1,5 @@
 """One meaning of a conversation: chat and its like send what rows were learnt with."""
 
-from __future__ import annotations
-
 import json
 from io import StringIO
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is pasted or typed into a terminal of several lines is one text."""
 
-from __future__ import annotations
-
 import os
 import select
 import sys

@@ -1,7 +1,5 @@
 """Training, merging and talking on a CPU need nothing that only POSIX systems have."""
 
-from __future__ import annotations
-
 import builtins
 import ctypes
 import errno

@@ -1,7 +1,5 @@
 """Everything wrong with a recipe is told at once, in plain words, with its place."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A table of classes by name imports those that are named, and validates like a union."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """A config is read strictly: YAML 1.2 values, overrides, Python values, and back to YAML."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

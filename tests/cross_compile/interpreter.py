@@ -1,7 +1,5 @@
 """What Triton's interpreter lacks of what Inductor writes: functions of CUDA's libdevice."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ The layout is that of a GPU (LoRA of one input together); see written.py for wha
 without one.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

@@ -4,8 +4,6 @@ Needs the `triton` package (the extra `gpu-tests`), which brings NVIDIA's assemb
 a program of its own, for Triton reads once whether it interprets.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

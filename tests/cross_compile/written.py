@@ -11,8 +11,6 @@ the graph. Attention is torch's own and stays a call; that of a GPU is another o
 Printed is one line of JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -1,7 +1,5 @@
 """Audio that is cut short or damaged is named, where decoders give shorter audio without a word."""
 
-from __future__ import annotations
-
 import io
 import struct
 

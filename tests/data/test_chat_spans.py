@@ -3,13 +3,15 @@
 The templates below do, in few lines, what those of well-known families do.
 """
 
-from __future__ import annotations
-
 import copy
+import random
+import re
+import time
 from typing import Any
 
 import pytest
 
+from peftkit.data.chat import Chat, special_texts
 from peftkit.data.chat_template import CHATML, choose_template
 from peftkit.data.encode import Encoder
 from peftkit.data.format import parse
@@ -44,33 +46,25 @@ THOUGHT = [
     {"role": "user", "content": Q2},
     {"role": "assistant", "content": "the fox", "reasoning_content": "not the dog"},
 ]
+THOUGHTS, ANSWERS = ("a fox, or", "not the dog"), ["the dog", "the fox"]
+THINK = [f"<think>\n{thought}\n</think>\n\n" for thought in THOUGHTS]
+FINAL = "<|im_end|><|im_start|>final:"
 
 
 @pytest.mark.parametrize(
     ("template", "reasoning", "spans", "counts"),
     [
-        (QWEN3, "learn", ["the dog", "<think>\nnot the dog\n</think>\n\nthe fox"], (1, 1)),
-        (QWEN3, "context", ["the dog", "the fox"], (1, 1)),
+        (QWEN3, "learn", ["the dog", f"{THINK[1]}the fox"], (1, 1)),
+        (QWEN3, "context", ANSWERS, (1, 1)),
         (
             CHANNELS,
             "learn",
-            [
-                "<analysis>a fox, or<|im_end|><|im_start|>final:the dog",
-                "<analysis>not the dog<|im_end|><|im_start|>final:the fox",
-            ],
+            [f"<analysis>{THOUGHTS[n]}{FINAL}{ANSWERS[n]}" for n in (0, 1)],
             (2, 0),
         ),
-        (
-            CHATML,
-            "learn",
-            [
-                "<think>\na fox, or\n</think>\n\nthe dog",
-                "<think>\nnot the dog\n</think>\n\nthe fox",
-            ],
-            (2, 0),
-        ),
-        (CHATML, "context", ["the dog", "the fox"], (2, 0)),
-        (CHATML, "drop", ["the dog", "the fox"], (0, 0)),
+        (CHATML, "learn", [f"{THINK[n]}{ANSWERS[n]}" for n in (0, 1)], (2, 0)),
+        (CHATML, "context", ANSWERS, (2, 0)),
+        (CHATML, "drop", ANSWERS, (0, 0)),
     ],
 )
 def test_thinking_is_learnt_read_or_left_out(tokenizer, template, reasoning, spans, counts):
@@ -304,3 +298,21 @@ def test_a_template_is_chosen_by_name_or_file(tokenizer, tmp_path):
         choose_template(tokenizer, "chatlm")
     with pytest.raises(DataError, match="No such file"):
         choose_template(tokenizer, str(tmp_path / "yours.jinja"))
+
+
+def test_the_end_of_a_turn_is_found_in_linear_time(tokenizer):
+    own = with_template(tokenizer, CHATML)
+    special = "|".join(map(re.escape, special_texts(own)))
+    pattern = re.compile(rf"((?:{special})+)(?:\s|{special})*\Z")  # cubic
+    chat, generator = Chat(own), random.Random(1)
+    pieces = [*special_texts(own), " ", "\n", "x", "the"]
+    for _ in range(2000):
+        text = "".join(generator.choices(pieces, k=generator.randrange(9)))
+        match = pattern.search(text)
+        expected = (match.end(1), True) if match else (len(text), False)
+        assert chat._ended(text, 0, len(text))[1:] == expected
+    text = "<|im_end|>" * 20_000
+    for end in ("x", ""):
+        began = time.monotonic()
+        chat._ended(text + end, 0, len(text + end))
+        assert time.monotonic() - began < 5

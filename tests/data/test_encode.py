@@ -1,7 +1,5 @@
 """Prompts are the same tokens in training and in generation; answers continue them and end."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

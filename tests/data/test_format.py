@@ -1,7 +1,5 @@
 """Rows are understood by their fields; what cannot be used is named by file, line and field."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -48,34 +46,22 @@ def refused(*rows: dict[str, Any], name: Any = "auto") -> str:
     return str(caught.value)
 
 
+WHERE = "a.jsonl:1"
+CONVERSATION, INSTRUCTION = Conversation((U, A), (1,), (), WHERE), Instruction("q", "", "a", WHERE)
+
+
 @pytest.mark.parametrize(
     ("row", "name", "example"),
     [
-        ({"messages": [U, A]}, "messages", Conversation((U, A), (1,), (), "a.jsonl:1")),
-        ({"conversations": [HUMAN, GPT]}, "sharegpt", Conversation((U, A), (1,), (), "a.jsonl:1")),
-        ({"conversations": [U, A]}, "messages", Conversation((U, A), (1,), (), "a.jsonl:1")),
-        (
-            {"instruction": "q", "input": "", "output": "a"},
-            "alpaca",
-            Instruction("q", "", "a", "a.jsonl:1"),
-        ),
-        ({"question": "q", "answer": "a"}, "alpaca", Instruction("q", "", "a", "a.jsonl:1")),
-        (
-            {"prompt": "q ", "completion": "a"},
-            "prompt_completion",
-            Completion("q ", "a", "a.jsonl:1"),
-        ),
-        (
-            {"prompt": [U], "completion": [A]},
-            "prompt_completion",
-            Conversation((U, A), (1,), (), "a.jsonl:1"),
-        ),
-        ({"text": "t"}, "text", Text("t", "a.jsonl:1")),
-        (
-            {"instruction": "q", "output": "a", "text": "q a"},
-            "alpaca",
-            Instruction("q", "", "a", "a.jsonl:1"),
-        ),
+        ({"messages": [U, A]}, "messages", CONVERSATION),
+        ({"conversations": [HUMAN, GPT]}, "sharegpt", CONVERSATION),
+        ({"conversations": [U, A]}, "messages", CONVERSATION),
+        ({"instruction": "q", "input": "", "output": "a"}, "alpaca", INSTRUCTION),
+        ({"question": "q", "answer": "a"}, "alpaca", INSTRUCTION),
+        ({"prompt": "q ", "completion": "a"}, "prompt_completion", Completion("q ", "a", WHERE)),
+        ({"prompt": [U], "completion": [A]}, "prompt_completion", CONVERSATION),
+        ({"text": "t"}, "text", Text("t", WHERE)),
+        ({"instruction": "q", "output": "a", "text": "q a"}, "alpaca", INSTRUCTION),
     ],
 )
 def test_a_format_is_found_by_its_fields(row, name, example):

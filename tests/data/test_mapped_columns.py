@@ -1,7 +1,5 @@
 """Columns that a recipe names are a user's message and its answer, if the base has a template."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Images and videos of rows: where they are, how they are decoded, what is refused."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -214,7 +212,7 @@ def test_hostile_images_are_named_with_their_row(name, tmp_path):
 def test_absent_and_long_images_are_named(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"image of a:1(.|\n)*gone.png"):
         Picture(tmp_path / "gone.png", "a:1").decode()
-    with pytest.raises(DataError, match="It is no file"):
+    with pytest.raises(DataError, match="It is not a regular file"):
         Picture(Path("/dev/zero"), "a:1").decode()
     with pytest.raises(DataError, match="data URL"):
         Picture("data:;base64,!!!", "a:1").decode()
@@ -223,6 +221,16 @@ def test_absent_and_long_images_are_named(tmp_path, monkeypatch):
     for stored in (png(), tmp_path / "a.png", URL):
         with pytest.raises(DataError, match=r"bytes, more than 50(.|\n)*smaller"):
             Picture(stored, "a:1").decode()
+
+
+def test_bytes_that_changed_after_preparation_are_refused():
+    picture = Picture(png(), "a:1")
+    digest = picture.stored()["digest"] or (picture.encoded() and picture.stored()["digest"])
+    whole = png()
+    damaged = whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]
+    assert Picture(whole, "a:1", digest=digest).encoded() == whole
+    with pytest.raises(DataError, match="bytes changed"):
+        Picture(damaged, "a:1", digest=digest).encoded()
 
 
 def test_large_images_are_scaled_in_proportion():
@@ -408,5 +416,5 @@ def test_rows_say_how_much_of_a_video_is_shown(tmp_path):
 def test_a_model_that_watches_nothing_refuses_a_video_by_name(tmp_path):
     model, processor = FAMILIES["llava"].build()
     task = ImageTextConfig().on(model, processor, DataConfig(train="", max_length=None))
-    with pytest.raises(DataError, match=r"video 1 of .*rows.jsonl:1(.|\n)*takes no videos"):
+    with pytest.raises(DataError, match=r"video 1 of .*rows.jsonl:1(.|\n)*does not support videos"):
         rows_of(task, tmp_path)

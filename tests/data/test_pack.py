@@ -1,7 +1,5 @@
 """Documents are packed whole and in a fixed order; batches are padded on the right."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows of comparisons are found by their fields; what is none is named with its line and field."""
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 

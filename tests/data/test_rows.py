@@ -1,7 +1,5 @@
 """Encoded rows in files: the same rows as in memory, made once, told of when wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

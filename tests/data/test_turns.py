@@ -1,7 +1,5 @@
 """What follows an answer is what the template writes in a whole conversation."""
 
-from __future__ import annotations
-
 import pytest
 
 from peftkit.data.chat import Chat

@@ -1,7 +1,5 @@
 """The programs of docs/api.md run, in their order, in one folder."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

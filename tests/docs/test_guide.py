@@ -1,8 +1,6 @@
 """What the README and docs/ say is so: commands parse, recipes load, rows are read, links lead
 somewhere."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import runpy
@@ -319,6 +317,13 @@ def test_every_page_is_in_the_menu_of_the_site():
     above = set(re.findall(r'"(\w+\.md)": "(\w+\.md)"', hooks))
     assert menu == {name_of(page) for page in PAGES[1:]} | {page for _, page in above}
     assert all((ROOT / name).is_file() for name, _ in above)
+
+
+def test_links_to_pages_in_the_root_are_rewritten_for_the_site():
+    site_links = runpy.run_path(str(ROOT / "docs" / "hooks.py"))["site_links"]
+    assert site_links("[a](../CHANGELOG.md)") == "[a](changelog.md)"
+    assert site_links("[a](../../README.md#x)", "../") == "[a](../readme.md#x)"
+    assert site_links("[a](docs/design/run.md)") == "[a](design/run.md)"
 
 
 def test_the_api_page_has_every_public_name_once():

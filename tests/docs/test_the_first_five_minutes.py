@@ -1,7 +1,5 @@
 """The start page and the page on using an adapter are done as they say, on a tiny base."""
 
-from __future__ import annotations
-
 import io
 import re
 import shlex

@@ -4,8 +4,6 @@ The patterns are a signal, not a verdict: each also matches good sentences, so t
 instead of every match. If a bound is exceeded, rewrite sentences in the listed files.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re
@@ -88,14 +86,14 @@ def measured(paths: Iterable[Path]) -> list[Prose]:
 
 
 @pytest.mark.parametrize(("kind", "paths"), [("guide", GUIDE), ("code", CODE)], ids=list(LIMITS))
-def test_unusual_constructions_are_rare(kind: str, paths: tuple[Path, ...]) -> None:
+def test_unusual_constructions_are_rare(kind, paths):
     found = measured(paths)
     rate = 1000 * sum(len(p.phrases) for p in found) / sum(p.words for p in found)
     worst = [f"{p.file}: {len(p.phrases)} in {p.words}: {p.phrases}" for p in found[:NUM_SHOWN]]
     assert rate <= LIMITS[kind], "\n".join([f"{rate:.2f} per 1,000 words", *worst])
 
 
-def test_constructions_are_found_in_prose_but_not_in_code(tmp_path: Path) -> None:
+def test_constructions_are_found_in_prose_but_not_in_code(tmp_path):
     page, module = tmp_path / "page.md", tmp_path / "module.py"
     page.write_text("The plan `told` of it.\n```\nasked = 1\n```\nThe server goes on, as it is.\n")
     module.write_text('told = "asked"\ndef f():\n    """Do what is wished, or else."""\n')

@@ -1,7 +1,5 @@
 """The next step of what takes less memory: before a run by counts, in it when memory runs out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

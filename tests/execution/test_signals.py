@@ -1,7 +1,5 @@
 """Messages on signals."""
 
-from __future__ import annotations
-
 import os
 import signal
 

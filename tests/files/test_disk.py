@@ -1,7 +1,5 @@
 """Files are read with suspicion and written whole or not at all."""
 
-from __future__ import annotations
-
 import os
 import resource
 import stat

@@ -1,7 +1,5 @@
 """Folders appear whole or not at all; a lock has one holder at a time."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

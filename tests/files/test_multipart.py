@@ -1,7 +1,5 @@
 """Forms as they come: whatever the pieces, the same file; what is none, or too much, is refused."""
 
-from __future__ import annotations
-
 import io
 import random
 

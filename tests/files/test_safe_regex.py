@@ -1,7 +1,5 @@
 """A stranger's regular expression takes bounded time or is refused."""
 
-from __future__ import annotations
-
 import re
 import time
 

@@ -7,8 +7,6 @@ The seed and the number of mutations come from the environment, for longer runs:
 A failure prints the seed of the one mutation, which PEFTKIT_FUZZ_COUNT=1 runs again alone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A hostile or damaged adapter file is one typed error, in bounded time and memory."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

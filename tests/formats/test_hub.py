@@ -1,7 +1,5 @@
 """Adapters to a hub and back, against a hub on the loopback."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

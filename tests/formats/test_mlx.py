@@ -1,7 +1,5 @@
 """MLX folders: written and read again they are the same adapter, and compute as mlx-lm would."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

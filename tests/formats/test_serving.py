@@ -1,7 +1,5 @@
 """What vLLM would refuse is refused here, tensor by tensor; the rest is written as it wants it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

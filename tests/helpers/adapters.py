@@ -1,7 +1,5 @@
 """Tiny models with an adapter whose tensors are not at their initial values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A tiny base for a bank of adapters, and adapters with random weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

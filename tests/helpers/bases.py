@@ -1,7 +1,5 @@
 """The tensors of tiny base models, and folders of quantized ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Chat templates that write tool calls as the families do, in few lines each."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A cell of the grid: a method on an architecture, alive; and how its numbers are compared."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

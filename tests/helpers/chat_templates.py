@@ -1,7 +1,5 @@
 """Chat templates as the hub's models have them, shortened, and tools."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _TURN = "'<|im_start|>' + m.role + '\\n' + m.content"

@@ -1,7 +1,5 @@
 """Functions run in other processes, to be killed there."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import socket

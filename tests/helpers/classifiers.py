@@ -1,7 +1,5 @@
 """Small bases for tasks of classes, and rows for them."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

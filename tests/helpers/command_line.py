@@ -1,7 +1,5 @@
 """Ways to run the command line: in this process, or as its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Small questions, a teacher's prompt, and what learns them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

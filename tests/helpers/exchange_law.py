@@ -1,7 +1,5 @@
 """The law of exchange: PEFT reads what is saved here, and the reverse, with equal outputs."""
 
-from __future__ import annotations
-
 import copy
 import re
 import tempfile

@@ -7,8 +7,6 @@ All share one vocabulary, that of `tiny_tokenizer`. Weights are drawn wide (stan
 so that logits are of order one and a wrong layer shows. Seed torch before building.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows written as JSON Lines, and JSON files with changed fields."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models that generate, and greedy decoding without a cache."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

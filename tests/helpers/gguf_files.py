@@ -1,7 +1,5 @@
 """GGUF files as llama.cpp's converter writes them, with random weights or random blocks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Programs that compile for NVIDIA's cards on a machine without one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

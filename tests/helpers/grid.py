@@ -5,8 +5,6 @@ VARIANTS names configs of it; a new architecture is a row. Where a method has no
 architecture it must refuse, and REFUSALS says why: what it does not name must work.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -1,7 +1,5 @@
 """A model hub on the loopback: the few endpoints that huggingface_hub calls, in memory."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A server of fine-tuning jobs in this process, and its client."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +15,8 @@ from starlette.testclient import TestClient
 
 from peftkit.base.load import load_base
 from peftkit.inference.bank import AdapterBank
-from peftkit.serve.app import Limits, make_app
+from peftkit.serve.app import make_app
+from peftkit.serve.limits import Limits
 from peftkit.serve.training import TrainingOptions
 from peftkit.settings import BaseConfig
 

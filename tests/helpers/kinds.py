@@ -3,8 +3,6 @@
 Shapes: B rows, T tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ recomputed, compiled, read by PEFT, merged. Each law leaves it as it found it, t
 merging comes last.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

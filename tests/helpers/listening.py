@@ -1,7 +1,5 @@
 """Tiny models that chat about sounds, with random weights, each with a processor, without a hub."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path

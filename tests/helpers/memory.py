@@ -1,7 +1,5 @@
 """Memory that runs short, and limits small enough for tiny models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

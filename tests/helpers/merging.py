@@ -1,7 +1,5 @@
 """Base and adapter folders to merge."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Tasks with rewards: the losses' formulas and a small recipe."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows without padding, packed or with a shared prefix, and their task."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

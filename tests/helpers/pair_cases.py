@@ -1,7 +1,5 @@
 """Small comparisons and what learns them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ the rows, `name:parameter` for a parameter that is no module, `*` for any number
 Layouts are those that LAYOUTS in test_roles.py draws.
 """
 
-from __future__ import annotations
-
 FACTS = """\
 == gpt2
 transformer.h.*.attn o=c_proj q,k,v=c_attn@blk3

@@ -1,7 +1,5 @@
 """Addresses and recipes of the servers under test."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 To start processes takes longer than to train tiny models, so that one set goes through all runs.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -1,7 +1,5 @@
 """Tiny speech models with random weights and their processors, and sounds made of tones."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """Grids of which one cell of several is asked in `make test`, and all in `make test-all`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

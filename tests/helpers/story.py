@@ -1,7 +1,5 @@
 """Runs as their files tell them, made up: a report reads no more."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Data, losses and steps for the server of Tinker's API."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

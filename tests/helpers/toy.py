@@ -1,7 +1,5 @@
 """A model of a few hundred parameters and a task of a few tokens, to train in milliseconds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What the flash kernel of `torch.nn.attention.varlen` does, by plain products."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Inputs and logits of models with virtual tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

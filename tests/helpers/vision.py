@@ -5,8 +5,6 @@ processors are transformers' own, computed by Pillow, at sizes of a few pixels. 
 also wants one for videos, which needs torchvision, it gets one that knows none.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Requests to the server's worker, and their completions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue

@@ -3,8 +3,6 @@
 The reference is always the adapter attached alone, as everywhere else in peftkit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

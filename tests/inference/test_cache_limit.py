@@ -1,7 +1,5 @@
 """What the cache of keys and values allocates stays below its limit, and nobody waits for ever."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

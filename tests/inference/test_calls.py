@@ -1,7 +1,5 @@
 """Calls are read back from what templates write, whole or in pieces; what is no call stays text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Answers of several turns are those of one request a turn, and compute no beginning again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Answers made beside each other are those made alone: whatever joins, leaves, shares or forks."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

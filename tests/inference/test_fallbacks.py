@@ -1,7 +1,5 @@
 """Each slower path is reported with its cause, cost and remedy; no version loses the engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -31,14 +29,14 @@ FAST = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "mixtral", "gpt2", "gpt_neo
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_no_installed_version_loses_the_engine(name: str, tokenizer: Tokenizer) -> None:
+def test_no_installed_version_loses_the_engine(name, tokenizer):
     model: Any = MODELS[name]().eval()
     assert generation_fallbacks(model, tokenizer) == []
     assert isinstance(open_engine.open_engine(model, tokenizer), CachedEngine)
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_no_installed_version_loses_padding_free_batches(name: str, tokenizer: Tokenizer) -> None:
+def test_no_installed_version_loses_padding_free_batches(name, tokenizer):
     model = MODELS[name]().eval()
     task = task_on(model, tokenizer)
     with task.training(model):
@@ -50,7 +48,7 @@ def test_no_installed_version_loses_padding_free_batches(name: str, tokenizer: T
     ("name", "unfused"),
     [("llama", ""), ("qwen2", ""), ("mixtral", ""), ("gemma2", "norms of Gemma2RMSNorm")],
 )
-def test_no_installed_version_loses_the_fused_kernels(name: str, unfused: str) -> None:
+def test_no_installed_version_loses_the_fused_kernels(name, unfused):
     model = FAMILIES[name]().requires_grad_(False)
     with fused_modules(model):
         why = why_unfused(model)
@@ -66,9 +64,7 @@ class Renamed(torch.nn.Module):
         raise AssertionError("never run")
 
 
-def test_a_renamed_argument_is_named_as_the_cause(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_renamed_argument_is_named_as_the_cause(tokenizer, monkeypatch):
     assert cache_name(Renamed()) is None
     missing = missing_arguments(Renamed(), ("position_ids", "cache", "logits_to_keep"))
     assert missing.startswith("transformers ")
@@ -88,7 +84,7 @@ def _uncached(kind: Any) -> tuple[str, ...]:
     return tuple(kind.forward.__annotations__)
 
 
-def test_an_abstract_method_of_another_version_raises_only_if_it_is_called() -> None:
+def test_an_abstract_method_of_another_version_raises_only_if_it_is_called():
     import abc
 
     class Layer(abc.ABC):
@@ -109,9 +105,7 @@ def notices_of(tmp_path: Any, tokenizer: Tokenizer, model: Any, **settings: Any)
     return [event.text for event in events if isinstance(event, Notice)]
 
 
-def test_a_run_reports_padding_at_its_start(
-    tmp_path: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_reports_padding_at_its_start(tmp_path, tokenizer, monkeypatch):
     why = "The masks have changed."
     monkeypatch.setattr(batch_layout, "why_padded", lambda model, attention, share: why)
     notices = notices_of(tmp_path, tokenizer, FAMILIES["llama"](), compile=False)
@@ -120,9 +114,7 @@ def test_a_run_reports_padding_at_its_start(
     assert "costs as much as the longest" in padding
 
 
-def test_a_run_reports_what_it_does_not_compile(
-    tmp_path: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_reports_what_it_does_not_compile(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr("peftkit.train.memory.MIN_WORK", {"cpu": 0.0})
     monkeypatch.setattr("peftkit.forward.compiler.cpp_compiler", lambda: None)
     notices = notices_of(tmp_path, tokenizer, FAMILIES["llama"]())
@@ -131,11 +123,11 @@ def test_a_run_reports_what_it_does_not_compile(
     assert "apt-get install g++" in compiled
 
 
-def test_a_plain_run_reports_nothing(tmp_path: Any, tokenizer: Tokenizer) -> None:
+def test_a_plain_run_reports_nothing(tmp_path, tokenizer):
     assert notices_of(tmp_path, tokenizer, FAMILIES["llama"](), compile=False) == []
 
 
-def test_pageable_copies_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pageable_copies_are_reported_once(monkeypatch):
     pinning = device.Pinning()
     monkeypatch.setattr(device, "PINNING", pinning)
 
@@ -151,7 +143,7 @@ def test_pageable_copies_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert pinning.report() == ""
 
 
-def test_this_machine_is_described_by_the_same_fallbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_is_described_by_the_same_fallbacks(monkeypatch):
     state = torch.get_rng_state()
     monkeypatch.setattr(fallbacks, "no_compiler", lambda: "")
     assert fallbacks.fallbacks_here() == []

@@ -1,7 +1,5 @@
 """Completions: greedy and sampled, batched and streamed, and a model left as it was."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

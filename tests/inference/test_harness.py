@@ -1,7 +1,5 @@
 """Tasks of lm-evaluation-harness give what its own run with PEFT gives on the same adapter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

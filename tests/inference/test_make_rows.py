@@ -1,7 +1,5 @@
 """Hard negatives are the closest texts that are no answers, whatever is in memory at a time."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Generation faster than token by token as the model is: the same answers, and nothing is left."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

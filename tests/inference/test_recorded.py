@@ -1,7 +1,5 @@
 """Steps of decoding that a GPU records: the same answers, by a launch or a few for each token."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from itertools import pairwise

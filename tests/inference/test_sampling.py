@@ -1,7 +1,5 @@
 """Sampling: which tokens top_p and top_k leave, and what a row's token depends on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Where memory runs out answers go on, fewer at a time, from the tokens that they have."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Chunked losses are the plain ones, for every head, dtype and odd size."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Divergences chunk by chunk are the definition in float64, values and gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Gated activations and rotations by one kernel: what torch's own functions give, both ways."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

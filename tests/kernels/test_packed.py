@@ -1,7 +1,5 @@
 """Packed weights in a model's blocks: how often they are unpacked, and what of them is held."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Feed-forward layers in tiles are the layers as they are written."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

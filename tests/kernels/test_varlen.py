@@ -1,7 +1,5 @@
 """Documents of one row, each attended to by itself: where they are, and what becomes of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The laws of combining, and each method against a reference on whole matrices."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

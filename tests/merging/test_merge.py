@@ -1,7 +1,5 @@
 """A merged model is an ordinary one that computes what base and adapter compute."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

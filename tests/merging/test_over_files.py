@@ -1,7 +1,5 @@
 """A model folder's weights are written again tensor by tensor, what is not changed bit for bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from weakref import ReferenceType, ref

@@ -1,7 +1,5 @@
 """A merged model is prompted as its adapter was trained, or its card says how."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """BitFit: biases alone are trained; PEFT takes its file for a LoRA that does nothing else."""
 
-from __future__ import annotations
-
 import json
 
 import peft

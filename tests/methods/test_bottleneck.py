@@ -1,7 +1,5 @@
 """Bottleneck adapters: where they sit in every architecture, what they compute, what they keep."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Starts that a recipe asks for: made before the adapter is attached, and not again on a resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

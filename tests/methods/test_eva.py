@@ -1,7 +1,5 @@
 """EVA: what A starts as, which ranks the layers get, and that nothing else is changed by it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 

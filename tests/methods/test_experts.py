@@ -1,7 +1,5 @@
 """LoRA on stacks of experts: the same by every way that transformers multiplies by them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

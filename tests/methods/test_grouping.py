@@ -1,7 +1,5 @@
 """Layers computed together against the same layers each on its own."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from itertools import product

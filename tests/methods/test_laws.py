@@ -4,8 +4,6 @@
 grid; the whole product is marked slow (`make test-all`, `python -m benchmarks.coverage`).
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

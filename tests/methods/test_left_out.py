@@ -1,7 +1,5 @@
 """What a group of targets leaves out, and who is told of it."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

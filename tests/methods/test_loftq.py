@@ -1,7 +1,5 @@
 """LoftQ: what is lost by quantising comes back as far as the rank allows."""
 
-from __future__ import annotations
-
 import copy
 
 import peft

@@ -1,7 +1,5 @@
 """Modules that are trained whole beside a method."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

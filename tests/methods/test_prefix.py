@@ -1,7 +1,5 @@
 """Prefix tuning alone; the laws that it shares with prompt tuning are in test_virtual.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

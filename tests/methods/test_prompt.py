@@ -1,7 +1,5 @@
 """Prompt tuning alone; the laws that it shares with prefix tuning are in test_virtual.py."""
 
-from __future__ import annotations
-
 import peft
 import pytest
 import torch

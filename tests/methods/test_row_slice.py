@@ -1,7 +1,5 @@
 """Rows of some roles of a fused layer, as they are trained and as they are in a file."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

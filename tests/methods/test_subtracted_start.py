@@ -1,7 +1,5 @@
 """PiSSA and OLoRA: what is taken out of a weight, quickly, and exactly for files of PEFT."""
 
-from __future__ import annotations
-
 import peft
 import pytest
 import torch

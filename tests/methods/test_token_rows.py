@@ -1,7 +1,5 @@
 """Rows of some tokens are trained; tokens that the base does not know are added and found again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The laws of virtual tokens, of prompt and prefix tuning alike, and the files that PEFT reads."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from typing import Any

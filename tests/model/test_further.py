@@ -1,7 +1,5 @@
 """Architectures that nothing here was written for: they work, or an error lists what they have."""
 
-from __future__ import annotations
-
 import re
 from itertools import product
 

@@ -1,7 +1,5 @@
 """What one kernel computes: a module is asked, and computes what it computed before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Wrappers are taken off a model and put back exactly."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ A layout is proven on the running model: noise is put on the output rows of one 
 and attention itself says whether they were its query, its keys or its values.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What the user names is what is adapted, on any architecture, or an error says why not."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

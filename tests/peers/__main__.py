@@ -4,8 +4,6 @@ python -m tests.peers           # all; those that cannot be had are named
 python -m tests.peers vLLM      # some; their rows are replaced
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import tempfile

@@ -7,8 +7,6 @@ adapter on it says what it makes of the same tokens. sentence-transformers is gi
 its vectors are compared.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence

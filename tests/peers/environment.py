@@ -7,8 +7,6 @@ The folder is PEFTKIT_PEERS, or `peers` in peftkit's own cache. A test makes non
 environment it is skipped, and says which command makes it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """An answer of another program is read, whatever the program says besides."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.peers.environment import UnavailableError, answer_in, python_of

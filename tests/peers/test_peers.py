@@ -1,7 +1,5 @@
 """What peftkit writes computes the same in the programs that it is written for."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

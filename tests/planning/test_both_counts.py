@@ -1,7 +1,5 @@
 """What a run counts of its own rows and what a plan counts without them grow alike with a row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What is reckoned of a base that is not all on one device is what the device then has."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

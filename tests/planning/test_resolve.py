@@ -1,7 +1,5 @@
 """`auto` keeps the base elsewhere exactly where the count says that the device does not hold it."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

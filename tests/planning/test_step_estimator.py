@@ -1,7 +1,5 @@
 """What is counted on tensors without data is what the allocator counts of the real step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """The embedding and the output layer in 4 and 8 bits: the same rows, and less of them in memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Quantised weights: the bits, the layer, and the layers of bitsandbytes that become ours."""
 
-from __future__ import annotations
-
 import copy
 
 import bitsandbytes

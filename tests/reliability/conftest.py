@@ -1,7 +1,5 @@
 """What the promises are tried on: a recipe of a few steps, and a trained adapter's folder."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

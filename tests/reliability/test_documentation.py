@@ -1,7 +1,5 @@
 """docs/reliability.md names the tests that hold its promises, and says which of them are slow."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

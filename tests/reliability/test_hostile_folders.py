@@ -1,7 +1,5 @@
 """Adapter folders that lie, and folders that try to be run: refused by every command, unopened."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import pickle

@@ -1,7 +1,5 @@
 """A resumed run is the run that was stopped, or an error that lists what differs."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

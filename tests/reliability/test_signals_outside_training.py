@@ -1,7 +1,5 @@
 """SIGTERM and SIGINT before the first step and after the last: at once, or when all is saved."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

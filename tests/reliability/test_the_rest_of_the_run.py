@@ -1,7 +1,5 @@
 """A tracker, the model card or the recipe's copy failing never costs a trained adapter."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """The report of a run that goes on, and the table of runs."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The report: one file that is whole, safe and small."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import hashlib

@@ -1,7 +1,5 @@
 """A server in this process: a tiny base, two adapters, and a client of its application."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ from tests.helpers.bank import tiny_base, write_adapter
 pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
 from starlette.testclient import TestClient
 
-from peftkit.serve.app import Limits, make_app
+from peftkit.serve.app import make_app
+from peftkit.serve.limits import Limits
 from tests.helpers.serving import HERE
 
 

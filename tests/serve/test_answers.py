@@ -1,7 +1,5 @@
 """The server's completions equal those of `generate`: streamed or not, alone or in a batch."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

@@ -1,7 +1,5 @@
 """Requests that the server refuses, with their status; none reaches the model."""
 
-from __future__ import annotations
-
 import json
 import socket
 from functools import partial
@@ -21,6 +19,7 @@ GOOD = {"model": "one", "prompt": "the quick", "max_tokens": 2}
 
 
 ASKED: Any = {"model": "one", "messages": [{"role": "user", "content": "Hi"}]}
+UNKNOWN_TYPE = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
 
 
 @pytest.mark.parametrize(
@@ -49,36 +48,11 @@ ASKED: Any = {"model": "one", "messages": [{"role": "user", "content": "Hi"}]}
         (TEXT, {**GOOD, "response_format": {"type": "json_object"}}, 400, "response_format"),
         (CHAT, {**ASKED, "top_logprobs": 2}, 400, "needs logprobs"),
         (CHAT, {**ASKED, "response_format": {"type": "json_schema"}}, 400, "json_schema"),
-        (
-            CHAT,
-            {
-                **ASKED,
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"schema": {"type": "nothing"}},
-                },
-            },
-            400,
-            "nothing",
-        ),
+        (CHAT, {**ASKED, "response_format": UNKNOWN_TYPE}, 400, "nothing"),
         (CHAT, {"model": "one", "messages": []}, 400, "messages"),
         (CHAT, {"model": "one", "messages": [{"role": "user"}]}, 400, "content"),
-        (
-            CHAT,
-            {"model": "one", "messages": [{"role": "robot", "content": "Hi"}]},
-            400,
-            "messages.0.role",
-        ),
-        (
-            CHAT,
-            {
-                "model": "one",
-                "messages": [{"role": "user", "content": "Hi"}],
-                "tools": [{"type": "function"}],
-            },
-            400,
-            "tools",
-        ),
+        (CHAT, {**ASKED, "messages": [{"role": "robot", "content": "Hi"}]}, 400, "messages.0.role"),
+        (CHAT, {**ASKED, "tools": [{"type": "function"}]}, 400, "tools"),
     ],
 )
 def test_an_invalid_request(path, body, status, message, client):
@@ -216,3 +190,49 @@ def test_stop_texts_of_tinker_s_clients_are_bounded(stop):
     with pytest.raises(RequestError, match="at most 256 characters"):
         checked({"stop": stop}, Sampling)
     assert checked({"stop": "a" * 256}, Sampling)
+
+
+def test_a_prompt_that_fills_the_context_has_its_code(client):
+    refused = client.post(TEXT, json={**GOOD, "prompt": [5] * 1000})
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_unset_options_and_messages_of_openai_s_client_are_accepted():
+    call = {"id": "a", "type": "function", "index": 0}
+    call["function"] = {"name": "now", "arguments": "{}", "parsed_arguments": {}}
+    reply = {"role": "assistant", "tool_calls": [call], "annotations": [], "refusal": ""}
+    options = {"reasoning_effort": None, "verbosity": None, "function_call": None, "audio": None}
+    turns = [*ASKED["messages"], reply | {"parsed": None, "function_call": None}]
+    body = read_body(json.dumps({**ASKED, **options, "messages": turns}).encode(), ChatBody)
+    assert body.messages[1].plain() == {"role": "assistant", "content": ""}
+    for wrong in ({"reasoning_effort": "low"}, {"messages": [*turns, reply | {"refusal": "no"}]}):
+        with pytest.raises(RequestError):
+            read_body(json.dumps({**ASKED, **wrong}).encode(), ChatBody)
+
+
+def test_strict_schemas_are_closed():
+    part = {"type": "object", "properties": {"b": {"type": "string"}}}
+    schema = {
+        "type": "object",
+        "properties": {"properties": part, "list": {"type": "array", "items": part}},
+        "anyOf": [part, {"type": "object", "properties": {}, "additionalProperties": True}],
+        "allOf": [part],
+        "$defs": {"x": part},
+    }
+    shut = {**part, "additionalProperties": False}
+    expected = {
+        **schema,
+        "properties": {"properties": shut, "list": {"type": "array", "items": shut}},
+        "anyOf": [shut, schema["anyOf"][1]],
+        "$defs": {"x": shut},
+    }
+    function = {"name": "f", "parameters": schema}
+    for strict, result in ((True, expected), (False, schema), (None, schema)):
+        form = {"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}}
+        body = read_body(json.dumps({**ASKED, "response_format": form}).encode(), ChatBody)
+        assert body.schema_of_answer == result
+        tool = {"type": "function", "function": {**function, "strict": strict}}
+        asked = {**ASKED, "tools": [tool], "tool_choice": "required"}
+        use = read_body(json.dumps(asked).encode(), ChatBody).tool_use
+        assert use.forced[0]["function"]["parameters"] == result
+        assert use.offered[0]["function"]["parameters"] == schema

@@ -1,7 +1,5 @@
 """The grammar of a forced call accepts the chat template's format only."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

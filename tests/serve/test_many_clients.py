@@ -1,7 +1,5 @@
 """Many simultaneous clients: short requests next to long ones, and clients that disconnect."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from time import sleep

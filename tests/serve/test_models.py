@@ -1,7 +1,5 @@
 """Clients' models: visible to their owner, loaded on request, available after a restart."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

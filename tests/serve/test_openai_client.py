@@ -1,7 +1,5 @@
 """OpenAI's client, over a socket, with the server that `peftkit serve` runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +10,8 @@ from peftkit.inference.generate import generate
 
 openai = pytest.importorskip("openai", reason="the official client is not installed")
 pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
-from peftkit.serve.app import Limits, make_app  # noqa: E402
+from peftkit.serve.app import make_app  # noqa: E402
+from peftkit.serve.limits import Limits  # noqa: E402
 from tests.helpers.serving import openai_client  # noqa: E402
 
 KEY = "a-key-of-this-test"

@@ -1,7 +1,5 @@
 """The server process: the base it loads, and its end by signals."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import threading

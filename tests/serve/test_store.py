@@ -1,7 +1,5 @@
 """The store of a training server: durable when a call returns, visible to the owner only."""
 
-from __future__ import annotations
-
 import sqlite3
 import subprocess
 import sys

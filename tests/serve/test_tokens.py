@@ -1,7 +1,5 @@
 """Token ids in, sampled token ids out, with the end token and log-probabilities."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

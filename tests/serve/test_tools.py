@@ -1,7 +1,5 @@
 """Tool calls in chats: OpenAI's client over a socket, with a model of scripted completions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +16,9 @@ from peftkit.data.style import Style  # noqa: E402
 from peftkit.inference.bank import AdapterBank  # noqa: E402
 from peftkit.inference.call_formats import FORMATS  # noqa: E402
 from peftkit.methods.lora import LoRA  # noqa: E402
-from peftkit.serve.app import Limits, _Service, make_app  # noqa: E402
+from peftkit.serve.app import _Service, make_app  # noqa: E402
 from peftkit.serve.grammars import Grammars  # noqa: E402
+from peftkit.serve.limits import Limits  # noqa: E402
 from peftkit.serve.tool_fields import ToolCall, with_calls  # noqa: E402
 from tests.helpers.bank import tiny_base, write_adapter  # noqa: E402
 from tests.helpers.serving import openai_client  # noqa: E402

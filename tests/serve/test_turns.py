@@ -1,7 +1,5 @@
 """Completions, operations and training alternate over one base without affecting each other."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable

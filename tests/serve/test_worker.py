@@ -1,7 +1,5 @@
 """Waiting prompts share a batch, each with its adapter, and every client receives an end."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """The simulated card, and the same work on it and on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -3,8 +3,6 @@
 Each block is a power of two; one that is freed is kept for the next of its size and never returned.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 What only a simulation knows (waits, launches, other cards than the one that is here) is skipped.
 """
 
-from __future__ import annotations
-
 import gc
 import inspect
 import os

@@ -1,7 +1,5 @@
 """A recipe of each task, small enough for the simulated card."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

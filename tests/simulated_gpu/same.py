@@ -1,7 +1,5 @@
 """The same work on the CPU and on the simulated card."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

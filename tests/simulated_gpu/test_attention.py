@@ -1,7 +1,5 @@
 """Documents of one row on a card: which kernel takes them apart, and what that waits for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

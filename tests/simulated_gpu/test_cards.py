@@ -5,8 +5,6 @@ the process takes as much of it as CUDA's context does. So plans and limits meet
 there; the simulated card refuses what it does not hold.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +130,7 @@ def learnt(folder: Path, base: Path) -> tuple[list[float], list[str]]:
 
 
 @pytest.mark.parametrize(
-    "gigabytes", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (12, 16)), 24]
+    "gigabytes", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (12, 16, 24))]
 )
 def test_grpo_is_equal_on_all_cards(gigabytes, base, weights, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [{"prompt": f"what is {n}?"} for n in range(8)])

@@ -1,7 +1,5 @@
 """Memory on a card: what offloading holds, and what is given up when memory runs out."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The simulated card refuses what a real one refuses, and sees what makes the host wait."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

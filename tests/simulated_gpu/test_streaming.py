@@ -1,7 +1,5 @@
 """Blocks and experts on their way to a card: two at a time, on a stream of their own."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models of Tinker's clients learn on a card as on a CPU, in as much memory as it has."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Training on a card gives the CPU's numbers: methods, bits, activations, tasks."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +45,7 @@ def assert_same(found: Heard, expected: Heard) -> None:
     assert expected.device == "cpu"
 
 
-FAST = ("lora", "head and rows", "dora", "vera", "prefix")
+FAST = ("lora", "head and rows", "dora", "prefix")
 
 
 @pytest.mark.parametrize(

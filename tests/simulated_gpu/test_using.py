@@ -1,7 +1,5 @@
 """What is done with a trained adapter on a card: generating, measuring, the bank, merging."""
 
-from __future__ import annotations
-
 import gc
 import re
 import threading

@@ -1,7 +1,5 @@
 """A step of training waits for the device once, where it reads its figures; nothing else does."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models train the same with plain products for attention as with torch's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

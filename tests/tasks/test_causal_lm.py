@@ -1,7 +1,5 @@
 """From a file to rows and batches, with nothing lost that is not counted."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """An adapter goes on in the prompt style that it learnt, unless another one is asked for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """CTC and classes of sounds: losses are transformers' own, lengths the model's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

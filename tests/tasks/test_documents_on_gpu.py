@@ -1,7 +1,5 @@
 """The ways that documents of one row take on a GPU, walked on a CPU: they teach what rows teach."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Texts that mean the same come close: one loss of a step, whatever goes through at once."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,7 @@
 """From a recipe to a folder that says its task, opened again here, by PEFT, and from PEFT."""
 
-from __future__ import annotations
-
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +62,22 @@ def settings(folder: Path, task: str, family: str = "bert", **method: Any) -> Re
     )
 
 
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a trained BERT that classifies texts. Do not write into it."""
+    folder = tmp_path_factory.mktemp("classifier")
+    run_recipe(settings(folder, SEQUENCE))
+    return folder / "out"
+
+
+@pytest.fixture
+def without_notes(classifier: Path, tmp_path: Path) -> Path:
+    """A copy of the folder as PEFT would write it."""
+    folder = shutil.copytree(classifier, tmp_path / "out")
+    (folder / NOTES).unlink()
+    return folder
+
+
 def logits(model: Any, opened: Opened) -> Tensor:
     batch = opened.base.tokenizer(
         [text for text, _ in TEXTS], return_tensors="pt", padding=True, return_token_type_ids=False
@@ -94,11 +109,10 @@ def test_trained_head_is_saved_opened_again_and_loaded_by_peft(task, family, tmp
     torch.testing.assert_close(logits(theirs, opened), ours, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_pefts_auto_class_finds_base_and_head(tmp_path):
-    run_recipe(settings(tmp_path, SEQUENCE))
-    opened = open_adapter(tmp_path / "out")
+def test_pefts_auto_class_finds_base_and_head(classifier):
+    opened = open_adapter(classifier)
     theirs = peft.AutoPeftModelForSequenceClassification.from_pretrained(
-        tmp_path / "out", num_labels=3, dtype=torch.float32
+        classifier, num_labels=3, dtype=torch.float32
     ).eval()
     ours = logits(opened.base.model, opened)
     torch.testing.assert_close(logits(theirs, opened), ours, atol=TOLERANCE, rtol=TOLERANCE)
@@ -167,41 +181,36 @@ def test_over_4_bits_the_head_is_trained_and_comes_back(tmp_path):
     assert measured["loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-5)
 
 
-def test_predictions_name_labels_with_their_probability(tmp_path):
-    run_recipe(settings(tmp_path, SEQUENCE))
-    opened = open_adapter(tmp_path / "out")
-    found = predict(opened, [text for text, _ in TEXTS])
-    assert [next(iter(scores)) for scores in found] == [label for _, label in TEXTS]
-    for scores in found:
+def test_predictions_name_labels_with_their_probability(classifier):
+    opened = open_adapter(classifier)
+    predictions = predict(opened, [text for text, _ in TEXTS])
+    assert [next(iter(scores)) for scores in predictions] == [label for _, label in TEXTS]
+    for scores in predictions:
         assert sum(scores.values()) == pytest.approx(1.0)
         assert list(scores.values()) == sorted(scores.values(), reverse=True)
     with pytest.raises(AdapterError, match="does not complete prompts"):
         opened.style  # noqa: B018 - the property raises
 
 
-def test_a_folder_can_be_told_its_labels(tmp_path):
-    run_recipe(settings(tmp_path, SEQUENCE))
-    (tmp_path / "out" / NOTES).unlink()
-    assert open_adapter(tmp_path / "out").task.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+def test_labels_can_be_given_for_a_folder(without_notes):
+    assert open_adapter(without_notes).task.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
     task = SequenceClassificationConfig(labels=LABELS, problem="single_label")
-    opened = open_adapter(tmp_path / "out", task=task)
+    opened = open_adapter(without_notes, task=task)
     assert next(iter(predict(opened, [TEXTS[0][0]])[0])) == TEXTS[0][1]
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("task_type", "message"),
     [
-        ({"task_type": "QUESTION_ANS"}, "a task that peftkit does not have"),
-        ({"task_type": "SOMETHING_ELSE"}, "SOMETHING_ELSE"),
+        ("QUESTION_ANS", "a task that peftkit does not support"),
+        ("SOMETHING_ELSE", "SOMETHING_ELSE"),
     ],
 )
-def test_a_task_of_pefts_that_is_none_here_is_named(changes, words, tmp_path):
-    run_recipe(settings(tmp_path, SEQUENCE))
-    (tmp_path / "out" / NOTES).unlink()
-    file = tmp_path / "out" / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-    with pytest.raises(AdapterError, match=words):
-        open_adapter(tmp_path / "out")
+def test_an_unknown_task_of_peft_is_named(task_type, message, without_notes):
+    file = without_notes / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "task_type": task_type}))
+    with pytest.raises(AdapterError, match=message):
+        open_adapter(without_notes)
 
 
 def test_settings_that_a_task_does_not_use_are_refused(tmp_path):

@@ -1,7 +1,5 @@
 """Graders: what each says of an answer, what is refused, and that runs learn from them."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

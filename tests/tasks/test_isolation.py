@@ -1,7 +1,5 @@
 """Packing is allowed where restarted positions isolate documents; elsewhere it is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The loss is the definition's, whole or in chunks, though only learnt rows reach the head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Masked language modelling: what is hidden, when it changes, and what the loss is of it."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping

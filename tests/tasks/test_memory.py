@@ -1,7 +1,5 @@
 """Measuring a task when memory is short: batches are halved, and one row too large is told."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A reward model learns which answer is better, and scores texts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every task's rows come back from their Arrow file as they were encoded, and are encoded once."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a new task has to define, and that the rest follows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal

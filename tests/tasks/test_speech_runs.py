@@ -1,7 +1,5 @@
 """Runs of speech: two processes learn what one does, and resuming is exact."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

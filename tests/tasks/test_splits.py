@@ -1,7 +1,5 @@
 """Rows of several files, with weights and patterns, and a share of them held out."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

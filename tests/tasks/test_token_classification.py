@@ -1,7 +1,5 @@
 """Token classification: which piece carries a word's tag, losses, and rows that are refused."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two processes on gloo learn what one does: preferences, rewards, and what a teacher says."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

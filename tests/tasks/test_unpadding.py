@@ -1,7 +1,5 @@
 """Documents in one row teach what they teach in rows of their own, in every model that can."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

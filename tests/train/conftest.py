@@ -1,7 +1,5 @@
 """Runs without waits for the disk, and one that nothing interrupts."""
 
-from __future__ import annotations
-
 import gc
 import os
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A step's gradient is that of one mean over its targets, whatever the step is cut into."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

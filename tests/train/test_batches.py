@@ -1,7 +1,5 @@
 """A step's rows are cut into micro-batches by rows and by tokens, and learn the same."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

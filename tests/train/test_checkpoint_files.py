@@ -1,7 +1,5 @@
 """Faults on disk: a checkpoint is whole and proven valid, or it is skipped with its reason."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Compiled blocks: the same numbers, decided by config and rows alone, and never the run's end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

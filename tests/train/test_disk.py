@@ -1,7 +1,5 @@
 """A full or failing disk: what was there stays valid, and the run says what it needs."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

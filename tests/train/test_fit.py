@@ -1,7 +1,5 @@
 """What a run does and says, from its first step to its result."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Two runs are the same run if nothing that their numbers depend on differs."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 

@@ -1,7 +1,5 @@
 """Processes of one run end together, and say why."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """SIGKILL, anywhere: the checkpoint before is valid, and the run goes on to the same end."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

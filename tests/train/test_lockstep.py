@@ -1,7 +1,5 @@
 """Who has fewer batches of a kind runs a row of that kind for the others."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a forward pass saves is counted, and what fits is chosen before the first step."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import weakref

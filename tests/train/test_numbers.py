@@ -1,7 +1,5 @@
 """A loss or a gradient that is not finite: nothing is learnt from it, and the run says where."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Blocks whose inputs are kept elsewhere: the same gradients, and nothing of them stays behind."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

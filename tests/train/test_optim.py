@@ -1,7 +1,5 @@
 """Learning rates, groups, and the four forms of AdamW."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory runs out: smaller micro-batches learn the same from the same rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A resumed run is, to the bit, the run that was never stopped."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A resumed run is bit-equal with what people train: 4 bits, packed rows, dropout."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Every task learns sharded what it learns alone, with every method that can be sharded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A process of several never holds more of the base than its part, and a weight or a block."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

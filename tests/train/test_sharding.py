@@ -1,7 +1,5 @@
 """A base that is spread over processes learns what one process does."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """SIGINT and SIGTERM: the first saves and stops, wherever the run is; the second ends it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

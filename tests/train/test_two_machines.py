@@ -1,7 +1,5 @@
 """The guide's commands for two machines: two launchers on one machine, a process each."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """What a task tells beside its loss, and what rows of a step know of each other."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

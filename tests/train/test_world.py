@@ -1,7 +1,5 @@
 """Two processes on gloo are one run: the same weights, one writer, one end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -14,7 +14,7 @@ r = exp(x - q), A the advantage, w the weight (default 1), and lo, hi the bounds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,11 +68,11 @@ class Loss:
             has_gradient &= inputs[name] != 0
         return has_gradient
 
-    def check(self, inputs: Inputs, where: str) -> None:
-        """Validate the inputs of a datum, including its targets.
+    def check_names(self, inputs: Iterable[str], where: str) -> None:
+        """Validate the names of a datum's inputs, before their tensors exist.
 
         Raises:
-            RequestError: An input is missing, unknown, of another shape, or not finite.
+            RequestError: An input is missing or unknown.
         """
         missing = [name for name in (TARGETS, *self.needs) if name not in inputs]
         unknown = [name for name in inputs if name not in (TARGETS, "weights", *self.needs)]
@@ -85,13 +85,21 @@ class Loss:
                     if names
                 ),
             )
+
+    def check(self, inputs: Inputs, where: str) -> None:
+        """Validate the inputs of a datum, including its targets.
+
+        Raises:
+            RequestError: As `check_names`; or an input has another shape, or is not finite.
+        """
+        self.check_names(inputs, where)
         shape = inputs[TARGETS].shape
         for name, values in inputs.items():
             if values.shape != shape or not bool(values.isfinite().all()):
-                found = f"Its shape is {list(values.shape)}; the targets have {list(shape)}."
+                reason = f"Its shape is {list(values.shape)}; the targets have {list(shape)}."
                 if values.shape == shape:
-                    found = "It has values that are not finite."
-                raise RequestError(f"{where}: {name} is invalid.", found=found)
+                    reason = "It has values that are not finite."
+                raise RequestError(f"{where}: {name} is invalid.", found=reason)
 
 
 def _ratio(log_probs: Tensor, inputs: Inputs) -> Tensor:

@@ -20,16 +20,17 @@ from peftkit.forward.loss import Head, target_logits, target_rows, unwrapped
 from peftkit.forward.probes import can_unpad
 from peftkit.inference.engine import context_length
 from peftkit.kernels.cross_entropy import ChunkedValues, parts_of, rows_of_chunk
+from peftkit.serve.limits import DEFAULTS
 from peftkit.serve.requests import RequestError
 from peftkit.serve.tinker.losses import TARGETS, Loss, Settings
-from peftkit.serve.tinker.wire import numbers_of, tensor_of
+from peftkit.serve.tinker.wire import num_cells, numbers_of, tensor_of
 from peftkit.serve.tokens import unknown_token, vocabulary
 from peftkit.tasks.batches import OnDevice
 from peftkit.tasks.tokens import TokenTask
 
 MAX_DATUMS, MAX_TARGETS = 4096, 128
 """Most datums of a request, and most targets per token, K."""
-MAX_BYTES = 1 << 28
+MAX_BYTES = DEFAULTS.tensor_bytes
 """Most bytes of a request's tensors, after sparse tensors are made dense."""
 
 
@@ -74,15 +75,20 @@ def datums_of(messages: Sequence[Any], loss: Loss, model: Any) -> list[Datum]:
         raise RequestError(
             f"the request has {len(messages):,} datums.", fix=f"Send 1 to {MAX_DATUMS:,}."
         )
-    rows: list[Datum] = []
     size = 0
-    for number, message in enumerate(messages):
-        rows.append(_datum_of(message, loss, model, f"datum {number}"))
-        size += rows[-1].num_bytes
+    for number, message in enumerate(messages):  # all of them, before any tensor is made
+        loss.check_names(message.inputs, f"datum {number}")
+        size += sum(_num_bytes(name, tensor) for name, tensor in message.inputs.items())
         if size > MAX_BYTES:
             fix = "Send fewer datums, or fewer targets per token."
             raise RequestError(f"the datums take more than {MAX_BYTES:,} bytes.", fix=fix)
-    return rows
+    return [_datum_of(each, loss, model, f"datum {n}") for n, each in enumerate(messages)]
+
+
+def _num_bytes(name: str, message: Any) -> int:
+    """Return the bytes of an input's tensor; with those of the default weights for targets."""
+    item_size = torch.int64.itemsize + torch.float32.itemsize if name == TARGETS else 4
+    return num_cells(message) * item_size
 
 
 def _datum_of(message: Any, loss: Loss, model: Any, where: str) -> Datum:
@@ -96,8 +102,7 @@ def _datum_of(message: Any, loss: Loss, model: Any, where: str) -> Datum:
     for name, tensor in message.inputs.items():
         value = tensor_of(tensor, name)
         inputs[name] = value.long() if name == TARGETS else value.float()
-    if TARGETS in inputs:
-        inputs.setdefault("weights", torch.ones(inputs[TARGETS].shape))
+    inputs.setdefault("weights", torch.ones(inputs[TARGETS].shape))
     loss.check(inputs, where)
     targets = inputs[TARGETS]
     if len(ids) != len(targets) or not len(ids) or targets.numel() > len(ids) * MAX_TARGETS:

@@ -181,8 +181,8 @@ class Service:
 
         oldest = min(self._models.values(), key=last_activity)
         if time.time() - last_activity(oldest) < IDLE_SECONDS:
-            found = f"{MAX_MODELS} models are in training."
-            raise RequestError("there is no room for another model.", found=found, status=429)
+            count = f"{MAX_MODELS} models are in training."
+            raise RequestError("there is no room for another model.", found=count, status=429)
         self.unload(bodies.OfModel(model_id=oldest.id), RequestContext(oldest.owner, "", 0))
 
     def _model(self, id: str, owner: str) -> Model:
@@ -197,13 +197,13 @@ class Service:
         if self._store.get(MODEL, id, owner) is None:
             return RequestError(f"there is no model {id}.", status=404)
         paths = [each["path"] for each in self._weights.all(owner, id) if each["use"] == "weights"]
-        found = f"Its last saved weights: {paths[-1]}." if paths else "It was never saved."
+        saved = f"Its last saved weights: {paths[-1]}." if paths else "It was never saved."
         fix = "Create it again, and save it regularly: save_state(NAME)."
         if paths:
             fix = "Continue from them: create_training_client_from_state_with_optimizer(PATH)."
         return RequestError(
             f"the model {id} is no longer in memory.",
-            found=f"It was unloaded, or the server restarted. {found}",
+            found=f"It was unloaded, or the server restarted. {saved}",
             fix=fix,
             status=404,
         )

@@ -16,10 +16,15 @@ from torch import Tensor
 
 from peftkit.adapter import group_modules
 from peftkit.data.generation import default_style
+from peftkit.errors import AdapterError
 from peftkit.execution.environment import free_now
 from peftkit.execution.out_of_memory import is_out_of_memory, release_memory
+from peftkit.files.disk import sha256_of, write_json
 from peftkit.files.tensors import read_tensors, specs_of, write_tensor_stream, write_tensors
+from peftkit.formats.folders import NOTES
+from peftkit.formats.guard import read_json
 from peftkit.formats.peft.folder import AdapterFolder, save_adapter
+from peftkit.formats.peft.load import check_weights, read_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
 from peftkit.model import roles
@@ -169,6 +174,9 @@ class Tenants:
             if with_optimizer and (state := tenant.optimizer_tensors()):
                 tensors = {name: tensor.cpu() for name, tensor in state.items()}
                 write_tensors(tensors, folder / OPTIMIZER_FILE)
+                notes = read_json(folder / NOTES)
+                notes["sha256"][OPTIMIZER_FILE] = sha256_of(folder / OPTIMIZER_FILE)
+                write_json(notes, folder / NOTES)
 
         self.run(id, write)
 
@@ -176,7 +184,8 @@ class Tenants:
         """Load an adapter folder into a tenant.
 
         Raises:
-            AdapterError: The folder's adapter has another rank or other layers.
+            AdapterError: The folder's adapter has another rank or other layers, was trained on
+                other weights, or a file is damaged or missing.
         """
 
         def read(tenant: Tenant) -> None:
@@ -186,4 +195,25 @@ class Tenants:
             if with_optimizer and (folder / OPTIMIZER_FILE).is_file():
                 tenant.load_optimizer(read_tensors(folder / OPTIMIZER_FILE))
 
+        check_weights(read_adapter(folder), self._provenance.fingerprint)
+        if with_optimizer:
+            _check_optimizer(folder)
         self.run(id, read)
+
+
+def _check_optimizer(folder: Path) -> None:
+    """Compare the file of an optimizer's state with the hash in peftkit.json.
+
+    Raises:
+        AdapterError: The file is missing or damaged.
+    """
+    path = folder / OPTIMIZER_FILE
+    digest = read_json(folder / NOTES)["sha256"].get(OPTIMIZER_FILE)
+    if digest is None:  # saved before the first step
+        return
+    if not path.is_file() or sha256_of(path) != digest:
+        raise AdapterError(
+            "cannot load the state of the optimizer.",
+            found=f"Its file {'is damaged' if path.is_file() else 'is missing'}.",
+            fix="Load the weights without the optimizer, or load other weights.",
+        )

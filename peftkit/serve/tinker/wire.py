@@ -9,6 +9,7 @@ Shapes: N tokens of a datum, K targets per token.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -149,6 +150,13 @@ def _number(data: bytes, place: int, end: int) -> tuple[int, int]:
 
 def _unreadable(reason: str) -> RequestError:
     return RequestError("the request's body cannot be read.", found=f"As protobuf: {reason}.")
+
+
+def num_cells(message: Any) -> int:
+    """Return the number of values of a `Tensor` message, without making the tensor."""
+    if message.HasField("sparse"):
+        return prod(max(size, 0) for size in message.shape[:2])
+    return len(message.dense) // 4
 
 
 def tensor_of(message: Any, name: str) -> Tensor:

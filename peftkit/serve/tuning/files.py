@@ -14,6 +14,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from peftkit.files.disk import is_disk_full, replacing, write_bytes_atomic
 from peftkit.files.multipart import Form, FormError
+from peftkit.serve.limits import DEFAULTS
 from peftkit.serve.requests import RequestError
 from peftkit.serve.store import new_id
 from peftkit.serve.training import Training
@@ -21,7 +22,7 @@ from peftkit.serve.tuning.documents import JOB
 from peftkit.serve.tuning.pages import Page
 
 KIND, PURPOSE, RESULTS = "file", "fine-tune", "fine-tune-results"
-MAX_UPLOAD = 512 << 20
+MAX_UPLOAD = DEFAULTS.upload_bytes
 """Most bytes of an uploaded file."""
 MAX_FILES = 1000
 """Most files of one owner."""

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import shutil
+import sqlite3
 import tempfile
 import threading
 import time
@@ -21,16 +22,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from peftkit.base.new_tokens import unknown_tokens
 from peftkit.config.schema import dump_yaml, load
 from peftkit.config.strict_yaml import printable
 from peftkit.errors import CheckpointError, DataError, PeftkitError
 from peftkit.events import ignore
-from peftkit.execution.signals import Interrupted
+from peftkit.execution.signals import Interrupted, pause_points
 from peftkit.files.disk import new_folder, write_text
+from peftkit.formats import folders
 from peftkit.formats.folders import CONFIG, NOTES, RECIPE, TENSORS
 from peftkit.recipe import Recipe
 from peftkit.report.history import read_history
 from peftkit.run import run
+from peftkit.serve.limits import DEFAULTS
 from peftkit.serve.requests import RequestError
 from peftkit.serve.store import StoreError, full_disk_as_store_error, new_id
 from peftkit.serve.training import Training
@@ -62,6 +66,8 @@ ACTIONS = {
 _LOG = logging.getLogger(__name__)
 MAX_JOBS = 64
 """Most jobs of one owner that wait or run."""
+MAX_DEATHS = DEFAULTS.job_deaths
+"""Times that the process may end during a job, since its last checkpoint, before the job fails."""
 OF_BASE = tuple(name for name in BaseConfig.model_fields if name not in ("store", "placement"))
 """Base settings that affect a job's weights."""
 START = "start"
@@ -159,7 +165,9 @@ class Jobs:
         if start is None or not start.is_relative_to(self._training.folder.resolve()):
             return  # the base, or an operator's adapter
         with new_folder(self.folder(id) / START, last=CONFIG) as new:
-            for name in (CONFIG, TENSORS, NOTES):
+            for name in (CONFIG, TENSORS, NOTES, folders.START):
+                if name == folders.START and not (start / name).exists():
+                    continue
                 try:
                     os.link(start / name, new / name)
                 except OSError:  # not all file systems have links
@@ -190,7 +198,10 @@ class Jobs:
         """Resume the jobs that had not ended when the last server stopped."""
         for job in self._store.all(JOB):
             status, id = job["response"]["status"], job["response"]["id"]
-            if status == "validating_files":
+            if status not in ENDED and job.get("attempts", 0) >= MAX_DEATHS:
+                text = f"The server's process ended {MAX_DEATHS} times during this job."
+                self._fail(id, "server_error", text)
+            elif status == "validating_files":
                 self._start_validation(id)
             elif status in ("queued", "running"):
                 self._training.log(f"{id}: resumed")
@@ -208,7 +219,7 @@ class Jobs:
             try:
                 if self._has_ended(id) or self._waits_for_base(id):
                     return
-                with self._validation, full_disk_as_store_error():
+                with self._validation, full_disk_as_store_error(), self._attempt(id):
                     self._make_recipe(id)
             except StoreError:
                 raise
@@ -238,6 +249,9 @@ class Jobs:
         start: Path | None = folder / START
         if not (folder / START).exists():
             start = self._training.models.folder(body.model, self._store.owner(JOB, id))
+        if start is not None and unknown_tokens(start, self._training.bank.base.tokenizer):
+            text = "The model has tokens that the server's base lacks: it cannot be trained here."
+            raise JobError("invalid_model", text, "model")
         recipe, hyperparameters = recipe_of(
             body,
             job["response"]["seed"],
@@ -249,7 +263,7 @@ class Jobs:
             out=folder,
         )
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(dump_yaml(recipe), folder / RECIPE)
+        write_text(dump_yaml(recipe, only_set=True), folder / RECIPE)
         with changing(self._store, id) as job:
             response = job["response"]
             if response["status"] == "validating_files":  # a client may have cancelled it
@@ -270,8 +284,20 @@ class Jobs:
         """Run a job from its newest checkpoint, or from its start."""
         with self._queue_lock:
             self._queued.discard(id)
-        with self._retrying(id, self._queue):
+        with self._retrying(id, self._queue), self._attempt(id):
             self._run_once(id, yield_model)
+
+    @contextmanager
+    def _attempt(self, id: str) -> Iterator[None]:
+        """Count an attempt at a job in the store, until it ends without ending the process."""
+        with changing(self._store, id) as job:
+            job["attempts"] = job.get("attempts", 0) + 1
+        try:
+            yield
+        finally:
+            # the server may have stopped while it validated
+            with suppress(StoreError, sqlite3.ProgrammingError), changing(self._store, id) as job:
+                job["attempts"] = 0
 
     @contextmanager
     def _retrying(self, id: str, retry: Callable[[str], None]) -> Iterator[None]:
@@ -325,14 +351,15 @@ class Jobs:
             changes = "; ".join(f"{key}: {old} -> {new}" for key, (old, new) in changed.items())
             text = f"The base is loaded with other settings than the job's: {changes}"
             add_warning_once(self._store, id, text)
-        run(
-            recipe.model_copy(update={"base": server_base}),
-            resume=resume,
-            overwrite=not resume,
-            allow_changes=("base.computes_in", *changed) if resume else (),
-            base=self._training.bank.base,
-            on_event=progress.on_event,
-        )
+        with pause_points(progress.pause):
+            run(
+                recipe.model_copy(update={"base": server_base}),
+                resume=resume,
+                overwrite=not resume,
+                allow_changes=("base.computes_in", *changed) if resume else (),
+                base=self._training.bank.base,
+                on_event=progress.on_event,
+            )
 
     def _waits_for_base(self, id: str) -> bool:
         """Return whether a job was created over another base than the server's; log that."""

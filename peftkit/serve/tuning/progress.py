@@ -22,7 +22,7 @@ from peftkit.events import (
 )
 from peftkit.execution.signals import stop_here
 from peftkit.files.disk import new_folder
-from peftkit.formats.folders import CONFIG, NOTES, TENSORS
+from peftkit.formats.folders import CONFIG, NOTES, START, TENSORS
 from peftkit.report.history import History, read_history
 from peftkit.serve.store import new_id
 from peftkit.serve.training import Training
@@ -33,6 +33,8 @@ MAX_CHECKPOINTS = 3
 """Most checkpoints of a job that are served as models: the newest ones, at ends of epochs."""
 PRINTED_STEPS = 10
 """Approximate number of steps of a run that the server prints."""
+PAUSE_SECONDS = 0.1
+"""Time between two turns while rows are prepared."""
 TURNS = (StepDone, EvalDone, Saved, RolledOut, Progress)
 """Events between two steps: the worker may serve other requests here."""
 
@@ -57,6 +59,7 @@ class JobProgress:
         self._evaluates = job["response"]["validation_file"] is not None
         self._step: StepDone | None = None
         self._num_steps = 1
+        self._last_turn = time.monotonic()
 
     def on_event(self, event: Event) -> None:
         """Handle an event of the run."""
@@ -65,15 +68,14 @@ class JobProgress:
             self._step = event
             if not self._evaluates:  # with evaluation, the validation loss may follow
                 self.flush()
-            job = self._store.get(JOB, self._id)
-            if job is None or job["response"]["status"] != "running":
-                stop_here()
         elif isinstance(event, EvalDone):
             self.flush(event.metrics)
         elif isinstance(event, RunStarted):
             self._start(event)
         elif isinstance(event, Saved) and event.kind == "checkpoint":
             self.flush()
+            with changing(self._store, self._id) as job:
+                job["attempts"] = 1  # this one
             self._publish_checkpoint(int(event.path.name.rpartition("-")[2]))
         elif isinstance(event, Notice):
             add_warning_once(
@@ -82,7 +84,23 @@ class JobProgress:
         elif isinstance(event, Table) and event.source:
             self._warn_of_rows(event)
         if isinstance(event, TURNS):
+            self._turn()
+
+    def pause(self) -> None:
+        """Take a turn between two renderings of rows, if the last one is `PAUSE_SECONDS` ago."""
+        if time.monotonic() - self._last_turn > PAUSE_SECONDS:
+            self._turn()
+
+    def _turn(self) -> None:
+        """Stop the run if a client requested that; then serve waiting requests."""
+        self._last_turn = math.inf  # rendering for a request is no pause
+        try:
+            job = self._store.get(JOB, self._id)
+            if job is None or job["response"]["status"] != "running":
+                stop_here()
             self._yield_model()
+        finally:
+            self._last_turn = time.monotonic()
 
     def flush(self, valid: Mapping[str, float] | None = None) -> None:
         """Record the last step, with the metrics of an evaluation after it."""
@@ -131,8 +149,10 @@ class JobProgress:
         folder = self._folder / "kept" / f"step-{step}"
         folder.parent.mkdir(exist_ok=True)
         with new_folder(folder, last=CONFIG) as new:
-            for name in (CONFIG, TENSORS, NOTES):
-                shutil.copyfile(self._folder / "checkpoints" / f"step-{step}" / name, new / name)
+            checkpoint = self._folder / "checkpoints" / f"step-{step}"
+            for name in (CONFIG, TENSORS, NOTES, START):
+                if name != START or (checkpoint / name).exists():
+                    shutil.copyfile(checkpoint / name, new / name)
         with self._store.transaction():
             self.publish(f"{self._name}:ckpt-step-{step}", folder, step, read_history(self._folder))
         self.delete_old_checkpoints()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from peftkit.data.format import detect, parse
 from peftkit.data.messages import WrongField
@@ -12,12 +14,18 @@ from peftkit.data.preferences import OPENAI_SIDES, SIDES, read_pair
 from peftkit.data.prompts import read_prompts
 from peftkit.data.records import Record, iterate_records
 from peftkit.errors import DataError, PeftkitError, first_few
+from peftkit.serve.limits import DEFAULTS
 from peftkit.serve.tuning.bodies import Kind
 
+LINE_BYTES, ROW_WORK = DEFAULTS.line_bytes, DEFAULTS.row_work
 MIN_ROWS = {"supervised": 10, "dpo": 10, "reinforcement": 1}
 """Fewest rows of a training file."""
 MAX_REPORTED = 5
 """Bad rows that an error describes."""
+
+
+MANY_MESSAGES = 64
+"""Messages of a conversation up to which its rendering is fast for any length."""
 
 
 class JobError(PeftkitError):
@@ -44,6 +52,7 @@ def count_rows(
     Raises:
         JobError: The file is not readable, or has bad rows or too few rows.
     """
+    _check_lines(path, param)
     number, num_bad, problems = 0, 0, list[str]()
     first = ""
     try:
@@ -68,8 +77,39 @@ def count_rows(
     return number
 
 
+def _check_lines(path: Path, param: str) -> None:
+    """Refuse a file with a long line or JSON array: parsed, it takes about 30 times the memory.
+
+    Raises:
+        JobError: A line, or the array, has more than `LINE_BYTES`.
+    """
+    line, length = 1, 0
+    with open(path, "rb") as file:
+        is_array = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+        file.seek(0)
+        while chunk := file.readline(1 << 20):
+            length += len(chunk)
+            if length > LINE_BYTES:
+                what = "The JSON array" if is_array else f"Line {line}"
+                text = f"{what} has more than {LINE_BYTES:,} bytes. Write one row per line."
+                raise JobError("invalid_file_format", text, param)
+            if chunk.endswith(b"\n") and not is_array:
+                line, length = line + 1, 0
+
+
+def _is_costly(fields: Mapping[str, Any]) -> bool:
+    """Return whether a conversation takes too long to render: each turn renders those before it."""
+    source = fields.get("input", fields)
+    messages = source.get("messages") if isinstance(source, Mapping) else None
+    if not isinstance(messages, list) or len(messages) <= MANY_MESSAGES:
+        return False
+    return len(json.dumps(messages)) * len(messages) > ROW_WORK
+
+
 def _problem(record: Record, method: Kind, fields: Collection[str], first: str) -> str:
     """Return why a row cannot be used; "" for a valid row."""
+    if _is_costly(record.fields):
+        return "the conversation has too many messages for its length; split it."
     try:
         if method == "dpo":
             if record.fields.keys().isdisjoint({*OPENAI_SIDES, *SIDES}):

@@ -100,12 +100,12 @@ class MediaText(CompletingTask, TokenTask):
         A processor takes a kind of media for all of its texts or for none. If it nests images in
         lists, all texts need the same number.
         """
-        found = []
+        counts = []
         for kind in KINDS:
             count = sum(isinstance(one, kind) for one in media)
             nested = kind is Picture and self.encoder.media_processor.is_nested
-            found.append(str(count if nested else min(count, 1)))
-        return " ".join(found)
+            counts.append(str(count if nested else min(count, 1)))
+        return " ".join(counts)
 
     def num_positions(self, rows: Sequence[MediaRow]) -> int:
         """Return the tokens of rows, padding included, plus the patches of media encoders."""
@@ -114,9 +114,9 @@ class MediaText(CompletingTask, TokenTask):
     def collate(self, rows: Sequence[MediaRow]) -> dict[str, Tensor]:
         """Return a batch, padded on the right, with the processor's inputs of media."""
         batch = collate(rows, self.pad_id, self.rows.max_length)
-        kept = ("input_ids", "attention_mask", "target_index", "targets")
-        made = self.encoder.inputs(rows, batch["input_ids"].shape[1])
-        return {name: batch[name] for name in kept} | made
+        names = ("input_ids", "attention_mask", "target_index", "targets")
+        inputs = self.encoder.inputs(rows, batch["input_ids"].shape[1])
+        return {name: batch[name] for name in names} | inputs
 
     def inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the tokens, their mask, and what goes with them; pixels as the weights are."""

@@ -76,8 +76,8 @@ class MaskedEncoder(RowEncoder):
         self._room, self._max_length = self._frame.room(max_length), max_length
 
     def key(self, where: str) -> object:
-        known = (self._name, self._room, self._splits, self._share)
-        return (*tokenizer_key(self._tokenizer), *known)
+        settings = (self._name, self._room, self._splits, self._share)
+        return (*tokenizer_key(self._tokenizer), *settings)
 
     def read(self, records: Sequence[Record], where: str) -> ParsedRow:
         parsed = parse(records, self._name, where=where)

@@ -4,8 +4,6 @@ Files are read back with the gguf library's own reader, and B's rows moved by ha
 under test checks itself.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import struct
 import time

@@ -1,7 +1,5 @@
 """What PEFT does by itself and its files do not say, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 
 import peft

@@ -1,7 +1,5 @@
 """Adapters as matrices: what is read is what the modules apply, what is written loads anywhere."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

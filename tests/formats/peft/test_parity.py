@@ -1,7 +1,5 @@
 """PEFT loads what is saved here and computes the same, and the reverse."""
 
-from __future__ import annotations
-
 import copy
 import json
 from itertools import cycle, product

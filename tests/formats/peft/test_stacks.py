@@ -1,7 +1,5 @@
 """PEFT's LoRAs of stacked experts: imported they compute alike."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Train and sample with Tinker's own client, any version; runs in its environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Run a recipe of Tinker's cookbook as it is; its data and tokenizer are this machine's."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

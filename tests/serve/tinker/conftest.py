@@ -1,7 +1,5 @@
 """A training server in this process, and a client of its Tinker API."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +13,8 @@ from starlette.testclient import TestClient
 
 from peftkit.inference.bank import AdapterBank
 from peftkit.model.lift import take_off
-from peftkit.serve.app import Limits, make_app
+from peftkit.serve.app import make_app
+from peftkit.serve.limits import Limits
 from peftkit.serve.training import TrainingOptions
 from peftkit.settings import BaseConfig
 from tests.helpers.bank import tiny_base

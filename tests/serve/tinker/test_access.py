@@ -1,7 +1,5 @@
 """Owners cannot access each other's objects, and no request breaks the server."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Iterator
@@ -29,42 +27,28 @@ def test_another_s_sessions_models_samplers_results_and_weights_are_not_there(se
     ann.retrieve(result)
     path = model.call("save_weights", path="x")["path"]
     sampler = ann.sampler(path)
-    adam = {"adam_params": {}}
-    asked = [
-        ("session_heartbeat", {"session_id": ann.session}, 410),
-        ("create_model", {"session_id": ann.session, "model_seq_id": 9, "base_model": "base"}, 404),
-        ("create_model", {"session_id": ann.session, "model_seq_id": 0, "base_model": "base"}, 404),
-        ("get_info", {"model_id": model.id}, 404),
-        ("optim_step", {"model_id": model.id, "seq_id": 3, **adam}, 404),
-        ("save_weights", {"model_id": model.id, "seq_id": 3, "path": "y"}, 404),
-        ("save_weights_for_sampler", {"model_id": model.id, "seq_id": 3, "path": "y"}, 404),
-        ("unload_model", {"model_id": model.id}, 404),
-        ("weights_info", {"tinker_path": path}, 404),
-        (
-            "load_weights",
-            {"session_id": bob.session, "model_seq_id": 0, "path": path, "optimizer": True},
-            404,
-        ),
-        (
-            "create_sampling_session",
-            {"session_id": bob.session, "sampling_session_seq_id": 0, "model_path": path},
-            404,
-        ),
-        (
-            "create_sampling_session",
-            {"session_id": ann.session, "sampling_session_seq_id": 9, "base_model": "base"},
-            404,
-        ),
-        (
-            "asample",
-            {"sampling_session_id": sampler, "seq_id": 0, "prompt": PROMPT, "sampling_params": {}},
-            404,
-        ),
-        ("retrieve_future", {"request_id": result}, 404),
-        ("cancel_future", {"request_id": result}, 404),
+    hers, his = {"session_id": ann.session}, {"session_id": bob.session}
+    operation = {"model_id": model.id, "seq_id": 3}
+    sample = {"sampling_session_id": sampler, "prompt": PROMPT, "sampling_params": {}}
+    assert bob.ask("session_heartbeat", **hers).status_code == 410
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("create_model", {**hers, "model_seq_id": 9, "base_model": "base"}),
+        ("create_model", {**hers, "model_seq_id": 0, "base_model": "base"}),
+        ("get_info", {"model_id": model.id}),
+        ("optim_step", {**operation, "adam_params": {}}),
+        ("save_weights", {**operation, "path": "y"}),
+        ("save_weights_for_sampler", {**operation, "path": "y"}),
+        ("unload_model", {"model_id": model.id}),
+        ("weights_info", {"tinker_path": path}),
+        ("load_weights", {**his, "model_seq_id": 0, "path": path, "optimizer": True}),
+        ("create_sampling_session", {**his, "sampling_session_seq_id": 0, "model_path": path}),
+        ("create_sampling_session", {**hers, "sampling_session_seq_id": 9, "base_model": "base"}),
+        ("asample", {**sample, "seq_id": 0}),
+        ("retrieve_future", {"request_id": result}),
+        ("cancel_future", {"request_id": result}),
     ]
-    for what, body, status in asked:
-        assert bob.ask(what, **body).status_code == status, what
+    for operation_name, body in requests:
+        assert bob.ask(operation_name, **body).status_code == 404, operation_name
     headers = {"X-API-Key": BOB, "Content-Type": "application/x-protobuf"}
     sent = http.post(f"{API}/forward_backward", content=message(model.id, 3, DATA), headers=headers)
     assert sent.status_code == 404
@@ -82,54 +66,26 @@ def test_another_s_sessions_models_samplers_results_and_weights_are_not_there(se
     assert model.step()["metrics"]
 
 
-WRONG: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    1 << 70,
-    1e308,
-    "",
-    "a" * 300,
-    "../../etc/passwd",
-    [],
-    {},
-    [[]],
-)
+WRONG: list[Any] = [None, True, -1, 1 << 70, 1e308, "", "a" * 300, "../../etc/passwd", [], {}, [[]]]
 
 
 def hostile(client: Client, model_id: str, sampler: str) -> Iterator[tuple[str, bytes, str]]:
     """Yield hostile requests: path, body and type."""
+    session = {"session_id": client.session}
+    new_model = {**session, "model_seq_id": 50, "base_model": "base"}
+    saved = {**session, "model_seq_id": 51, "path": "tinker://x/weights/y"}
+    sample = {"sampling_session_id": sampler, "seq_id": 50, "prompt": PROMPT, "num_samples": 1}
     bodies: dict[str, dict[str, Any]] = {
         "create_session": {"tags": [], "sdk_version": "1"},
-        "session_heartbeat": {"session_id": client.session},
-        "create_model": {
-            "session_id": client.session,
-            "model_seq_id": 50,
-            "base_model": "base",
-            "lora_config": {"rank": 4},
-        },
+        "session_heartbeat": session,
+        "create_model": {**new_model, "lora_config": {"rank": 4}},
         "get_info": {"model_id": model_id},
         "optim_step": {"model_id": model_id, "seq_id": 4000, "adam_params": {"beta1": 0.9}},
         "save_weights": {"model_id": model_id, "seq_id": 4001, "path": "x"},
         "save_weights_for_sampler": {"model_id": model_id, "seq_id": 4002, "path": "x"},
-        "load_weights": {
-            "session_id": client.session,
-            "model_seq_id": 51,
-            "path": "tinker://x/weights/y",
-            "optimizer": True,
-        },
-        "create_sampling_session": {
-            "session_id": client.session,
-            "sampling_session_seq_id": 50,
-            "base_model": "base",
-        },
-        "asample": {
-            "sampling_session_id": sampler,
-            "seq_id": 50,
-            "prompt": PROMPT,
-            "sampling_params": {"max_tokens": 1},
-            "num_samples": 1,
-        },
+        "load_weights": {**saved, "optimizer": True},
+        "create_sampling_session": {**session, "sampling_session_seq_id": 50, "base_model": "base"},
+        "asample": {**sample, "sampling_params": {"max_tokens": 1}},
         "retrieve_future": {"request_id": "x"},
         "cancel_future": {"request_id": "x"},
         "weights_info": {"tinker_path": "tinker://a/weights/../../x"},
@@ -243,6 +199,31 @@ def test_sparse_tensors_have_a_dense_bound(client, monkeypatch):
     assert len(data) < 10_000
     failed = client.retrieve(model.send(data).json()["request_id"])
     assert "more than 200,000 bytes" in failed["error"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["target_tokens", *(f"x{i}" for i in range(20))], "unknown: x"),
+        (["target_tokens", "weights"], "more than 268,435,456 bytes"),
+    ],
+)
+def test_datums_are_checked_before_a_tensor_is_made(client, monkeypatch, names, message):
+    model = client.model()
+    body = wire.MESSAGES["ForwardBackward"](model_id=model.id, seq_id=1, loss="cross_entropy")
+    for _ in range(4):
+        one = body.data.add()
+        one.chunks.add().text.tokens = wire.bytes_of([5], torch.int32)
+        for name in names:
+            tensor = one.inputs[name]
+            tensor.dtype = wire.NUMBERS[torch.int64]
+            tensor.shape.extend((1, wire.MAX_CELLS))
+            tensor.sparse.rows = wire.bytes_of([0, 0], torch.int64)
+    made: list[str] = []
+    monkeypatch.setattr(rows, "tensor_of", lambda tensor, name: made.append(name))
+    failed = client.retrieve(model.send(body.SerializeToString()).json()["request_id"])
+    assert message in failed["error"]
+    assert not made
 
 
 def test_a_failure_of_the_server_is_no_5xx(client, monkeypatch):

@@ -1,7 +1,5 @@
 """A Tinker model and a job that train simultaneously give the same results as alone."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Training over the API equals a plain training loop, even if other models train meanwhile."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each loss and its gradient equal the formula of its paper; errors name invalid inputs."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Operations run once and in the order of their numbers, despite retries, delays and losses."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any

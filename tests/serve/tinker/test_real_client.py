@@ -1,7 +1,5 @@
 """Tinker's client and its cookbook, unmodified, with `peftkit serve --train`."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

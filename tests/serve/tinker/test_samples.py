@@ -1,7 +1,5 @@
 """Samples come from the saved weights; log-probabilities equal the trainer's."""
 
-from __future__ import annotations
-
 import struct
 import threading
 from typing import Any

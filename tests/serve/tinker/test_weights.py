@@ -1,7 +1,5 @@
 """Saved weights are PEFT folders: training resumes bit-equal, and paths survive a restart."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
 from peftkit.formats.peft.load import load_adapter
+from peftkit.model.lift import take_off
 from peftkit.serve.tinker import weights, wire
 from tests.helpers.tinker import CE_DATA, MIXED_RANKS, train_steps
 from tests.helpers.wire_client import API, Client, datum
@@ -35,6 +34,44 @@ def test_a_model_resumes_from_its_state_bit_equal(client, config):
     info = client.post("weights_info", tinker_path=path)
     assert (info["lora_rank"], info["base_model"]) == (config["rank"], "base")
     assert info["train_mlp"] == config.get("train_mlp", True)
+
+
+def flip_bit(path):
+    raw = bytearray(path.read_bytes())
+    raw[-6] ^= 32
+    path.write_bytes(raw)
+
+
+def test_damaged_weights_are_not_loaded(client, tmp_path):
+    model = client.model()
+    train_steps(model, 1)
+    path = model.call("save_weights", path="x")["path"]
+    (folder,) = (tmp_path / "state" / "tinker" / "weights").iterdir()
+
+    def load(*, optimizer):
+        return client.model().call("load_weights", path=path, optimizer=optimizer)
+
+    flip_bit(folder / "optimizer.safetensors")
+    assert "is damaged" in load(optimizer=True)["error"]
+    assert load(optimizer=False)["path"] == path
+    (folder / "optimizer.safetensors").unlink()
+    assert "is missing" in load(optimizer=True)["error"]
+    flip_bit(folder / "adapter_model.safetensors")
+    assert "sha256 differs" in load(optimizer=False)["error"]
+
+
+def test_weights_of_another_base_are_not_loaded(serve, llama):
+    client = Client(serve())
+    model = client.model()
+    train_steps(model, 1)
+    path = model.call("save_weights", path="x")["path"]
+    take_off(llama)
+    with torch.no_grad():
+        for parameter in llama.parameters():
+            parameter.add_(0.1)
+    client = Client(serve())
+    failed = client.model().call("load_weights", path=path, optimizer=False)
+    assert "trained on another base" in failed["error"]
 
 
 def test_weights_of_a_sampler_have_no_optimizer_to_go_on_with(client):

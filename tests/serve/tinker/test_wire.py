@@ -1,7 +1,5 @@
 """Messages are valid protobuf; invalid ones are refused before they are parsed."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A server in this process that trains over a tiny base, and what clients do with it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Clients' files: uploaded, listed, read, deleted, and visible to their owner only."""
 
-from __future__ import annotations
-
 import errno
 import sqlite3
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Graders run on single answers before a job trains with them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Jobs give the weights of their recipes, and responses in OpenAI's format."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import csv
@@ -433,7 +431,9 @@ def test_a_job_waits_for_its_base(served, model_folder, tmp_path):
         assert client.until(id)["status"] == "succeeded"
 
 
-@pytest.mark.parametrize("when", ["in its midst", "at its start"])
+@pytest.mark.parametrize(
+    "when", ["in its midst", pytest.param("at its start", marks=pytest.mark.slow)]
+)
 def test_a_job_waits_for_space(served, alone, monkeypatch, when):
     """As `tests/train/test_disk.py`; the store is smaller, and can still write."""
     space = {"free": 1 << 40}

@@ -1,8 +1,6 @@
 """OpenAI's own client, over a socket, to `peftkit serve --train`: the guide's program as it stands,
 jobs that are paused and cancelled, and one whose server is killed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """The recipe that a job's request becomes, and the rows that it may have."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

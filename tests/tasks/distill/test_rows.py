@@ -1,7 +1,5 @@
 """What a teacher reads, of which files; which rows it is asked, and what becomes of its answers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

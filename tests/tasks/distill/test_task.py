@@ -1,7 +1,5 @@
 """One step of distillation is the definition, whatever a batch is made of."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

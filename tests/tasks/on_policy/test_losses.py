@@ -1,7 +1,5 @@
 """Each loss of policy gradients is its formula, answer by answer, and so is its gradient."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

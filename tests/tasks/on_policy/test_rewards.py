@@ -1,7 +1,5 @@
 """Built-in rewards, and JSON schemas."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

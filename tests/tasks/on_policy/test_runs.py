@@ -1,7 +1,5 @@
 """Runs that learn from rewards: what they tell, how they end, and that they resume to the bit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Each loss is its formula, in three lines of plain torch, and so is its gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

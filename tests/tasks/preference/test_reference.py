@@ -1,7 +1,5 @@
 """The reference is what the model was, for every method; asked once, kept with the run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +112,9 @@ def test_changed_inputs_are_recomputed(done, told, tmp_path):
     assert some.stages(ASKING)[0].endswith("1 rows")
     again = finished(told, base={"quantize": "nf4"}, train=short, overwrite=True)
     assert again.stages(ASKING)[0].endswith("5 rows")
+    embeddings = {"quantize": "nf4", "quantize_embeddings": "nf4"}
+    again = finished(told, base=embeddings, train=short, overwrite=True)
+    assert again.stages(ASKING)[0].endswith("5 rows")
     kept.write_bytes(b"no tensors")
     assert finished(told, train=short, overwrite=True).stages(ASKING)[0].endswith("5 rows")
 
@@ -155,6 +156,9 @@ class TestGoingOnWithAnAdapter:
         (second.folder / FILE).unlink()  # asked again, of what the adapter was then
         half = second.resumed(tmp_path / "half", "step-4")
         assert (half.folder / WEIGHTS).read_bytes() == (second.folder / WEIGHTS).read_bytes()
+        (second.folder / START).unlink()
+        with pytest.raises(AdapterError, match=r"start\.safetensors is missing"):
+            before_training(opened.adapter, opened.file.folder)
 
     def test_another_task_continues_the_adapter(self, done, told, tmp_path):
         rows = [{"prompt": "the dog ", "completion": "and the fox"}] * 4

@@ -1,7 +1,5 @@
 """Comparisons as tokens: a prompt once, answers cut alike, nothing left empty."""
 
-from __future__ import annotations
-
 import pytest
 
 from peftkit.data.pack import IGNORE
