@@ -3,7 +3,7 @@
 #   docker build -t peftkit .
 #   docker run --rm -v "$PWD:/work" peftkit train recipe.yaml
 #
-# BASE is an image with Python 3.10 or newer: python:3.12-slim, which is enough for NVIDIA GPUs too
+# BASE is an image with Python 3.11 or newer: python:3.12-slim, which is enough for NVIDIA GPUs too
 # (docker run --gpus all): torch's wheel brings the CUDA libraries. TORCH_INDEX is the package index torch
 # is taken from: PyTorch's CPU index makes a small image; left empty, pip takes the wheel with CUDA.
 ARG BASE=python:3.12-slim

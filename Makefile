@@ -55,8 +55,8 @@ quickstart: $(VENV)/runtime $(VENV)/smollm2
 
 # Each stamp is newer than what it was installed from, or is made again.
 $(VENV)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "peftkit needs Python 3.10 or newer; name one with: make PYTHON=python3.11"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "peftkit needs Python 3.11 or newer; name one with: make PYTHON=python3.11"; exit 2; }
 	$(SAY) "Making $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@

@@ -142,5 +142,5 @@ def test_make_refuses_an_old_python_with_a_message(target, tmp_path):
         ["make", target, "PYTHON=false"], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2
-    assert "peftkit needs Python 3.10 or newer" in done.stdout
+    assert "peftkit needs Python 3.11 or newer" in done.stdout
     assert not (tmp_path / ".venv").exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,7 @@ def described(saved: dict[str, Any]) -> dict[str, Any]:
 
 def iso(seconds: float) -> str:
     """Return a time in ISO 8601, UTC."""
-    return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def texts(metadata: dict[str, Any]) -> dict[str, str]:
