@@ -31,7 +31,7 @@ MIN_CACHED_TOKENS = 1 << 16
 
 
 class ArrayReader(gguf.GGUFReader):
-    """The reader of the package gguf, with strings of arrays as bytes instead of numpy arrays."""
+    """The reader of the package gguf, with strings of arrays as memory views."""
 
     def _get_field_parts(
         self, orig_offs: int, raw_type: int
@@ -55,18 +55,17 @@ class ArrayReader(gguf.GGUFReader):
         types = [gguf.GGUFValueType.ARRAY, kind] if count else [gguf.GGUFValueType.ARRAY]
         return end - orig_offs, [*prefix, *parts], list(range(2, 2 + count)), types
 
-    def _strings(self, at: int, count: int) -> tuple[list[bytes], int]:
+    def _strings(self, at: int, count: int) -> tuple[list[memoryview], int]:
         """Return `count` strings from an offset, and the offset of their end."""
         is_little = (sys.byteorder == "little") == (self.byte_order == "I")
         length_at = struct.Struct("<Q" if is_little else ">Q").unpack_from
-        array: Any = self.data
-        data, strings = memoryview(array), []
+        data, strings = self.data.data, []
         for _ in range(count):
             (length,) = length_at(data, at)
             at += 8 + length
             if at > len(data):
                 raise ValueError(f"a string of {length:,} bytes ends after the file")
-            strings.append(bytes(data[at - length : at]))
+            strings.append(data[at - length : at])
         return strings, at
 
 
@@ -129,8 +128,8 @@ def fast_reading() -> Iterator[Callable[[Any], ArrayReader]]:
 
 def _value_of(parse: Callable[..., Any], part: Any, types: Any) -> Any:
     """Return the value of a part of a field, as `parse`, transformers' `_gguf_parse_value`."""
-    if isinstance(part, bytes):
-        return part.decode()
+    if isinstance(part, memoryview):
+        return str(part, "utf-8")
     return part.item() if isinstance(types, list) and len(types) > 1 else parse(part, types)
 
 
@@ -145,8 +144,7 @@ def _convert_or_open(
     """
     if "merges" in keys or len(keys["tokens"]) < MIN_CACHED_TOKENS:
         return convert(architecture, keys)
-    header: Any = reader.data[: reader.data_offset]
-    digest = hashlib.sha256(header)
+    digest = hashlib.sha256(reader.data[: reader.data_offset].tobytes())
     digest.update(f"{transformers.__version__} {tokenizers.__version__}".encode())
     path = cache_folder() / "tokenizers" / f"{digest.hexdigest()[:32]}.json"
     with suppress(Exception):  # tokenizers raises it for a missing or damaged file
