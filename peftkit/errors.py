@@ -6,6 +6,7 @@ Exit codes of the command line: 2 for wrong input, 1 for a failure with valid in
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -101,6 +102,14 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
     return f"Did you mean '{near[0]}'?" if near else ""
 
 
+def is_url(path: str | Path) -> bool:
+    """Return whether a missing path is a URL, such as s3://bucket/rows.jsonl.
+
+    A `Path` has one slash of the two after the scheme.
+    """
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
+
+
 def neighbours(path: Path, pattern: str = "*/") -> str:
     """List the folder of a missing path, and suggest the nearest name.
 
@@ -109,6 +118,8 @@ def neighbours(path: Path, pattern: str = "*/") -> str:
         pattern: Glob of the names to list; a trailing slash lists folders.
     """
     folder = path.parent
+    if is_url(path):
+        return "It is a URL, and URLs are not read. Download it first."
     if not folder.is_dir():
         return f"The folder '{folder}' does not exist either."
     # Before Python 3.11, a pattern with a trailing slash also matches files.

@@ -6,7 +6,7 @@ Sizes are bytes, times are seconds, counts are `num_*`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,6 +80,19 @@ class Table(Event):
     summary: str = ""
     source: str = ""
     counts: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassReport(Table):
+    """Metrics of each label of a classifier, as a table and for code.
+
+    Attributes:
+        labels: precision, recall, f1 and rows of each label.
+        confusion: Rows by true label, then by predicted label; None for many labels.
+    """
+
+    labels: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    confusion: Sequence[Sequence[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from peftkit.errors import ConfigError
 
 RECENT_STEPS = 10
 
@@ -74,6 +78,31 @@ _NAMES = {
 def metric_name(name: str) -> str:
     """Return the display name of a metric: peak memory, eval loss."""
     return _NAMES.get(name, name.replace("_", " "))
+
+
+LOWER_IS_BETTER = re.compile(r"(^|_)(loss|perplexity|mse|wer|cer|kl)(_|$)")
+"""Metrics of which a lower value is better, by name."""
+
+
+def score_of(metrics: Mapping[str, float], name: str) -> float:
+    """Return a metric as a score of which the lowest is the best.
+
+    Raises:
+        ConfigError: There is no such metric.
+    """
+    if name not in metrics:
+        found = f"An evaluation of this task has: {', '.join(metrics)}."
+        raise ConfigError(f"there is no metric {name!r} for train.best_metric", found=found)
+    return metrics[name] if LOWER_IS_BETTER.search(name) else -metrics[name]
+
+
+def not_better(name: str, lowest: float) -> str:
+    """Describe evaluations without a better score (`score_of`) than the lowest so far."""
+    if lowest == math.inf:
+        return f"{name} was not finite"
+    if LOWER_IS_BETTER.search(name):
+        return f"{name} did not fall below {lowest:.4g}"
+    return f"{name} did not rise above {-lowest:.4g}"
 
 
 def short(value: float | None) -> str:

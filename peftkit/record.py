@@ -24,7 +24,7 @@ from peftkit.adapter import Adapter
 from peftkit.base.load import Base
 from peftkit.config import schema
 from peftkit.data.rows.lazy import tokens_of_each
-from peftkit.events import Event, Listener, Notice, RunStarted, Saved, Table, ignore
+from peftkit.events import Event, Listener, Notice, RunStarted, Saved, Table, ignore, to_all
 from peftkit.execution.plan import ExecutionPlan, compute_dtype
 from peftkit.execution.state import Result
 from peftkit.figures import loss_name, metric, metric_name
@@ -246,11 +246,13 @@ def _with_best(
     best = result.best_step
     if not recipe.train.keep_best or result.best_checkpoint is None or best is None:
         return result
+    metric = recipe.train.best_metric
+    of_loss = f", {result.metrics['best_eval_loss']:.4g}" if metric == "loss" else ""
     if best != result.step:
         weights.load(result.best_checkpoint)
         text = (
-            f"The adapter has the weights of step {best} with the best loss on the eval rows, "
-            f"{result.metrics['best_eval_loss']:.4g}. The weights of the last step, "
+            f"The adapter has the weights of step {best} with the best {metric} on the eval rows"
+            f"{of_loss}. The weights of the last step, "
             f"{result.step}, are in {result.checkpoint}."
         )
         on_event(Notice(text))
@@ -273,7 +275,11 @@ def _with_metrics(run: RunRecord, result: Result, on_event: Listener) -> Result:
     """Add the task's metrics on the eval rows if the training loop has not computed them."""
     if not run.eval or (run.task.predicts_tokens and not run.settings.measures_before):
         return result
-    metrics = run.task.metrics(run.base.model, run.eval, on_event=on_event)
+    from peftkit.train.metrics import MetricsFiles  # imports the trackers
+
+    files = MetricsFiles(run.folder, lambda text: on_event(Notice(text)))
+    listener = to_all(files.on_event, on_event) if result.is_main else on_event
+    metrics = run.task.metrics(run.base.model, run.eval, on_event=listener)
     if not metrics:  # computed by the run's evaluations
         return result
     on_event(_metrics_table("The eval rows", metrics))

@@ -16,7 +16,7 @@ from peftkit.data.rows.lazy import fingerprint
 from peftkit.defaults import why_too_short
 from peftkit.errors import ConfigError
 from peftkit.events import Event, Listener, Notice, Table, ignore, to_all
-from peftkit.execution.environment import default_device, world_size
+from peftkit.execution.environment import select_device, world_size
 from peftkit.execution.plan import ExecutionPlan, compute_dtype, plan_of
 from peftkit.execution.signals import (
     SAVING,
@@ -196,7 +196,7 @@ def prepare(
     if plan.is_sharded:
         from peftkit.base.sharding import local_bytes, shard_base
 
-        base = replace(base, device=default_device())
+        base = replace(base, device=select_device())
         whole = local_bytes(base.model)["base"]
         shard_base(base.model, base.device, offload=plan.shard == "offload")
         sizes = f"{size(local_bytes(base.model)['base'], 2)} of {size(whole, 2)}"

@@ -120,12 +120,12 @@ class DataConfig(Config):
 
 
 class EarlyStopping(Config):
-    """When to stop a run whose eval loss no longer improves."""
+    """When to stop a run whose evaluations no longer improve."""
 
     patience: int = Field(default=3, ge=1)
-    """Stop after this many consecutive evaluations without a lower loss."""
+    """Stop after this many consecutive evaluations without a better `train.best_metric`."""
     min_delta: float = Field(default=0.0, ge=0)
-    """Minimum decrease that counts as a lower loss."""
+    """Minimum change that counts as better."""
 
 
 class TrainConfig(Config):
@@ -187,9 +187,12 @@ class TrainConfig(Config):
     """Number of eval rows to generate completions for at each evaluation, scored against the rows'
     references (exact_match, rouge_l); null: none."""
     early_stopping: EarlyStopping | None = None
-    """Stop when the eval loss no longer decreases; null: never."""
+    """Stop when best_metric no longer improves; null: never."""
     keep_best: bool = False
-    """Save the weights with the lowest eval loss as the adapter, not the last ones."""
+    """Save the weights of the best evaluation as the adapter, not the last ones."""
+    best_metric: str = "loss"
+    """Metric of the evaluations that keep_best and early_stopping compare, such as accuracy or
+    f1_macro; losses and error rates are better if lower, all others if higher."""
     sample_every: int | None = Field(default=None, ge=1)
     """Steps between generated samples, also before the first step and at the end; printed, and
     written to samples.jsonl and the report; null: none."""

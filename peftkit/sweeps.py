@@ -1,19 +1,23 @@
 """Sweeps: several runs over one base, one after the other, each in a subfolder of the sweep.
 
-sweep.json has the settings, state and losses of each member, report.html all curves, and best/ a
-copy of the best member's adapter. A member's folder is an ordinary run: it can be resumed alone.
+sweep.json and sweep.csv have the settings, state and metrics of each member, report.html all
+curves, and best/ a copy of the best member's adapter. A member's folder is an ordinary run: it can
+be resumed alone.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import json
 import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,8 +32,8 @@ from peftkit.events import Event, Listener, Notice, Saved, Stage, Table, ignore,
 from peftkit.execution.environment import world_size
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.signals import Interrupted, stopping_immediately
-from peftkit.figures import duration, loss_name
-from peftkit.files.disk import LOCKS, new_folder, read_json, writable_folder, write_json
+from peftkit.figures import duration, loss_name, metric_name, score_of, short
+from peftkit.files.disk import LOCKS, new_folder, read_json, writable_folder, write_json, write_text
 from peftkit.formats.folders import SWEEP
 from peftkit.planning.resolve import resolve_plan
 from peftkit.recipe import Recipe, check_settings, load
@@ -42,6 +46,9 @@ from peftkit.train.start import locked, prepare_output
 
 BEST = "best"
 MAX_MEMBERS = 256
+CSV, SEED = "sweep.csv", "train.seed"
+MAX_METRICS = 3
+"""Metrics of the eval rows that the table shows; sweep.json and sweep.csv have all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,12 @@ class Member:
 
 @dataclass(slots=True)
 class Outcome:
-    """An entry of sweep.json: the state of a member, with the losses of its `Result`."""
+    """An entry of sweep.json: the state of a member, with the losses of its `Result`.
+
+    Attributes:
+        metrics: Other metrics of the eval rows, by name.
+        best_metric: The metric by which members are ranked; "loss": the eval loss.
+    """
 
     name: str
     settings: Mapping[str, Any]
@@ -74,10 +86,14 @@ class Outcome:
     eval_loss: float | None = None
     seconds: float = 0.0
     error: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    best_metric: str = "loss"
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """The sort key: eval loss, or training loss without eval rows; failed members last."""
+        """The sort key: the metric or the eval loss, else the training loss; failed ones last."""
+        if self.best_metric in self.metrics:
+            return self.state == "failed", score_of(self.metrics, self.best_metric)
         value = self.loss if self.eval_loss is None else self.eval_loss
         return self.state == "failed" or value is None, math.inf if value is None else value
 
@@ -255,12 +271,21 @@ def sweep(
                 outcome.eval_loss = result.metrics.get("eval_loss")
                 if member.recipe.data.eval is not None and outcome.eval_loss is None:
                     outcome.loss = None  # it diverged in its last step: ranked after the others
+                outcome.metrics = _eval_metrics(result.metrics)
+                outcome.best_metric = member.recipe.train.best_metric
             _write(out, outcomes)
             lock(member)
             has_tokens = member.recipe.base.new_tokens or member.recipe.method.start_from
             if has_tokens or outcome.state == "failed":
                 base = None  # it has more tokens, or the failed run's adapter
         return _finish(out, outcomes, on_event)
+
+
+def _eval_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of the eval rows, except the loss and what follows from it."""
+    names = (n for n in metrics if n.startswith("eval_") and math.isfinite(metrics[n]))
+    left_out = ("eval_loss", "eval_perplexity")
+    return {name.removeprefix("eval_"): metrics[name] for name in names if name not in left_out}
 
 
 def _without_repeats(on_event: Listener) -> Listener:
@@ -297,7 +322,51 @@ def _outcomes_in(out: Path, members: Sequence[Member], resume: bool) -> dict[str
 
 def _write(out: Path, outcomes: Mapping[str, Outcome], best: str | None = None) -> None:
     entries = [asdict(outcome) for outcome in outcomes.values()]
-    write_json({"members": entries, "best": best}, out / SWEEP)
+    seeds = _over_seeds([*outcomes.values()])
+    write_json({"members": entries, "best": best, "over_seeds": seeds}, out / SWEEP)
+    settings = _keys(o.settings for o in outcomes.values())
+    metrics = _keys(o.metrics for o in outcomes.values())
+    table = io.StringIO()
+    rows = csv.writer(table, lineterminator="\n")
+    fixed = ("state", "steps", "seconds", "loss", "eval_loss")
+    rows.writerow(("name", *settings, *fixed, *(f"eval_{name}" for name in metrics)))
+    for o in outcomes.values():
+        values = (getattr(o, name) for name in fixed)
+        chosen = (o.settings.get(key, "") for key in settings)
+        rows.writerow((o.name, *chosen, *values, *(o.metrics.get(name, "") for name in metrics)))
+    write_text(table.getvalue(), out / CSV)
+
+
+def _keys(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the keys of all mappings, each once, in the order of their first occurrence."""
+    return list(dict.fromkeys(key for mapping in mappings for key in mapping))
+
+
+def _over_seeds(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Return the mean and the standard deviation of members that differ in train.seed only.
+
+    Returns:
+        Of each group settings, num_seeds, and {metric: {"mean", "std"}}; std has the divisor n - 1.
+    """
+    groups: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        if outcome.state == "done" and SEED in outcome.settings:
+            others = {key: value for key, value in outcome.settings.items() if key != SEED}
+            groups.setdefault(json.dumps(others, sort_keys=True), []).append(outcome)
+    entries = []
+    for settings, group in groups.items():
+        if len(group) < 2:
+            continue
+        entry: dict[str, Any] = {"settings": json.loads(settings), "num_seeds": len(group)}
+        losses = {} if group[0].eval_loss is None else {"eval_loss": 0.0}
+        for name in (*losses, *group[0].metrics):
+            values = [o.eval_loss if name == "eval_loss" else o.metrics.get(name) for o in group]
+            numbers = [value for value in values if value is not None]
+            if len(numbers) == len(group):
+                spread = {"mean": statistics.mean(numbers), "std": statistics.stdev(numbers)}
+                entry[name] = spread
+        entries.append(entry)
+    return entries
 
 
 def _finish(out: Path, outcomes: Mapping[str, Outcome], on_event: Listener) -> list[Outcome]:
@@ -318,12 +387,32 @@ def _finish(out: Path, outcomes: Mapping[str, Outcome], on_event: Listener) -> l
         shutil.copytree(best.folder, folder, ignore=ignored, dirs_exist_ok=True)
     keys = list(dict.fromkeys(key for outcome in ranked for key in outcome.settings))
     names = [key.rpartition(".")[2] for key in keys]
-    columns = ("member", *names, "eval loss, last", loss_name(), "steps", "time", "state")
+    metrics = _keys(o.metrics for o in ranked)[:MAX_METRICS]
+    if (chosen := best.best_metric) in best.metrics and chosen not in metrics:
+        metrics = [chosen, *metrics[:-1]]
+    measured = (f"eval {metric_name(name)}" for name in metrics)
+    columns = ("member", *names, *measured)
+    columns += ("eval loss, last", loss_name(), "steps", "time", "state")
     rows = []
     for o in ranked:
         losses = ("-" if loss is None else f"{loss:.4f}" for loss in (o.eval_loss, o.loss))
         settings = (str(o.settings.get(key, "")) for key in keys)
-        rows.append((o.name, *settings, *losses, str(o.steps), duration(o.seconds), o.state))
+        scores = (short(o.metrics.get(name)) for name in metrics)
+        rows.append(
+            (o.name, *settings, *scores, *losses, str(o.steps), duration(o.seconds), o.state)
+        )
     on_event(Table("The sweep, best first", columns, tuple(rows)))
+    if groups := _over_seeds(ranked):
+        compared = [name for name in ("eval_loss", *metrics) if name in groups[0]]
+        cells = [
+            (
+                ", ".join(f"{key}={value}" for key, value in group["settings"].items()) or "all",
+                str(group["num_seeds"]),
+                *(f"{g['mean']:.4g} +- {g['std']:.2g}" for g in map(group.get, compared) if g),
+            )
+            for group in groups
+        ]
+        heads = ("settings", "seeds", *map(metric_name, compared))
+        on_event(Table("Mean and standard deviation over seeds", heads, tuple(cells)))
     on_event(Saved("best adapter", out / BEST))
     return ranked

@@ -2,7 +2,8 @@
 
 import pytest
 
-from peftkit.figures import metric_name, rough_duration
+from peftkit.errors import ConfigError
+from peftkit.figures import metric_name, not_better, rough_duration, score_of
 
 
 @pytest.mark.parametrize(
@@ -25,3 +26,12 @@ def test_an_estimate_has_about_one_figure(seconds, text):
 def test_metrics_have_names_without_underscores():
     names = ("peak_bytes", "tokens_per_second", "eval_loss", "num_tokens")
     assert [*map(metric_name, names)] == ["peak memory", "tokens/s", "eval loss", "tokens"]
+
+
+def test_the_lowest_score_is_the_best_metric():
+    metrics = {"loss": 2.0, "wer_normalized": 0.5, "answer_share": 0.25}
+    assert [score_of(metrics, name) for name in metrics] == [2.0, 0.5, -0.25]
+    assert not_better("f1_macro", -0.5) == "f1_macro did not rise above 0.5"
+    assert not_better("loss", 2.0) == "loss did not fall below 2"
+    with pytest.raises(ConfigError, match="there is no metric 'f1'"):
+        score_of(metrics, "f1")

@@ -1,5 +1,6 @@
 """A member of a sweep is the run that it would be alone."""
 
+import csv
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from peftkit.formats.peft.load import named_tensors
 from peftkit.inference.bank import check_name
 from peftkit.recipe import load
 from peftkit.run import run
-from peftkit.sweeps import check_members, grid, pick, sweep
+from peftkit.sweeps import Outcome, _write, check_members, grid, pick, sweep
 from tests.helpers.families import FAMILIES, tiny_tokenizer
 from tests.helpers.folders import write_rows
 
@@ -128,6 +129,32 @@ def test_the_best_member_is_copied_and_all_are_told(base, tmp_path):
     assert all(f">{member.name}<" in report for member in members)
     table = next(e for e in events if isinstance(e, Table) and e.title.startswith("The sweep"))
     assert [row[0] for row in table.rows] == [best.name, other.name]
+
+
+def test_members_that_differ_in_their_seed_are_averaged(tmp_path):
+    values = {"a": (8, 0, 1.0, 0.5), "b": (8, 1, 3.0, 0.7), "c": (16, 0, 1.5, 0.6)}
+    outcomes = {
+        name: Outcome(
+            name,
+            {"method.rank": rank, "train.seed": seed},
+            str(tmp_path / name),
+            state="done",
+            eval_loss=loss,
+            metrics={"f1_macro": f1},
+            best_metric="f1_macro",
+        )
+        for name, (rank, seed, loss, f1) in values.items()
+    }
+    _write(tmp_path, outcomes)
+    (group,) = json.loads((tmp_path / "sweep.json").read_text())["over_seeds"]
+    assert (group["settings"], group["num_seeds"]) == ({"method.rank": 8}, 2)
+    assert group["eval_loss"] == {"mean": 2.0, "std": pytest.approx(2**0.5)}
+    assert group["f1_macro"]["mean"] == pytest.approx(0.6)
+    head, *rows = csv.reader((tmp_path / "sweep.csv").read_text().splitlines())
+    assert [row[head.index("eval_f1_macro")] for row in rows] == ["0.5", "0.7", "0.6"]
+    assert [row[head.index("train.seed")] for row in rows] == ["0", "1", "0"]
+    ranked = sorted(outcomes.values(), key=lambda outcome: outcome.rank)
+    assert [outcome.name for outcome in ranked] == ["b", "c", "a"]
 
 
 def test_the_base_loads_once_and_equal_rows_are_encoded_once(base, tmp_path, monkeypatch):

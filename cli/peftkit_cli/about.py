@@ -273,7 +273,7 @@ def environment() -> dict[str, Any]:
     import torch
 
     from peftkit.figures import size
-    from peftkit.forward.blocks import cpp_compiler
+    from peftkit.forward.compiler import cpp_compiler
     from peftkit.inference.fallbacks import fallbacks_here
 
     installed = {package.metadata["Name"]: package.version for package in distributions()}

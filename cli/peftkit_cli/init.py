@@ -61,16 +61,21 @@ def init(
     """
     if out.exists():
         raise OutputError(f"'{out}' exists already.", fix="Choose another name with --out.")
-    from peftkit_cli.survey import splits_of, survey
+    from peftkit_cli.survey import only_data_file, splits_of, survey
 
     def read_data(where: str) -> tuple[str, str, Survey]:
-        splits = splits_of(Path(where)) if Path(where).is_dir() else {}
+        path = Path(where)
+        splits = splits_of(path) if path.is_dir() else {}
+        if path.is_file() and splits_of(path.parent).get("train") == str(path):
+            splits = splits_of(path.parent)
         file, held_out = splits.get("train", where), splits.get("eval", "")
-        if splits:
+        if path.is_dir() or held_out:
             note(f"Training data: {file}; evaluation data: {held_out or 'a share of it'}.")
         return file, held_out, survey(file)
 
-    train, held_out, summary = _answer(data, "--data", "Which file has your rows?", read_data)
+    train, held_out, summary = _answer(
+        data, "--data", "Which file has your rows?", read_data, only_data_file(Path())
+    )
     suited = suited_tasks(summary)
     task = _answer(
         task, "--task", menu(suited), lambda name: _checked_task(name, suited, summary), suited[0]

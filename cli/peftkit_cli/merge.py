@@ -9,7 +9,7 @@ import typer
 
 from peftkit.errors import AdapterError
 from peftkit.formats.find_adapter import adapter_folder
-from peftkit_cli.arguments import Adapter, Base, Force, OutFolder, Replace, note
+from peftkit_cli.arguments import Adapter, Base, OutFolder, Replace, note
 
 Combination = Literal["linear", "cat", "svd", "ties", "dare_linear", "dare_ties", "magnitude_prune"]
 
@@ -27,7 +27,13 @@ def merge(
             metavar="TYPE", help="Dtype of the weights: bf16, fp16, fp32. Default: as in the base."
         ),
     ] = None,
-    force: Force = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Merge an adapter of another base, or into a GGUF file that loses the update.",
+        ),
+    ] = False,
     from_quantized: Annotated[
         bool,
         typer.Option(

@@ -225,14 +225,25 @@ NO_ROWS = ("_results", "_state")
 """Suffixes of files that trainers write next to data files."""
 
 
+def data_files(folder: Path) -> list[Path]:
+    """Return the data files of a folder, sorted."""
+    files = [file for file in sorted(folder.iterdir()) if file.suffix.lower() in DATA]
+    return [file for file in files if not file.stem.lower().endswith(NO_ROWS)]
+
+
+def only_data_file(folder: Path) -> str | None:
+    """Return the data file of a folder that has exactly one."""
+    files = data_files(folder)
+    return str(files[0]) if len(files) == 1 else None
+
+
 def splits_of(folder: Path) -> dict[str, str]:
     """Return the training file and the evaluation file of a folder, from their names.
 
     A file name matches exactly, or with a shard suffix (train-00000-of-00002), or as the only file
     with the prefix. Only the first shard of evaluation data is used: `data.eval` takes no pattern.
     """
-    files = [file for file in sorted(folder.iterdir()) if file.suffix.lower() in DATA]
-    files = [file for file in files if not file.stem.lower().endswith(NO_ROWS)]
+    files = data_files(folder)
     splits: dict[str, str] = {}
     for split, names in SPLITS.items():
         tails = [(name, tail) for name in names for tail in (r"", SHARD)]

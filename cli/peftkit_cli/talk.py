@@ -132,6 +132,13 @@ def evaluate(
             "--run-rewards", help="Run the Python reward functions that the adapter names."
         ),
     ] = False,
+    row_style: Annotated[
+        bool,
+        typer.Option(
+            "--row-style",
+            help="With --data: use the prompt style of the rows, such as texts for a chat adapter.",
+        ),
+    ] = False,
     base: Base = None,
     force: Force = False,
     as_json: Json = False,
@@ -148,31 +155,39 @@ def evaluate(
     assert data is not None
     _check_there(data)
     opened = _open(adapter, base, force)
-    metrics = _measured(opened, data, run_rewards, compare)
+    metrics, by_label = _measured(opened, data, run_rewards, compare, row_style)
     if as_json:
+        for side, report in by_label.items():
+            metrics[side] |= report
         typer.echo(json.dumps(metrics if compare else metrics["adapter"]))
         return
     _show_metrics(metrics)
 
 
 def _measured(
-    opened: Opened, data: Path, run_code: bool, compare: bool
-) -> dict[str, dict[str, float]]:
-    """Return the metrics of "adapter" and, with `compare`, of "base"."""
+    opened: Opened, data: Path, run_code: bool, compare: bool, row_style: bool
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Return the metrics of "adapter" and, with `compare`, of "base"; and of each label."""
     from peftkit.evaluation.evaluate import evaluate as measure
-    from peftkit.events import Event, Progress, Stage
+    from peftkit.evaluation.evaluate import trained_length
+    from peftkit.events import ClassReport, Event, Progress, Stage
     from peftkit.formats.open_adapter import before_training
     from peftkit_cli.render import Renderer
 
-    metrics = {}
+    metrics, by_label = dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()
     style = opened.style if opened.is_causal else opened.file.provenance.prompt_style
+    if row_style:
+        style = None
     sides: dict[str, Callable[[], AbstractContextManager[None]]] = {"adapter": nullcontext}
     if compare:
         sides["base"] = opened.adapter.disabled
     with Renderer(transient=True) as on_event:
 
-        def on_progress(event: Event) -> None:
-            if isinstance(event, Stage | Progress):  # the adapter's pass has reported the rows
+        def listen(event: Event) -> None:
+            if isinstance(event, ClassReport):
+                by_label[side] = {"labels": event.labels, "confusion": event.confusion}
+            # the adapter's pass has reported the rows
+            if side == "adapter" or isinstance(event, Stage | Progress):
                 on_event(event)
 
         for side, context in sides.items():
@@ -184,9 +199,10 @@ def _measured(
                     style=style,
                     before=before_training(opened.adapter, opened.file.folder),
                     run_code=run_code,
-                    on_event=on_event if side == "adapter" else on_progress,
+                    max_length=trained_length(opened.file.folder),
+                    on_event=listen,
                 )
-    return metrics
+    return metrics, by_label
 
 
 def _show_metrics(metrics: Mapping[str, Mapping[str, float]]) -> None:

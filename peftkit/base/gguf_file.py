@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from transformers import modeling_gguf_pytorch_utils as transformers_gguf
 
 from peftkit.base.locate import Location
-from peftkit.errors import BaseError
 from peftkit.kernels.gguf_blocks import TYPES
 from peftkit.kernels.packed import PackedFormat
 from peftkit.model.places import is_conv1d
@@ -266,8 +265,8 @@ def _matrix(
 def parsed_once(location: Location) -> Iterator[None]:
     """Cache the parsed GGUF file of a base and its map of names within the context.
 
-    Both take seconds. transformers parses the file for the config and again for the tokenizer, and
-    builds the map of names for each module.
+    transformers parses the file for the config and again for the tokenizer, and builds the map of
+    names for each module. Within the context it uses peftkit's reader of arrays (gguf_reader.py).
 
     Raises:
         BaseError: The file is truncated, or its header does not match its data.
@@ -277,28 +276,14 @@ def parsed_once(location: Location) -> Iterator[None]:
         return
     import gguf
 
-    module: Any = gguf
-    plain, parsed = module.GGUFReader, {}
+    from peftkit.base.gguf_reader import fast_reading
 
-    def reader(path: Any, *more: Any) -> Any:
-        if str(path) not in parsed:
-            try:
-                parsed[str(path)] = plain(path, *more)
-            except Exception as error:  # from numpy, if the header does not fit the file's size
-                raise BaseError(
-                    f"{path} is not a complete GGUF file.",
-                    found=str(error),
-                    fix="Download it again and compare its size with the one on its page.",
-                ) from error
-        return parsed[str(path)]
-
-    names = module.get_tensor_name_map
-    module.GGUFReader, module.get_tensor_name_map = reader, lru_cache(names)
-    try:
-        reader(location.gguf_path)
+    if hasattr(gguf.get_tensor_name_map, "cache_clear"):  # within another context
         yield
-    finally:
-        module.GGUFReader, module.get_tensor_name_map = plain, names
+        return
+    with fast_reading() as open_reader:
+        open_reader(location.gguf_path)
+        yield
 
 
 def _conversions(architecture: str, config: Any) -> list[Any] | None:

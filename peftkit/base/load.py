@@ -29,7 +29,7 @@ from peftkit.base.skeleton import weight_bytes
 from peftkit.config.schema import from_dict
 from peftkit.errors import BaseError
 from peftkit.events import Listener, Notice, Stage, ignore
-from peftkit.execution.environment import as_current, default_device, free_now
+from peftkit.execution.environment import as_current, free_now, select_device
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.world import World
 from peftkit.quant.audit import Audit, audit
@@ -178,7 +178,7 @@ def _open(
             stack.enter_context(parsed_once(location))
         stack.enter_context(oom_as_error(location.name))
         inputs = _load_processors(location, purpose, on_event)
-        compute = default_device() if device is None else device
+        compute = select_device() if device is None else device
         dtype = compute_dtype(settings, compute)
         target = compute if sharing is None else CPU
         request = request_of(settings, purpose, location, target, dtype)

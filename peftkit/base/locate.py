@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from peftkit.errors import BaseError, did_you_mean, first_few
+from peftkit.errors import BaseError, did_you_mean, first_few, is_url
 
 HUB_ID = r"[\w.-]+(/[\w.-]+)?"
 
@@ -112,6 +112,9 @@ def locate(model: str, revision: str | None = None) -> Location:
         return _local(path)
     if re.fullmatch(HUB_ID, model) and not model.startswith(".") and path.suffix != ".gguf":
         return Location(model, model, hub_id=model, revision=revision)
+    if is_url(model):
+        fix = "Download the model first, or give its id on the Hugging Face hub: ORG/NAME."
+        raise BaseError(f"cannot read the base {model}.", found="URLs are not read.", fix=fix)
     raise BaseError(
         f"there is no base model {model!r}.", found="No such file or folder.", fix=suggest(model)
     )
@@ -157,6 +160,17 @@ def _short_name(name: str, revision: str | None) -> Location:
             if path.is_dir():
                 return Location(name, str(path), model.hub_id)
     return Location(name, model.hub_id, model.hub_id, revision=revision)
+
+
+def gguf_of(model: str) -> Path | None:
+    """Return the GGUF file of a base: the file itself, or the file in its short name's package."""
+    package = importlib.util.find_spec(KNOWN[model].package) if model in KNOWN else None
+    for folder in (package and package.submodule_search_locations) or ():
+        path = Path(folder) / KNOWN[model].inside
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    path = Path(model).expanduser()
+    return path if path.suffix == ".gguf" and path.is_file() else None
 
 
 def _local(path: Path) -> Location:

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 GPTQ_CONFIG = "quantize_config.json"
 
 
-def check_config(location: Location, purpose: Purpose) -> Any:
-    """Read a model's config and check that it fits the task, before reading any weights.
+def config_for(location: Location, purpose: Purpose) -> Any:
+    """Return a model's config for a task; no weights are read.
 
-    Returns:
-        The config, with the labels of the head that the task needs.
+    It has the labels of the task's head, the requested RoPE scaling, and the quantization settings
+    of a GGUF file that stays packed.
 
     Raises:
         BaseError: The config is missing or damaged, or the model is for another task or labels.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from peftkit.base.locate import Location
-from peftkit.base.pretrained import check_config
+from peftkit.base.pretrained import config_for
 from peftkit.base.purpose import Purpose
 from peftkit.execution.plan import Placement, Shard
 from peftkit.figures import size
@@ -82,7 +82,7 @@ def request_of(
     """
     if settings.rope_scaling:
         purpose = replace(purpose, rope_scaling=settings.rope_scaling)
-    config = check_config(location, purpose)
+    config = config_for(location, purpose)
     dtype = dtype or compute_dtype(settings, device)
     return BaseRequest(settings, purpose, location, config, dtype, device)
 

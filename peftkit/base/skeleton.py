@@ -15,7 +15,7 @@ from transformers import masking_utils
 
 from peftkit.base.locate import Location, locate
 from peftkit.base.pretrained import (
-    check_config,
+    config_for,
     explained,
     published,
     published_codes,
@@ -86,7 +86,7 @@ def read_config(model: str, revision: str | None, purpose: Purpose) -> Any:
 def find_config(model: str, revision: str | None, purpose: Purpose) -> tuple[Location, Any]:
     """Locate a model, and read its config."""
     location = reachable(locate(model, revision))
-    return location, check_config(location, purpose)
+    return location, config_for(location, purpose)
 
 
 def on_meta(config: Any, purpose: Purpose, dtype: torch.dtype | None = None) -> nn.Module:

@@ -24,7 +24,7 @@ from peftkit.base.store import (
 from peftkit.config.schema import from_dict
 from peftkit.errors import BaseError, PeftkitError
 from peftkit.events import Listener, Notice, Stage, ignore
-from peftkit.execution.environment import default_device
+from peftkit.execution.environment import select_device
 from peftkit.files.disk import LOCKS
 from peftkit.files.tensors import open_tensors
 from peftkit.settings import BaseConfig
@@ -47,7 +47,7 @@ def pack_base(
     given = {"model": model, "revision": revision, "quantize": quantize, "dtype": dtype}
     settings = from_dict(BaseConfig, given, "peftkit base pack")
     location = find_base(model, revision, on_event)
-    request = request_of(settings, CAUSAL_LM, location, default_device())
+    request = request_of(settings, CAUSAL_LM, location, select_device())
     folder = folder_of(request)
     if folder is None:
         raise BaseError(

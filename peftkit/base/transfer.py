@@ -35,7 +35,8 @@ class Unit:
     """Tensors in main memory that are copied together.
 
     Args:
-        key: Identifier of the unit. host: The tensors, of any shapes and dtypes.
+        key: Identifier of the unit.
+        host: The tensors, of any shapes and dtypes.
         is_pinned: Whether all of them are in pinned memory.
     """
 
@@ -67,7 +68,8 @@ class DeviceBuffer:
     """The units on a device.
 
     Attributes:
-        resident: Number of units with a copy on the device. most_resident: Its maximum so far.
+        resident: Number of units with a copy on the device.
+        most_resident: The maximum of `resident` so far.
         bytes_moved: Bytes copied to the device so far.
     """
 
@@ -87,7 +89,10 @@ class DeviceBuffer:
         return flat
 
     def expect(self, unit: Unit, keep: Sequence[Any] = ()) -> None:
-        """Start fetching a unit unless it is already there; the oldest units are evicted."""
+        """Start copying a unit to the device unless it is there.
+
+        Evict the oldest units not in `keep`.
+        """
         if unit.key in self._there:
             return
         for key in [key for key in self._there if key not in keep]:

@@ -292,7 +292,10 @@ def agreed_style(
         suffix = " with another chat template" * (first.kind == style.kind)
         fix = "Give rows of one format, or set data.format and data.chat_template."
         if of_adapter:
-            fix = "Give rows in that style, or set data.format or data.chat_template to change it."
+            fix = (
+                "Give rows in that style, or set data.format or data.chat_template to change it. "
+                "peftkit eval --row-style evaluates rows in their own style."
+            )
         raise DataError(
             f"Cannot use {where} here.",
             found=f"Its rows have the prompt style '{style.kind}', "

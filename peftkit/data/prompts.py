@@ -1,4 +1,4 @@
-"""Prompts of rows, with or without an answer: for tasks whose answers a model writes."""
+"""Read prompts, and reference answers if any, for tasks in which a model generates the answers."""
 
 from __future__ import annotations
 

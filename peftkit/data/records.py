@@ -27,7 +27,7 @@ from peftkit.data.readers import (
     read_json,
     read_jsonl,
 )
-from peftkit.errors import DataError, did_you_mean, neighbours
+from peftkit.errors import DataError, did_you_mean, is_url, neighbours
 from peftkit.settings import DataConfig, Source
 
 
@@ -80,7 +80,7 @@ def files_of(path: str) -> list[str]:
     Raises:
         DataError: No file matches.
     """
-    if not any(sign in path for sign in "*?[") or Path(path).expanduser().exists():
+    if not any(sign in path for sign in "*?[") or is_url(path) or Path(path).expanduser().exists():
         return [path]
     files = sorted(glob(str(Path(path).expanduser()), recursive=True))
     if not files:
@@ -178,6 +178,7 @@ def _is_data_set(where: str) -> bool:
     in_a_folder = path.parent != Path(".") and path.parent.is_dir()
     return (
         _DATA_SET.fullmatch(where) is not None
+        and not is_url(where)
         and path.suffix.lower() not in {*READERS, ".gz", ".txt", ".zip"}
         and not in_a_folder
         and not did_you_mean(path.name, _files_next_to(path))
@@ -194,6 +195,9 @@ def _files_next_to(path: Path) -> list[str]:
 def _missing(where: str, path: Path) -> DataError:
     if path.exists():
         return DataError(f"Cannot read {where}.", found="It is not a regular file.")
+    if is_url(where):
+        fix = "Download the file first, or give a data set of the Hugging Face hub: ORG/NAME."
+        return DataError(f"Cannot read {where}.", found="URLs are not read.", fix=fix)
     similar = neighbours(path, "*")
     return DataError(f"Cannot read {where}.", found=f"There is no such file. {similar}")
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.base.load import Base
+from peftkit.config.strict_yaml import SourceLocation, parse
 from peftkit.data.style import Style
 from peftkit.errors import PeftkitError
 from peftkit.events import Listener, Notice, Progress, Sample, Stage, ignore
+from peftkit.formats.folders import RECIPE
 from peftkit.formats.open_adapter import read_side_adapter
 from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task
@@ -28,6 +30,7 @@ def evaluate(
     style: Style | None = None,
     before: Callable[[], AbstractContextManager[None]] | None = None,
     run_code: bool = False,
+    max_length: int | None = None,
     on_event: Listener = ignore,
 ) -> dict[str, float]:
     """Evaluate a base, with the adapter attached to it, on every row of a file.
@@ -40,6 +43,7 @@ def evaluate(
         before: A context with the model as before training, for tasks with a reference model
             (`peftkit.formats.open_adapter.before_training`); None: the base without an adapter.
         run_code: Whether Python functions that the task names, such as rewards, are called.
+        max_length: Longest row in tokens, as in training (`trained_length`); None: the model's.
 
     Returns:
         loss (mean over the targets), the task's metrics, and num_rows. For causal_lm, image_text
@@ -56,7 +60,7 @@ def evaluate(
         text = "Tools run only with --run-rewards: completions are generated without them."
         on_event(Notice(text))
         config = without
-    built, rows = _rows(base, data, config, style, on_event)
+    built, rows = _rows(base, data, config, style, on_event, max_length)
     hooks = hooks_of(built)
     if before is not None:
         hooks.set_reference(Reference(before))
@@ -76,6 +80,23 @@ def evaluate(
     return dict(sorted(metrics.items(), key=lambda item: item[0].startswith("num_")))
 
 
+def trained_length(folder: Path) -> int | None:
+    """Return data.max_length of the run that an adapter or a checkpoint is from; None if unknown.
+
+    The run's recipe names it: next to the adapter, or above the checkpoints.
+    """
+    for file in (folder / RECIPE, folder.parent.parent / RECIPE):
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        recipe = parse(text, lambda line: SourceLocation(str(file), line)).data  # noqa: B023
+        data = recipe.get("data") if isinstance(recipe, dict) else None
+        length = data.get("max_length") if isinstance(data, dict) else None
+        return length if isinstance(length, int) and length > 0 else None
+    return None
+
+
 def answer(
     base: Base, data: str | Path, *, style: Style | None = None, on_event: Listener = ignore
 ) -> list[Sample]:
@@ -85,9 +106,14 @@ def answer(
 
 
 def _rows(
-    base: Base, data: str | Path, task: TaskConfig, style: Style | None, on_event: Listener
+    base: Base,
+    data: str | Path,
+    task: TaskConfig,
+    style: Style | None,
+    on_event: Listener,
+    max_length: int | None = None,
 ) -> tuple[Task, Sequence[Any]]:
-    config = DataConfig(train=str(data), max_length=None, packing=False)
+    config = DataConfig(train=str(data), max_length=max_length, packing=False)
     built = task.on(base.model, base.processor, config, style=style, on_event=on_event)
     return built, built.load(str(data))
 

@@ -11,6 +11,7 @@ from peftkit.data.media.files import Media
 from peftkit.data.records import read_records
 from peftkit.data.style import Style
 from peftkit.errors import AdapterError, DataError
+from peftkit.evaluation.evaluate import trained_length
 from peftkit.events import Listener, Saved, Stage, ignore
 from peftkit.files.disk import write_text
 from peftkit.formats.open_adapter import Opened
@@ -21,12 +22,15 @@ from peftkit.tasks.media.media_text import MediaPrompt, MediaText
 from peftkit.tasks.table import TASKS
 
 
-def build_task(opened: Opened, is_suited: bool, complaint: str, fix: str) -> Any:
+def build_task(
+    opened: Opened, is_suited: bool, complaint: str, fix: str, max_length: int | None = None
+) -> Any:
     """Return an adapter's task, on its base.
 
     Args:
         is_suited: Whether the adapter's task does what is requested.
         complaint, fix: What an adapter of another task does not do, and what to do about it.
+        max_length: Longest row in tokens; None: the model's.
 
     Raises:
         AdapterError: The adapter has another task.
@@ -37,7 +41,7 @@ def build_task(opened: Opened, is_suited: bool, complaint: str, fix: str) -> Any
             found=f"it was trained for the task {opened.task.type}",
             fix=fix,
         )
-    data = DataConfig(train="", max_length=None)
+    data = DataConfig(train="", max_length=max_length)
     style = opened.style if opened.is_causal else opened.file.provenance.prompt_style
     return opened.task.on(opened.base.model, opened.base.processor, data, style=style)
 
@@ -98,7 +102,8 @@ def _predicting(opened: Opened, what: Predicts) -> Any:
     if not is_suited:
         names = [name for name in TASKS if what in TASKS[name].predicts]
         fix = f"Adapters of these tasks classify, score or embed: {', '.join(names)}."
-    return build_task(opened, is_suited, f"predicts nothing for {what}", fix)
+    length = trained_length(opened.file.folder)
+    return build_task(opened, is_suited, f"predicts nothing for {what}", fix, length)
 
 
 def write_rows(rows: Sequence[dict[str, Any]], path: Path, *, on_event: Listener = ignore) -> None:

@@ -91,7 +91,7 @@ def this_machine() -> Environment:
 
 def free_now(device: torch.device | None = None) -> Environment:
     """Return the free memory of this process; the processes of a run share main memory."""
-    device = default_device() if device is None else device
+    device = select_device() if device is None else device
     if (gpu := gpu_of(device)) is not None:
         left = int(GPU_SHARE * gpu.total(device)) - gpu.used(device)
         return Environment(device.type, max(left, 0), world_size=world_size())
@@ -121,10 +121,11 @@ def is_main_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def default_device() -> torch.device:
-    """Return the device of this process, a GPU if there is one, and make it current.
+def select_device() -> torch.device:
+    """Select the device of this process, a GPU if there is one, and make it current.
 
-    GPUs are numbered as in accelerate: if each process sees one GPU, all have index 0.
+    On CUDA, this also enables expandable segments in the allocator. GPUs are numbered as in
+    accelerate: if each process sees one GPU, all have index 0.
     """
     if (here := local_gpu()) is None:
         return torch.device("cpu")

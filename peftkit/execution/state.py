@@ -28,8 +28,10 @@ class State:
         step_seconds: Time spent in optimizer steps.
         evaluated_step: Step of the last evaluation.
         eval_loss: Loss of that evaluation; None if it was not finite.
-        best_step: Step with the lowest eval loss, `best_loss`.
-        patience_loss: Lowest eval loss for early stopping.
+        best_step: Step of the best evaluation by `train.best_metric`; `best_loss` is its loss.
+        best_metric: `train.best_metric` of the evaluations so far.
+        best_score, patience_loss: Best metric for `best_step` and for early stopping; negated if a
+            higher metric is better.
         worse_evals: Number of evaluations since `patience_loss`.
         is_ended: Whether the task has ended the run early (`RunHooks.stop_reason`).
         loss_scale, good_steps: State of LossScale.
@@ -46,6 +48,8 @@ class State:
     eval_loss: float | None = None
     best_step: int | None = None
     best_loss: float | None = None
+    best_metric: str = "loss"
+    best_score: float | None = None
     patience_loss: float | None = None
     worse_evals: int = 0
     is_ended: bool = False
@@ -83,7 +87,7 @@ class Result:
         metrics: loss (`recent_mean`), epochs, num_tokens, tokens_per_second, peak_bytes; with eval
             rows eval_loss, best_eval_loss and, for a task that predicts tokens, eval_perplexity.
         checkpoint: The last checkpoint; the model has its weights.
-        best_step: Step with the lowest eval loss.
+        best_step: Step of the best evaluation.
         best_checkpoint: Checkpoint of that step.
         is_main: Whether this process has rank 0 and writes the files.
     """

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from peftkit.errors import ConfigError, OutputError, PeftkitError, RunError, silence
-from peftkit.execution.environment import default_device, local_rank, world_size
+from peftkit.execution.environment import local_rank, select_device, world_size
 from peftkit.files.disk import writable_folder
 
 PATIENCE = timedelta(hours=4)
@@ -213,7 +213,7 @@ def joined_ranks() -> Iterator[World]:
     Raises:
         RunError: The processes cannot connect, or one has terminated.
     """
-    world = World(default_device())
+    world = World(select_device())
     try:
         yield world
         world.wait()  # other processes may still read from this one

@@ -247,6 +247,24 @@ def _move_into(folder: Path, out: Path, last: str, replaced: Callable[[str], boo
 
 LOCKS = ".locks"
 """Folder of lock files, next to the locked files; some systems cannot remove them."""
+RUN_LOCK = "run"
+"""Name of the lock that a training run holds in its output folder."""
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock of a file or folder; see `alone`."""
+    from filelock import FileLock, Timeout
+
+    lock = path.parent / LOCKS / path.name
+    if not lock.exists():
+        return False
+    try:
+        with FileLock(lock).acquire(timeout=0):
+            return False
+    except Timeout:
+        return True
+    except (OSError, NotImplementedError):  # a read-only folder, or a file system without locks
+        return False
 
 
 @contextlib.contextmanager

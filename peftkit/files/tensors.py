@@ -192,7 +192,11 @@ def open_tensors(
 
 
 def read_tensors(path: Path, *, error: ErrorType = AdapterError) -> dict[str, Tensor]:
-    """Return all tensors of a safetensors file, on the CPU and with separate memory."""
+    """Load all tensors of a safetensors file to the CPU; they do not share memory with the file.
+
+    Raises:
+        AdapterError: The file cannot be read or is invalid; `error` replaces this class.
+    """
     with open_tensors(path, error=error) as file:
         return {name: file.tensor(name) for name in file.header.tensors}
 

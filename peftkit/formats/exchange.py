@@ -1,8 +1,9 @@
-"""Adapters exchanged with other programs: exported to their formats, imported from them.
+"""Export adapters to the formats of other programs, and import adapters from them.
 
-An export computes what the adapter computes: ranks, scales and layouts that the format lacks are
-folded in, and what it cannot hold is an error that says why. An import recognises an adapter by the
-content of its files, and writes a folder that peftkit and PEFT load, or refuses its kind by name.
+An export preserves the adapter's function. If a format lacks ranks, scales or layouts, they are
+folded into the tensors; other unsupported features raise an error with the reason. An import
+detects the kind of adapter from the content of its files and writes a folder that peftkit and PEFT
+load. Unsupported kinds raise an error that names them.
 """
 
 from __future__ import annotations
@@ -60,30 +61,30 @@ EXPORTERS = LazyMap[Callable[..., Mapping[str, str]]](
     },
     "peftkit.exporters",
 )
-"""The function of each format. It takes the adapter's folder, the path to write, and the keywords
-base, dtype, force and on_event; it returns the commands of `Exported`."""
+"""Export function of each format. It takes the adapter's folder, the output path, and the keywords
+base, dtype, force and on_event, and returns the commands of `Exported`."""
 
 _REPO_URL = "general.base_model.0.repo_url"
-"""Key of GGUF files that names the base's page."""
+"""Key of GGUF files with the URL of the base."""
 GGUF = "a GGUF file"
 _SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
-_MERGED = "Merge it in the tool that made it, or ask for it as a PEFT LoRA."
+_MERGED = "Merge it with its own tool, or obtain it as a PEFT LoRA."
 _REFUSED: tuple[tuple[str, str, str], ...] = (
     (
         r"lora_(unet|te\d?|transformer|prior)_",
         "kohya-ss (sd-scripts), an adapter of an image model",
-        "peftkit adapts language models; use it in the program that it was made for.",
+        "peftkit adapts language models; use it with sd-scripts or another image program.",
     ),
     (
         r"(unet|text_encoder(_\d)?|diffusion_model)\.|transformer\.(single_)?transformer_blocks\.",
         "Diffusers, an adapter of an image model",
         "peftkit adapts language models; load it with diffusers' load_lora_weights.",
     ),
-    (r".*\.hada_w[12]_[ab]$", "a LoHa, whose update is no low-rank product", _MERGED),
-    (r".*\.lokr_w[12](_[ab])?$", "a LoKr, whose update is no low-rank product", _MERGED),
+    (r".*\.hada_w[12]_[ab]$", "a LoHa, whose update is not a low-rank product", _MERGED),
+    (r".*\.lokr_w[12](_[ab])?$", "a LoKr, whose update is not a low-rank product", _MERGED),
     (
         r".*\.lora_(down|up)\.weight$",
-        "LyCORIS or kohya-ss (lora_down, lora_up), whose scale stands in no config",
+        "LyCORIS or kohya-ss (lora_down, lora_up), which have no config with the scale",
         _MERGED,
     ),
 )
@@ -94,7 +95,7 @@ class Exported:
     """An adapter in another format.
 
     Attributes:
-        commands: Program to the lines that run the adapter in it.
+        commands: Program -> shell commands that run the adapter in it.
     """
 
     path: Path
@@ -115,16 +116,16 @@ def export_adapter(
     """Write an adapter in the format of another program.
 
     Args:
-        adapter: A folder of an adapter, or its name on the hub.
+        adapter: An adapter's folder, or its name on the hub.
         out: A folder for PEFT and MLX, a file for GGUF.
         to: peft, gguf, mlx, or a format of another package (entry points of peftkit.exporters).
-        serving: Write the PEFT folder that vLLM accepts, or raise an error with the reasons.
-        base: Where its base is, for GGUF; by default the one recorded.
-        dtype: Of the tensors; q8_0 is GGUF's own.
-        force: Replace what is there.
+        serving: Write a PEFT folder that vLLM accepts, or raise an error with the reasons.
+        base: Location of the base, for GGUF; by default the recorded base.
+        dtype: Data type of the tensors; q8_0 is only for GGUF.
+        force: Replace existing output.
 
     Raises:
-        AdapterError: The format cannot hold it: each layer in question is listed.
+        AdapterError: The format does not support the adapter; the message lists the layers.
         OutputError: `out` is taken or cannot be written.
     """
     if to not in EXPORTERS:
@@ -143,9 +144,9 @@ def export_adapter(
     if to != "peft" and isinstance(task_of(read_adapter(source)), MediaTextConfig):
         raise AdapterError(
             f"cannot export {source} to {to}",
-            found="It was trained over a model of media and text, whose language side is only a "
-            "part: the format has no place for the rest.",
-            fix=f"peftkit merge {source} --out merged, and convert the merged model; or --to peft.",
+            found="It was trained over a multimodal model; the format holds only language models.",
+            fix=f"Run peftkit merge {source} --out merged and convert the merged model; or use "
+            "--to peft.",
         )
     on_event(Stage(f"Exporting {source} to {to}"))
     export = EXPORTERS[to]
@@ -163,23 +164,23 @@ def export_adapter(
 
 def _over_another_precision(kind: str, source: Path) -> str:
     return (
-        f"It was trained over the base in {kind}. A program that loads the base in 16 bits, as "
-        "vLLM does, answers a little differently: measure it there. Or merge into the weights "
-        f"that it was trained over: peftkit merge {source} --from-quantized --out merged. Or "
+        f"It was trained over the base in {kind}. A program that loads the base in 16 bits, "
+        "such as vLLM, gives slightly different answers; evaluate it there. Or merge it into the "
+        f"quantized weights: peftkit merge {source} --from-quantized --out merged. Or "
         "train with base.quantize: none."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """An adapter from another program, and its format there."""
+    """An imported adapter and its original format."""
 
     folder: Path
     source: Literal["peft", "gguf", "mlx"]
 
 
 class Foreign(NamedTuple):
-    """An adapter of another tool: its kind, its folder, and the file with the tensors."""
+    """An adapter of another program: its kind, its folder, and the file with the tensors."""
 
     kind: Literal["peft", "mlx", "gguf"]
     folder: Path
@@ -194,18 +195,18 @@ def import_adapter(
     force: bool = False,
     on_event: Listener = ignore,
 ) -> Imported:
-    """Write an adapter of another program as a folder that peftkit and PEFT load.
+    """Convert an adapter of another program to a folder that peftkit and PEFT load.
 
     Args:
-        path: A folder of mlx-lm or PEFT, or a GGUF file; recognised by content.
+        path: A folder of mlx-lm or PEFT, or a GGUF file; detected by content.
         out: The new folder.
-        base: What it was trained on: hub id, folder or short name; by default what the adapter
-            names. Only its config is read.
+        base: The adapter's base: hub id, folder or short name; by default the base that the adapter
+            records. Only its config is read.
         force: Replace the adapter in `out`.
 
     Raises:
-        AdapterError: Not an adapter, of a kind that is refused, or it does not fit the base: each
-            layer in question is listed.
+        AdapterError: There is no adapter, its kind is not supported, or it does not fit the base;
+            the message lists the layers.
         OutputError: `out` is taken or cannot be written.
     """
     path, out = Path(path).expanduser(), Path(out).expanduser()
@@ -224,10 +225,10 @@ def import_adapter(
 
 
 def recognise(path: Path) -> Foreign:
-    """Return what kind of adapter is at `path`, from the content of its files.
+    """Detect the kind of adapter at `path` from the content of its files.
 
     Raises:
-        AdapterError: There is none, there are several, or it is of a kind that is refused, by name.
+        AdapterError: There are no adapters or several, or the kind is not supported.
     """
     path = path.expanduser()
     message = f"cannot import {path}"
@@ -243,25 +244,25 @@ def recognise(path: Path) -> Foreign:
         foreign = Foreign("mlx", file.parent, file)
     elif _is_of_peft(file.parent) or any(".lora_" in name for name in names):
         foreign = Foreign("peft", file.parent, file)
-        _refuse_experts(file.parent, names)
+        _check_experts(file.parent, names)
     else:
         raise AdapterError(
             message,
-            found=f"{file.name} holds no tensors of a LoRA, as {names[0]}, and no {CONFIG} next to "
-            "it names a peft_type",
+            found=f"{file.name} has no LoRA tensors, but {names[0]}, and no {CONFIG} next to it "
+            "has a peft_type.",
             fix="Give an adapter of PEFT, mlx-lm or llama.cpp.",
         )
     if not (file.parent / CONFIG).is_file():
         raise AdapterError(
             message,
-            found=f"There is no {CONFIG} next to {file.name}; the scale is in it.",
+            found=f"There is no {CONFIG} next to {file.name}; it contains the scale.",
             fix=f"Get {CONFIG} from the source of the tensors.",
         )
     return foreign
 
 
 def _is_of_peft(folder: Path) -> bool:
-    """Return whether a folder is written by peftkit, or has a config of PEFT, of any method."""
+    """Return whether peftkit wrote a folder, or it has a PEFT config of any method."""
     if (folder / NOTES).is_file():
         return True
     config = folder / CONFIG
@@ -270,7 +271,7 @@ def _is_of_peft(folder: Path) -> bool:
 
 def _only_file(folder: Path, message: str) -> Path:
     paths = sorted(path for path in folder.iterdir() if path.is_file())
-    # mlx-lm's trainer keeps files of earlier steps, too
+    # mlx-lm's trainer also keeps files of earlier steps
     final = [path for path in paths if path.name in (TENSORS, MLX_TENSORS)]
     usable = final or [path for path in paths if path.suffix in _SUFFIXES]
     if len(usable) == 1:
@@ -278,8 +279,8 @@ def _only_file(folder: Path, message: str) -> Path:
     names = first_few((path.name for path in usable or paths), 8, ", ")
     raise AdapterError(
         message,
-        found=f"It holds {'several' if usable else 'no tensors, only'}: {names or 'nothing'}.",
-        fix="Give the path of the file of an adapter of PEFT, mlx-lm or llama.cpp.",
+        found=f"It contains {'several' if usable else 'no tensors, only'}: {names or 'nothing'}.",
+        fix="Give the path of an adapter's file, from PEFT, mlx-lm or llama.cpp.",
     )
 
 
@@ -290,8 +291,8 @@ def _refuse(names: Iterable[str], message: str) -> None:
                 raise AdapterError(message, found=f"It is from {what}: {name}", fix=fix)
 
 
-def _refuse_experts(folder: Path, names: Iterable[str]) -> None:
-    """Refuse stacked experts whose layout is ambiguous, whatever the config targets."""
+def _check_experts(folder: Path, names: Iterable[str]) -> None:
+    """Raise AdapterError for stacked experts with an ambiguous layout, for any targets."""
     matches = (re.match(r".*\.experts(?=\.(base_layer\.)*lora_[AB]\.)", name) for name in names)
     stacked = [match[0] for match in matches if match]
     if stacked and (folder / CONFIG).is_file():
@@ -299,7 +300,7 @@ def _refuse_experts(folder: Path, names: Iterable[str]) -> None:
 
 
 def peft_folder(foreign: Foreign, scratch: Path) -> Path:
-    """Return a PEFT adapter's folder; a copy in `scratch`, where its file has another name."""
+    """Return a PEFT adapter's folder, or a copy in `scratch` if its file has another name."""
     if foreign.file.name == TENSORS:
         return foreign.folder
     shutil.copyfile(foreign.file, scratch / TENSORS)
@@ -316,10 +317,10 @@ def _updates_of(foreign: Foreign, model: nn.Module, base: str) -> dict[str, LowR
 
 
 def _base_named_by(foreign: Foreign) -> str:
-    """Return the name of the base that an adapter of another program records.
+    """Return the base that an adapter of another program records.
 
     Raises:
-        AdapterError: It records none.
+        AdapterError: The adapter records no base.
     """
     if foreign.kind == "gguf":
         with disk.open_regular(foreign.file) as file:
@@ -339,13 +340,13 @@ def _base_named_by(foreign: Foreign) -> str:
 def _import_peft(
     foreign: Foreign, folder: Path, base: str, model: nn.Module, on_event: Listener
 ) -> None:
-    """Load an adapter of PEFT or peftkit as on its base, and save it again."""
+    """Load an adapter of PEFT or peftkit onto its base, and save it again."""
     location = locate(base)
     with tempfile.TemporaryDirectory(prefix="peftkit-") as scratch:
         source = peft_folder(foreign, Path(scratch))
         file = read_adapter(source)
         if file.fields.get("init_lora_weights") in ("pissa", "olora"):
-            # what it subtracts is made from the base's weights
+            # the subtracted update depends on the base's weights
             loaded = load_base(base, device="cpu", dtype="fp32", on_event=on_event)
             origin = Provenance(loaded.name, loaded.hub_id, loaded.revision, loaded.fingerprint)
             restore_tokens(loaded, foreign.folder)
@@ -355,7 +356,7 @@ def _import_peft(
             if tokens := saved_tokens(foreign.folder):
                 grow(model, max(tokens) + 1)
             adapter = load_adapter(hollow(model), source)
-    if (foreign.folder / START).is_file():  # before the notes, which have its digest
+    if (foreign.folder / START).is_file():  # before save_adapter writes its digest into the notes
         shutil.copyfile(foreign.folder / START, folder / START)
     save_adapter(adapter, folder, origin)
     for name in TOKENIZER_FILES:
@@ -364,7 +365,7 @@ def _import_peft(
 
 
 def _moved(origin: Provenance, location: Location) -> Provenance:
-    """Replace the base in an adapter's provenance; its revision stays with its name."""
+    """Replace the base in an adapter's provenance; keep the revision if the name is equal."""
     revision = origin.revision if origin.base == location.name else None
     return replace(origin, base=location.name, hub_id=location.hub_id, revision=revision)
 
@@ -379,7 +380,7 @@ def _save(
         raise AdapterError(
             f"{source} does not fit {location.name}",
             found=first_few(problems, 20),
-            fix="Name the base that it was trained on with --base MODEL.",
+            fix="Give the base that it was trained on with --base MODEL.",
         )
     commit = getattr(model.config, "_commit_hash", None)
     origin = Provenance(location.name, location.hub_id, revision=commit)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from peftkit.errors import AdapterError, first_few, neighbours
+from peftkit.files.disk import RUN_LOCK, is_locked
 from peftkit.formats.folders import CONFIG, TENSORS, is_hub_id
 
 
@@ -36,12 +37,21 @@ def adapter_folder(adapter: str | Path) -> Path:
     if not (folder / CONFIG).is_file():
         names = sorted(path.name for path in folder.iterdir())
         inside = sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG}"))
+        is_training = is_locked(folder / RUN_LOCK)
         checkpoints = [path.parent for path in folder.glob(f"checkpoints/step-*/{CONFIG}")]
         if checkpoints:
             newest = max(checkpoints, key=lambda path: int(path.name.rpartition("-")[2]))
             right = (
-                "The run has not finished: resume it with peftkit train RECIPE.yaml --resume "
-                f"--out {folder}; or use a checkpoint, such as {newest}."
+                f"The run is still training: wait until it ends, or use the checkpoint {newest}."
+            )
+            if not is_training:
+                right = (
+                    "The run has not finished: resume it with peftkit train RECIPE.yaml --resume "
+                    f"--out {folder}; or use a checkpoint, such as {newest}."
+                )
+        elif is_training:
+            right = (
+                "The run is still training and has saved no step: wait for its first checkpoint."
             )
         elif inside:
             right = f"Use one of the adapters in it: {first_few(inside, 8, ', ')}"

@@ -1,4 +1,4 @@
-"""Puts adapter folders on a base: opened for use, trained on, or frozen next to another one."""
+"""Load adapter folders onto a base: for use, for further training, or frozen next to another."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from peftkit.tasks.table import TASKS
 from peftkit.tasks.tokens import CausalLMConfig
 
 HEAD = re.compile(r"(^|\.)(classifier|score|classification_head)(\.out_proj)?\.weight$")
-"""The last layer of a classification head, in a file of PEFT."""
+"""Tensor name of a classification head's last layer in PEFT's files."""
 CAUSAL = CausalLMConfig.auto_class
 FREE = {"type", "start_from", "dropout"}
-"""Fields of a method that its tensors do not depend on."""
+"""Method fields that do not affect the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A base, an adapter on it, the content of the adapter's folder, and the task."""
+    """A base, the adapter on it, the adapter's file and the task."""
 
     base: Base
     adapter: Adapter
@@ -55,15 +55,15 @@ class Opened:
 
     @property
     def is_causal(self) -> bool:
-        """Whether it completes a prompt."""
+        """Whether the model completes prompts."""
         return self.task.generates
 
     @property
     def style(self) -> Style:
-        """How a prompt is formatted: as in training, or by the chat template.
+        """The prompt style of training, or by default of the chat template.
 
         Raises:
-            AdapterError: It does not complete prompts.
+            AdapterError: The adapter does not complete prompts.
         """
         require_causal(self.task, self.file.folder)
         recorded = self.file.provenance.prompt_style
@@ -84,15 +84,15 @@ def open_adapter(
     """Load an adapter's base, by default as in training, and the adapter on it.
 
     Args:
-        adapter: A folder made by peftkit (a run, a checkpoint) or by PEFT.
-        base: Where the base is, if not where recorded.
+        adapter: A folder from peftkit (a run, a checkpoint) or PEFT.
+        base: Location of the base; by default the recorded location.
         quantize, dtype: By default as in training.
         device: By default a GPU, if available.
         task: The task with its labels, for a folder that does not record it.
-        force: Accept a base with other weights than in training.
+        force: Accept a base whose weights differ from training.
 
     Raises:
-        AdapterError: No adapter there, or it belongs to another base.
+        AdapterError: There is no adapter, or it belongs to another base.
         BaseError: The base cannot be found or loaded.
     """
     file = read_adapter(adapter_folder(adapter))
@@ -119,7 +119,7 @@ def base_of(
     """Load an adapter's base, by default as in training; see `open_adapter`.
 
     Raises:
-        AdapterError: The folder does not say which base it belongs to.
+        AdapterError: The folder does not record its base.
         BaseError: The base cannot be found or loaded.
     """
     name, revision = file.base_or(base)
@@ -130,7 +130,7 @@ def base_of(
         dtype=dtype or str(loading.get("dtype", "auto")),
         quantize=quantize or str(loading.get("quantize", "none")),
         double_quant=bool(loading.get("double_quant", True)),
-        quantize_towers=bool(loading.get("quantize_towers", True)),  # before it, all were
+        quantize_towers=bool(loading.get("quantize_towers", True)),  # True in older adapters
         quantize_embeddings="none" if quantize else str(loading.get("quantize_embeddings", "none")),
         purpose=replace((task or task_of(file)).purpose, rope_scaling=loading.get("rope_scaling")),
         device=device,
@@ -139,10 +139,10 @@ def base_of(
 
 
 def task_of(file: AdapterFile) -> TaskConfig:
-    """Return the task of an adapter, from our notes or PEFT's config.
+    """Return the task of an adapter, from peftkit's notes or PEFT's config.
 
     Raises:
-        AdapterError: peftkit does not have the task, or the number of labels is unknown.
+        AdapterError: The task is not supported, or the number of labels is unknown.
     """
     if file.provenance.task is not None:
         return _noted(file.provenance.task, str(file.folder / NOTES))
@@ -153,9 +153,9 @@ def task_of(file: AdapterFile) -> TaskConfig:
     if not kinds:
         names = ", ".join(str(kind.task_type) for kind in TASKS.values() if kind.task_type)
         raise AdapterError(
-            f"{file.folder} was trained for a task that peftkit does not have",
-            found=f"its task_type is {shown(task_type)}; known are {names}",
-            fix="If it is one of these anyway, use open_adapter(..., task=...).",
+            f"{file.folder} was trained for a task that peftkit does not support",
+            found=f"Its task_type is {shown(task_type)}; supported: {names}.",
+            fix="If it has one of these tasks anyway, use open_adapter(..., task=...).",
         )
     kind = kinds[0]
     has_labels = "labels" in kind.model_fields
@@ -167,7 +167,7 @@ def _noted(settings: Mapping[str, Any], notes: str) -> TaskConfig:
     kind = TASKS.get(str(settings.get("type")))
     if kind is None:
         raise AdapterError(
-            f"{notes} names a task that peftkit does not have",
+            f"{notes} has a task that peftkit does not support",
             found=shown(settings.get("type")),
             fix=f"Tasks: {', '.join(TASKS)}.",
         )
@@ -175,25 +175,25 @@ def _noted(settings: Mapping[str, Any], notes: str) -> TaskConfig:
 
 
 def require_causal(task: TaskConfig, folder: Path, *, media: bool = True) -> None:
-    """Refuse an adapter that cannot complete a prompt.
+    """Check that an adapter can complete prompts.
 
     Args:
-        media: Whether the prompt may hold some.
+        media: Whether prompts with media are supported.
 
     Raises:
-        AdapterError: It cannot.
+        AdapterError: The task generates no text, or needs media where they are not supported.
     """
     if task.prompt_media and not media:
         what = f"prompts with {task.prompt_media}s"
         raise AdapterError(
-            f"{folder} completes {what}, which a bank of adapters does not take",
-            found=f"it was trained for the task {task.type}",
+            f"{folder} completes {what}, which a bank of adapters does not support",
+            found=f"It was trained for the task {task.type}.",
             fix=f"Open it alone: peftkit chat {folder}",
         )
     if not task.generates:
         raise AdapterError(
             f"{folder} does not complete prompts",
-            found=f"it was trained for the task {task.type}",
+            found=f"It was trained for the task {task.type}.",
             fix=f"Use peftkit eval {folder} --data FILE; for a text classifier: "
             f"peftkit predict {folder} --text TEXT",
         )
@@ -204,22 +204,22 @@ def _num_labels(file: AdapterFile) -> int:
     heads = {name: entry.shape for name, entry in tensors.items() if HEAD.search(name)}
     if len(set(heads.values())) != 1:
         raise AdapterError(
-            f"{file.folder} does not say how many labels there are",
-            found=f"it holds {', '.join(map(shown, heads)) or 'no head'}",
-            fix="Open it with open_adapter(..., task=...), which names them.",
+            f"{file.folder} does not record its number of labels",
+            found=f"It contains {', '.join(map(shown, heads)) or 'no head'}.",
+            fix="Give the labels with open_adapter(..., task=...).",
         )
     return next(iter(heads.values()))[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """An adapter that continues another.
+    """An adapter that continues the training of another.
 
     Attributes:
         start: A copy of its tensors before training.
-        digest: The sha256 of the folder's tensors.
-        has_tokens: Tokens were added to the base; the new folder needs them too.
-        style: How its prompts were formatted; None if unknown.
+        digest: SHA-256 of the original folder's tensors.
+        has_tokens: Whether it adds tokens to the base, which the new folder must store too.
+        style: Prompt style of its training; None if unknown.
     """
 
     adapter: Adapter
@@ -237,17 +237,16 @@ def continue_adapter(
     auto_class: str = "AutoModelForCausalLM",
     on_event: Listener = ignore,
 ) -> Continued:
-    """Put the adapter that `method.start_from` names on a base, to be trained on.
+    """Load the adapter of `method.start_from` onto a base for further training.
 
     Args:
-        quantize: How the base is quantised.
-        auto_class: The class that the base was loaded with. Where the adapter was trained on
-            another one (a causal model that becomes a reward model), the bases are compared by
-            name.
+        quantize: Quantization of the base.
+        auto_class: The class of the loaded base. If the adapter was trained on another class (a
+            causal model that becomes a reward model), the bases are compared by name.
 
     Raises:
-        AdapterError: There is none, or it is of another base.
-        ConfigError: The method has settings that the adapter does not have.
+        AdapterError: There is no adapter, or it belongs to another base.
+        ConfigError: The method's settings differ from the adapter's.
     """
     file = read_adapter(adapter_folder(str(method.start_from)))
     _check_settings(method, file)
@@ -256,8 +255,8 @@ def continue_adapter(
     if before != quantize:
         on_event(
             Notice(
-                f"{file.folder} was trained over a base with quantize: {before}; here it is "
-                f"{quantize}, so that it begins a little off."
+                f"{file.folder} was trained over a base with quantize: {before}. This run uses "
+                f"{quantize}, so its initial outputs differ slightly."
             )
         )
     same_class = task_of(file).auto_class == auto_class
@@ -278,44 +277,44 @@ def continue_adapter(
 
 
 def _check_name(file: AdapterFile, base: Base) -> None:
-    """Refuse a base of another name: its weights have another head, and cannot be compared."""
+    """Check the base by name, since the heads differ and the weights cannot be compared."""
     recorded = file.provenance.base
     if recorded not in (base.name, base.hub_id, None):
         raise AdapterError(
             f"{file.folder} may belong to another base",
-            found=f"It was trained on {recorded}; this base is {base.name}, and has another head, "
-            "so that their weights cannot be compared.",
+            found=f"It was trained on {recorded}. This base is {base.name} with another head, "
+            "so their weights cannot be compared.",
             fix=f"Set base.model: {recorded}.",
         )
 
 
 def _check_settings(method: Method, file: AdapterFile) -> None:
-    """Refuse what the folder's tensors cannot be."""
+    """Check that the method's settings equal the adapter's."""
     saved, given = file.method, method.model_fields_set - FREE
     if method.type != saved.type and (given or method.type != "lora"):
         raise ConfigError(
-            f"method.type: {method.type} is not what {file.folder} is.",
-            found=f"It is {saved.type}.",
-            fix="Leave everything of the method out but start_from: it is the adapter's.",
+            f"method.type: {method.type} differs from the adapter in {file.folder}.",
+            found=f"The adapter's method is {saved.type}.",
+            fix="Remove all settings of the method except start_from; the adapter defines them.",
         )
     for name in sorted(given):
         if getattr(method, name) != getattr(saved, name):
             raise ConfigError(
-                f"method.{name} is not what {file.folder} has.",
+                f"method.{name} differs from the adapter in {file.folder}.",
                 found=f"The recipe has {getattr(method, name)!r}, the adapter "
                 f"{getattr(saved, name)!r}.",
-                fix="Leave it out: the method is the adapter's, but for its dropout.",
+                fix="Remove it; the adapter defines the method's settings except dropout.",
             )
 
 
 def before_training(adapter: Adapter, folder: Path) -> Callable[[], AbstractContextManager[None]]:
-    """Return a factory of contexts in which a model computes as before its adapter was trained.
+    """Return a factory of contexts in which the adapter is in its state before training.
 
     Args:
-        folder: The adapter's; without a start in it that is the base.
+        folder: The adapter's folder. If it stores no start, the contexts disable the adapter.
 
     Raises:
-        AdapterError: The start is not one of this adapter, or its file is missing.
+        AdapterError: The stored start does not match the adapter, or is missing.
     """
     path = folder / START
     if not path.is_file():
@@ -330,18 +329,18 @@ def before_training(adapter: Adapter, folder: Path) -> Callable[[], AbstractCont
     shapes = {name: tensor.shape for name, tensor in adapter.state().items()}
     if {name: tensor.shape for name, tensor in start.items()} != shapes:
         raise AdapterError(
-            f"{path} is not what this adapter began with",
-            found="its tensors have other names or shapes",
-            fix="Restore the folder; without the file it is compared with the bare base.",
+            f"{path} is not the start of this adapter",
+            found="Its tensors have other names or shapes.",
+            fix="Restore the folder, or remove the file to compare with the base.",
         )
     return partial(adapter.swapped_state, start)
 
 
 def _is_of(origin: Provenance, base: Base) -> bool:
-    """Return whether an adapter was trained on a base, with a head of its own or without.
+    """Return whether an adapter was trained on a base; a head of the adapter may differ.
 
-    By the weights where they are recorded; else, and where heads differ and only the weights with a
-    head are recorded, by the base's name.
+    Compare fingerprints of the weights. If they are missing, or if the heads differ and only a
+    fingerprint with the head is recorded, compare the names of the bases.
     """
     if origin.fingerprint == base.fingerprint or (origin.trunk and origin.trunk == base.trunk):
         return True
@@ -354,26 +353,26 @@ def read_side_adapter(path: str | Path, base: Base) -> SideAdapter:
     """Read a LoRA of the same base, with its value head if it has one.
 
     Args:
-        base: The base that a run has loaded, with its own adapter on it.
+        base: The run's base, with the trained adapter on it.
 
     Raises:
-        AdapterError: It is no LoRA, or of another base.
+        AdapterError: The adapter is not a LoRA, or belongs to another base.
     """
     file, updates = read_low_rank(adapter_folder(path), with_head=True)
     origin = file.provenance
     if not _is_of(origin, base):
         raise AdapterError(
             f"the adapter in {file.folder} was trained on another base",
-            found=f"trained on {origin.base} ({origin.fingerprint or 'of unknown weights'}); "
-            f"this run's base is {base.name} ({base.fingerprint})",
+            found=f"Its base is {origin.base} ({origin.fingerprint or 'unknown weights'}); "
+            f"this run's base is {base.name} ({base.fingerprint}).",
             fix="Train it on this base.",
         )
     tensors = named_tensors(file.folder)
     head = {name: t for name, t in tensors.items() if not name.endswith((A, B))}
     if len({name.rpartition(".")[0] for name in head}) > 1:
         raise AdapterError(
-            f"{file.folder} cannot be used next to the adapter that is trained",
-            found=f"it has more than a plain LoRA and a head: {', '.join(sorted(head)[:3])}",
+            f"{file.folder} cannot be used next to the trained adapter",
+            found=f"It has more than a LoRA and a head: {', '.join(sorted(head)[:3])}.",
             fix="Use a plain LoRA.",
         )
     layers_of(file, updates, base.model)

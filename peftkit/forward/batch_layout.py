@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from peftkit.data.pack import padded
-from peftkit.events import Fallback
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.attention import TrainingAttention, training_attention
 from peftkit.forward.loss import unwrapped
@@ -27,13 +26,11 @@ class BatchLayout:
 
     Attributes:
         attention: The model's attention while it trains on padding-free batches.
-        fallback: Why rows are padded although the task has padding-free batches.
+        why_padded: Why rows are padded although the task has padding-free batches; "" if none.
     """
 
-    fallback: Fallback | None = None
-
     def __init__(self, *, share: bool = True, padded: bool = False) -> None:
-        self.share, self.padded = share, padded
+        self.share, self.padded, self.why_padded = share, padded, ""
         self.attention: TrainingAttention | None = None
 
     @property
@@ -48,26 +45,20 @@ class BatchLayout:
     def training(self, model: nn.Module, plan: ExecutionPlan | None = None) -> Iterator[None]:
         """Train with a plan's attention, and without padding where the model allows it."""
         bare = unwrapped(model)
-        self.fallback = None
+        self.why_padded = ""
         if not (self.padded or num_virtual(bare) or bare.config.is_encoder_decoder):
             with training_attention(bare, plan) as attention:
-                implementation = getattr(bare.config, "_attn_implementation", None)
-                why = f"{type(bare).__name__} computes attention by {implementation}, not by SDPA."
-                if attention is not None:
-                    why = why_padded(model, attention, share=self.share)
-                if attention is not None and not why:
+                if attention is None:
+                    self.why_padded = f"{type(bare).__name__} does not compute attention by SDPA."
+                else:
+                    self.why_padded = why_padded(model, attention, share=self.share)
+                if attention is not None and not self.why_padded:
                     self.attention = attention
                     try:
                         yield
                     finally:
                         self.attention = None
                     return
-            self.fallback = Fallback(
-                path="Rows are padded",
-                cause=why,
-                cost="Each row costs as much as the longest row of its batch.",
-                fix="A smaller train.tokens_per_batch pads less.",
-            )
         with training_attention(bare, plan, documents=False):
             yield
 

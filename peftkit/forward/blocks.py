@@ -8,8 +8,6 @@ require a gradient, which costs a backward pass through all blocks below the low
 from __future__ import annotations
 
 import functools
-import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -20,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from peftkit.errors import PeftkitError
-from peftkit.events import Fallback
 from peftkit.execution.plan import Activations, ExecutionPlan, activation_modes
+from peftkit.forward.compiler import no_compiler
 from peftkit.kernels.device import gpu_of
 from peftkit.kernels.packed import recomputing
 from peftkit.kernels.tiled import tiled
@@ -37,8 +35,6 @@ short or long, ... With torch's default of 8, further versions would silently ru
 
 COMPILER_WARNING = r"The \.grad attribute of a Tensor that is not a leaf"
 """A warning about code inside torch.compile."""
-
-COMPILERS = ("c++", "g++", "clang++")
 
 
 class Blocks:
@@ -323,23 +319,3 @@ class _Replayed:
 
 def _call(run: Callable[..., Any], *args: Any) -> Any:
     return run(*args)
-
-
-def no_compiler() -> str:
-    """Return that torch.compile has no C++ compiler for a CPU; "" if it has one."""
-    return "" if cpp_compiler() else f"There is no C++ compiler (CXX, {', '.join(COMPILERS)})."
-
-
-def uncompiled(cause: str) -> Fallback:
-    """Return the fallback of blocks that are not compiled."""
-    fix = "Set train.compile: false, or remove the cause."
-    if cause == no_compiler():
-        fix = "Install a C++ compiler; on Debian and Ubuntu: apt-get install g++"
-    cost = "Each step takes longer; its numbers are the same."
-    return Fallback(path="Blocks are not compiled", cause=cause, cost=cost, fix=fix)
-
-
-def cpp_compiler() -> str | None:
-    """Return the C++ compiler that torch.compile would use for a CPU."""
-    names = (os.environ.get("CXX", ""), *COMPILERS)
-    return next((path for name in names if name and (path := shutil.which(name))), None)

@@ -1,7 +1,7 @@
-"""The formats in which model families write tool calls in the text of their answers.
+"""Tool call formats of model families: parsers of calls in generated text.
 
-Hermes and Qwen, Qwen3-Coder, Mistral, Harmony (gpt-oss) and Llama 3. Calls of other families are
-parsed by the `response_template` of their tokenizer (`shipped_format`).
+Supported: Hermes and Qwen, Qwen3-Coder, Mistral, Harmony (gpt-oss) and Llama 3. For other families,
+the tokenizer's `response_template` parses calls (`shipped_format`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class Call(NamedTuple):
-    """A call of a tool; `id` where the model itself wrote one."""
+    """A tool call; `id` is set if the model wrote one."""
 
     name: str
     arguments: dict[str, Any]
@@ -27,20 +27,20 @@ class NoCall(ValueError):
 
 
 class Unclosed(NoCall):
-    """The closing text found is inside a string of the call."""
+    """The closing text is inside a string of the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a model writes calls.
+    """Format of a model's tool calls.
 
     Attributes:
         opens: Opening texts of a call.
         close: Closing text; None: a call ends with the answer.
-        read: Parses the calls of a text from opening to closing text; raises `NoCall`, or another
-            ValueError, TypeError or RecursionError.
+        read: Parses calls from a text that includes opening and closing text; raises `NoCall`, or
+            another ValueError, TypeError or RecursionError.
         at_start: Whether calls occur only at the start of an answer.
-        is_untyped: Whether arguments are untyped text; the tool's schema has their types.
+        is_untyped: Whether arguments are plain text; the tool's schema has their types.
         thought: Opening and closing text of reasoning.
         skips: Texts to drop between the parts of an answer.
         as_text: Whether the chat template requires a call's arguments as JSON text.
@@ -60,7 +60,7 @@ class CallFormat:
         """Return an answer with calls as a message for the chat template.
 
         Args:
-            calls: Each with its id.
+            calls: Calls with their ids.
         """
         return {
             "role": "assistant",
@@ -83,7 +83,7 @@ def dumped(call: Call) -> str:
     """Return a call's arguments as JSON text.
 
     Raises:
-        ValueError, TypeError: They are not JSON.
+        ValueError, TypeError: The arguments are not JSON.
     """
     return json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
 
@@ -119,18 +119,18 @@ def _call(value: Any) -> Call:
     if isinstance(given, str):
         given = _whole(given)
     if not isinstance(given, dict):
-        raise NoCall("arguments are no object")
+        raise NoCall("arguments are not an object")
     identity = value.get("id")
     return Call(value["name"], given, identity if isinstance(identity, str) else None)
 
 
 def calls_of(value: Any) -> list[Call]:
-    """Return the calls of one object with a name and arguments, or of a list of them.
+    """Return the calls in an object with a name and arguments, or in a list of such objects.
 
     Raises:
-        NoCall: It is anything else.
+        NoCall: The value is not a call or a list of calls.
     """
-    return [_call(one) for one in (value if isinstance(value, list) else [value])]
+    return [_call(item) for item in (value if isinstance(value, list) else [value])]
 
 
 def _inside(text: str, opening: str, close: str) -> str:
@@ -151,7 +151,7 @@ def _coder(text: str) -> list[Call]:
     name, end, rest = _inside(body, "<function=", "</function>").partition(">")
     if not body.startswith("<function=") or not end:
         raise NoCall("no function")
-    # one match after the other, no search: an answer may open thousands and close none
+    # consecutive matches instead of a search, which is quadratic if no parameter is closed
     arguments, at = dict[str, Any](), 0
     while match := _PARAMETER.match(rest, at):
         arguments[match[1].strip()], at = match[2], match.end()
@@ -215,7 +215,7 @@ FORMATS: tuple[CallFormat, ...] = (
 )
 
 NO_CALLS = CallFormat("none", (), None, lambda _: [])
-"""Of templates that write no calls: an answer is text and reasoning."""
+"""Format for templates without tool calls: an answer is text and reasoning."""
 
 
 def typed(call: Call, tools: Sequence[Mapping[str, Any]]) -> Call:

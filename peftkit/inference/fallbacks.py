@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from peftkit.events import Fallback
-from peftkit.forward.blocks import no_compiler, uncompiled
+from peftkit.forward.compiler import no_compiler, uncompiled
 from peftkit.inference.open_engine import generation_fallbacks
 from peftkit.kernels.device import PINNING, pinned_empty
 from peftkit.kernels.fused import TRITON

@@ -1,8 +1,8 @@
 """The call format of a tokenizer's `response_template` (transformers 5.13).
 
-The response template has the markers around calls and reasoning, as texts or patterns, and
-transformers parses a call with it. The opening and closing texts come from matching the patterns on
-a probe call that the chat template wrote.
+A response template has the markers around calls and reasoning, as texts or patterns. transformers
+uses it to parse calls. The opening and closing texts are the matches of the patterns in a probe
+call rendered by the chat template.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def shipped_format(template: Any, written: str, name: str) -> CallFormat | None:
     """Return the format of a response template; None if it does not match the probe call.
 
     Args:
-        template: The tokenizer's.
+        template: The tokenizer's response template.
         written: The chat template's rendering of the probe call.
         name: Function name in the probe call.
     """
@@ -31,7 +31,7 @@ def shipped_format(template: Any, written: str, name: str) -> CallFormat | None:
         return None
     try:
         loaded = load_response_template(template)
-    except Exception:  # of another version, or damaged
+    except Exception:  # from another version, or invalid
         return None
     field: Any = loaded.fields.get(CALLS)
     begin = field.open_re.search(written) if field and field.open_re else None

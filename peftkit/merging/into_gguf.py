@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch
 from peftkit.adapter import Adapter
 from peftkit.base.gguf_file import Blocks, blocks_of, parsed_once, quantized, source_of
 from peftkit.base.load import load_base
-from peftkit.base.locate import locate
+from peftkit.base.locate import gguf_of, locate
 from peftkit.base.new_tokens import new_tokens_of
 from peftkit.base.rope import rope_notice
 from peftkit.base.skeleton import skeleton
@@ -39,6 +40,8 @@ _INSTEAD = (
     "Serve base and adapter as two files: peftkit export ADAPTER --to gguf. Or merge into a folder "
     "of 16-bit weights, and let llama.cpp's converter and llama-quantize make the file."
 )
+MAX_LOST = 0.5
+"""Largest rounding error of a merge, relative to the update, without `force`."""
 _WITH_TOKENS = (
     "Merge into a folder, with --base naming the original of the file, and let llama.cpp's "
     "convert_hf_to_gguf.py make a GGUF file of it."
@@ -60,6 +63,12 @@ def merge_into_gguf(
     name, revision = file.base_or(base)
     location, out = locate(name, revision), Path(out).expanduser()
     if not location.gguf or location.convert_to is not None:
+        if source := gguf_of(name):
+            raise MergeError(
+                f"cannot merge into {out}",
+                found=f"The base {name} is a copy in 16 bits of a GGUF file.",
+                fix=f"Merge into that file: --base {quote(str(source))}",
+            )
         raise MergeError(
             f"cannot merge into {out}",
             found=f"The base {name} is not a GGUF file.",
@@ -83,6 +92,14 @@ def merge_into_gguf(
             blocks = blocks_of(source_of(location.gguf_path, model), model)
             write_changes(opened.adapter, blocks, written, tally)
         tally.check()
+        lost = tally.relative_rounding
+        if lost > MAX_LOST and not force:
+            raise MergeError(
+                f"the merged file {out} would lose its training",
+                found=f"{1 - min(lost, 1):.0%} of the update is kept after rounding to the types "
+                f"of the base's file (rounding error {lost:.2f} times the update).",
+                fix=f"{_INSTEAD} To write the file all the same, add --force.",
+            )
         effect = agreed = None
         if reference is not None:
             on_event(Stage("Comparing the merged file with base and adapter"))
@@ -114,7 +131,7 @@ def merge_into_gguf(
 def _rounding_note(tally: Tally) -> str:
     lost = tally.relative_rounding
     note = f"Quantising anew lost {lost:.2f} of the update"
-    if lost < 0.5:
+    if lost <= MAX_LOST:
         return f"{note}."
     return (
         f"{note}: the outputs of the file differ noticeably from those with the adapter. {_INSTEAD}"

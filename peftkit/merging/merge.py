@@ -95,7 +95,8 @@ def merge(
             memory for the model. Without it shapes are checked, but not whether the adapter was
             trained on these weights.
         prompts: Inputs of the comparison.
-        force: Accept a base with other weights than in training.
+        force: Accept a base with other weights than in training, and a GGUF file that loses more
+            than half of the update in rounding.
         overwrite: Write into a folder that is not empty; a model there is replaced.
 
     Raises:

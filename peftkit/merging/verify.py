@@ -211,7 +211,7 @@ def facts_of(merged: Merged) -> dict[str, str]:
         "base": merged.base,
         "weights changed": f"{tally.num_weights:,}",
         "size of the update": f"{tally.relative_update:.3g} of these weights' own",
-        "lost in rounding": f"{tally.relative_rounding:.3g} of the update",
+        "kept after rounding": f"{1 - min(tally.relative_rounding, 1):.2%} of the update",
     }
     if merged.agreement is None or merged.effect is None:
         return facts | {"verified": "no"}

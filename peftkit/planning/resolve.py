@@ -13,7 +13,7 @@ from peftkit.base.pretrained import is_packed
 from peftkit.base.request import ROOM, compute_dtype, place_weights
 from peftkit.base.skeleton import on_meta, read_config, weight_bytes
 from peftkit.events import Listener, Notice
-from peftkit.execution.environment import default_device, free_now, used_bytes
+from peftkit.execution.environment import free_now, select_device, used_bytes
 from peftkit.execution.plan import ExecutionPlan, Shard, plan_of
 from peftkit.execution.world import World
 from peftkit.model.blocks import recomputable_blocks
@@ -30,7 +30,7 @@ def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
     """
     recipe = as_continued(recipe)
     base, train, purpose = recipe.base, recipe.train, recipe.task.plain_purpose
-    device = default_device()
+    device = select_device()
     here = free_now(device)
     if here.memory is not None and train.memory != "auto":
         here = here.at_most(int(train.memory * 1e9) - used_bytes(device))

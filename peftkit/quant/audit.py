@@ -15,11 +15,9 @@ from peftkit.events import Table
 from peftkit.figures import size
 from peftkit.model.places import ModelWeight, find_places, is_linear, own_table
 from peftkit.quant.layers import Packing, packed_tensors
+from peftkit.quant.quantize import NEVER_PACKED, ROUTER, never_packed
 
 MAX_NAMES = 10
-_OUTPUT, _HEAD, _ROUTER, _TIED = "the output layer", "a head", "a router", "tied to an embedding"
-_OUTSIDE = (_OUTPUT, _HEAD, _ROUTER, _TIED)
-"""Reasons for linear layers that are never quantised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,7 @@ class Audit:
     def num_in_matrices(self) -> int:
         """Number of parameters in matrix products: no vectors, embeddings, heads or routers."""
         kinds = ("linear layers", "stacked experts", "other")
-        rows = (row for row in self.rows if row.kind in kinds and row.why not in _OUTSIDE)
+        rows = (row for row in self.rows if row.kind in kinds and row.why not in NEVER_PACKED)
         return sum(row.num_parameters for row in rows)
 
     @property
@@ -104,15 +102,17 @@ class Audit:
         rows.append(("all", bits, number, f"{self.num_parameters:,}", total, ""))
         if self.copy_bytes:
             total = size(self.copy_bytes)
-            rows.append(("copies kept for speed", "16 or 32 bits", "", "", total, ""))
+            rows.append(("unpacked copies for speed", "16 or 32 bits", "", "", total, ""))
         columns = ("weights", "stored as", "tensors", "parameters", "size", "not quantised because")
         is_plain = self.quantized_as == "none"
         width = len(columns) - is_plain  # reasons are only useful if some parameters are quantised
         stored = self.rows[0].stored if is_plain and self.rows else self.quantized_as
         summary = (
             f"The base in memory: {self.num_parameters:,} parameters, {stored}, "
-            f"{bits} each, {size(self.num_bytes + self.copy_bytes)}"
+            f"{bits} each, {size(self.num_bytes)}"
         )
+        if self.copy_bytes:
+            summary += f", and {size(self.copy_bytes)} of unpacked copies for speed"
         cells = tuple(row[:width] for row in rows)
         return Table("The base in memory", columns[:width], cells, summary)
 
@@ -131,7 +131,7 @@ def audit(model: nn.Module) -> Audit:
         groups.setdefault((kind, packing.form.kind, ""), []).append(fact)
         if packing.unpacked is not None:
             copy_bytes += packing.unpacked.numel() * packing.unpacked.element_size()
-    reasons = exempt(model)
+    reasons = never_packed(model)
     if groups:  # otherwise nothing is quantised on any side
         for tower in filter(lambda place: place.set_apart, find_places(model)):
             reasons.setdefault(id(tower.module), f"{tower.side} side: base.quantize_towers")
@@ -161,24 +161,6 @@ def audit(model: nn.Module) -> Audit:
     return Audit(tuple(sorted(rows, key=lambda row: -row.num_parameters)), copy_bytes)
 
 
-def exempt(model: nn.Module) -> dict[int, str]:
-    """Return id(module) -> reason of the linear layers that are never quantised."""
-    getter = getattr(model, "get_output_embeddings", None)
-    head = getter() if getter else None
-    reasons = {id(module): _OUTPUT for module in (head.modules() if head else ())}
-    for place in find_places(model):
-        if place.roles[0] == "head":
-            reasons.setdefault(id(place.module), _HEAD)
-        elif place.roles[0] in ("router", "shared_router") and not place.parameter:
-            reasons[id(place.module)] = _ROUTER
-    tables = (own_table(m) for m in model.modules() if isinstance(m, nn.Embedding))
-    tied = {id(table) for table in tables if table is not None}
-    for module in model.modules():
-        if is_linear(module) and id(own_table(module)) in tied:
-            reasons[id(module)] = _TIED
-    return reasons
-
-
 def _plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Yield (module path, module, name, parameter) once per parameter, without packed ones."""
     visited = {id(packed) for _, packed, _ in packed_tensors(model)}
@@ -196,7 +178,7 @@ def _kind_of(
     """Return the kind of an unpacked parameter, and the reason why it is not packed."""
     if place is not None:
         if place.roles[0].endswith("router"):
-            return "routers", _ROUTER
+            return "routers", ROUTER
         return "stacked experts", "stacked expert parameter"
     if "bias" in name.lower():
         return "biases", "small"

@@ -12,14 +12,16 @@ from torch.nn.utils import parametrize
 
 from peftkit.errors import BaseError, first_few
 from peftkit.events import Listener, Progress, ignore
-from peftkit.model.places import find_places, is_conv1d, is_linear
-from peftkit.quant.audit import Audit, audit, exempt
+from peftkit.model.places import find_places, is_conv1d, is_linear, own_table
 from peftkit.quant.layers import FLOATS, Job, Packing, QuantizedLinear, pack
 from peftkit.quant.weights import adopt_bitsandbytes
 from peftkit.settings import BaseConfig
 
 KINDS = ("nf4", "fp4", "int8")
 MAX_LISTED = 10
+OUTPUT, HEAD, ROUTER, TIED = "the output layer", "a head", "a router", "tied to an embedding"
+NEVER_PACKED = (OUTPUT, HEAD, ROUTER, TIED)
+"""Reasons for linear layers that are never quantised."""
 
 
 def quantize_model(
@@ -32,7 +34,7 @@ def quantize_model(
     keep: Collection[str] = (),
     embeddings: str = "none",
     on_event: Listener = ignore,
-) -> Audit:
+) -> None:
     """Quantise every linear layer and stack of experts of a model in place, one at a time.
 
     The output layer, layers tied to an embedding, classification heads, and routers stay
@@ -47,9 +49,6 @@ def quantize_model(
         device: Device of the quantised weights; the rest of the model is not moved.
         keep: Paths of further modules that stay unquantised, with their submodules.
         embeddings: The kind for the embedding and the output layer, or "none".
-
-    Returns:
-        The audit of the quantised model.
 
     Raises:
         BaseError: Linear layers could not be quantised, or there are none; lists them.
@@ -92,7 +91,6 @@ def quantize_model(
     if problems or not layers:
         raise not_quantizable(model, kind, problems)
     install_packed(model, jobs, packings, device)
-    return audit(model)
 
 
 def not_quantizable(model: nn.Module, kind: str, problems: Sequence[str]) -> BaseError:
@@ -114,13 +112,31 @@ def quantizable(
         embeddings: Whether to include the token embedding and the output layer.
     """
     excluded = {id(m) for path in keep for m in model.get_submodule(path).modules()}
-    unquantized = excluded | set(exempt(model))
+    unquantized = excluded | set(never_packed(model))
     jobs = [job for job in _quantizable(model) if id(job[1]) not in unquantized]
     if not embeddings:
         return jobs
     from peftkit.quant.embedding import embedding_jobs
 
     return jobs + embedding_jobs(model, excluded)
+
+
+def never_packed(model: nn.Module) -> dict[int, str]:
+    """Return id(module) -> reason of the linear layers that are never quantised."""
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if getter else None
+    reasons = {id(module): OUTPUT for module in (head.modules() if head else ())}
+    for place in find_places(model):
+        if place.roles[0] == "head":
+            reasons.setdefault(id(place.module), HEAD)
+        elif place.roles[0] in ("router", "shared_router") and not place.parameter:
+            reasons[id(place.module)] = ROUTER
+    tables = (own_table(m) for m in model.modules() if isinstance(m, nn.Embedding))
+    tied = {id(table) for table in tables if table is not None}
+    for module in model.modules():
+        if is_linear(module) and id(own_table(module)) in tied:
+            reasons[id(module)] = TIED
+    return reasons
 
 
 def weights_to_pack(

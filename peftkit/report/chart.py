@@ -132,7 +132,7 @@ def charts(runs: Sequence[History]) -> list[Chart]:
 
 
 def _lines(runs: Sequence[History], name: str) -> Iterator[Line]:
-    """Yield the lines of a curve: smoothed if it is noisy, with the raw values of a single run."""
+    """Yield the lines of a curve: if it is noisy, the raw and the smoothed values."""
     is_alone, is_eval = len(runs) == 1, name.startswith("eval/")
     for color, run in enumerate(runs):
         curve = run.curves[name]
@@ -144,8 +144,7 @@ def _lines(runs: Sequence[History], name: str) -> Iterator[Line]:
         elif name in SMOOTH:
             yield Line("" if is_alone else run.name, points(curve), color)
         else:
-            if is_alone:
-                yield Line("each step", points(curve), color, "raw")
+            yield Line("each step" if is_alone else "", points(curve), color, "raw")
             yield Line("smoothed" if is_alone else run.name, points(smoothed(curve)), color)
 
 

@@ -125,6 +125,10 @@ class Task(ABC):
         """Return a dictionary of metrics, from the means of `metric_names`."""
         return dict(zip(self.metric_names, means, strict=True))
 
+    def eval_means(self, means: Sequence[float]) -> dict[str, float]:
+        """Return metrics of an evaluation during training, from the means over all its rows."""
+        return self.metric_means(means)
+
     def spans(self, row: Any) -> list[tuple[str, str]]:
         """Return a row as the loss sees it, as labelled segments of text."""
         return [("", str(self.tokenizer.decode(row.input_ids)))]

@@ -1,5 +1,5 @@
-"""Metrics of labels, numbers, entities, rankings and texts, as scikit-learn, scipy, seqeval and
-rouge-score define them.
+"""Metrics of labels, numbers, entities, rankings and texts; definitions match scikit-learn, scipy,
+seqeval and rouge-score.
 
 Shapes: N rows, L labels.
 """
@@ -15,20 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftkit.events import Listener, Notice
+from peftkit.events import ClassReport, Listener, Notice
 
 _WORD = re.compile(r"[^\W_]+")
+MAX_CONFUSED = 100
+"""Labels above which a confusion matrix is left out."""
 CUT_OFF = 10
-"""Texts of a ranking that nDCG and MRR count."""
+"""Rank up to which nDCG and MRR count texts."""
 
 
 def class_metrics(predicted: Tensor, true: Tensor) -> dict[str, float]:
-    """Return accuracy, and the mean F1 over labels: unweighted (macro), and weighted by support.
+    """Return accuracy, and the mean F1 over labels: unweighted (macro) and weighted by support.
 
-    Labels that are neither predicted nor true are left out. A division by zero counts as 0.
+    Labels that are neither predicted nor true are ignored. 0 / 0 counts as 0.
 
     Args:
-        predicted, true: Numbers of labels (N,).
+        predicted, true: Label indices (N,).
     """
     num_labels = 1 + int(torch.cat([predicted, true]).max())
     hits = torch.bincount(true[predicted == true], minlength=num_labels).double()
@@ -43,11 +45,48 @@ def class_metrics(predicted: Tensor, true: Tensor) -> dict[str, float]:
     }
 
 
-def multi_label_metrics(predicted: Tensor, true: Tensor) -> dict[str, float]:
-    """Return the share of rows with all labels right, F1 over all labels, and its mean over labels.
+def class_report(predicted: Tensor, true: Tensor, labels: Sequence[str]) -> ClassReport:
+    """Return precision, recall and F1 of each label, and the confusion matrix.
+
+    A division by zero counts as 0. Above MAX_CONFUSED labels there is no confusion matrix.
 
     Args:
-        predicted, true: Whether a row has a label (N, L).
+        predicted, true: Numbers of labels (N,).
+    """
+    size = len(labels)
+    hits = torch.bincount(true[predicted == true], minlength=size).double()
+    support, num_predicted = (torch.bincount(t, minlength=size) for t in (true, predicted))
+    precision, recall = hits / num_predicted.clamp(min=1), hits / support.clamp(min=1)
+    columns = (precision, recall, _f1(hits, support + num_predicted))
+    by_label, rows = {}, []
+    for label, num_rows, *shares in zip(labels, support.tolist(), *columns, strict=True):
+        names = zip(("precision", "recall", "f1"), map(float, shares), strict=True)
+        by_label[label] = {**dict(names), "rows": num_rows}
+        rows.append((label, *(f"{float(share):.3f}" for share in shares), f"{num_rows:,}"))
+    confusion: list[list[int]] | None = None
+    if size <= MAX_CONFUSED:
+        pairs = torch.bincount(true * size + predicted, minlength=size**2)
+        confusion = pairs.view(size, size).tolist()
+    heads = ("label", "precision", "recall", "F1", "rows")
+    title = "The eval rows by label"
+    return ClassReport(title, heads, tuple(rows), labels=by_label, confusion=confusion)
+
+
+def mean_f1(hits: Tensor, true: Tensor, predicted: Tensor) -> float:
+    """Return the unweighted mean F1 of the labels that are predicted or true.
+
+    Args:
+        hits, true, predicted: Counts of each label (L,), in any unit.
+    """
+    both = true + predicted
+    return float((2 * hits[both > 0] / both[both > 0]).mean())
+
+
+def multi_label_metrics(predicted: Tensor, true: Tensor) -> dict[str, float]:
+    """Return subset accuracy, micro F1, and macro F1 over labels.
+
+    Args:
+        predicted, true: Booleans (N, L): whether a row has a label.
     """
     hits = (predicted & true).double().sum(0)
     both = predicted.double().sum(0) + true.double().sum(0)
@@ -59,10 +98,10 @@ def multi_label_metrics(predicted: Tensor, true: Tensor) -> dict[str, float]:
 
 
 def number_metrics(predicted: Tensor, true: Tensor) -> dict[str, float]:
-    """Return the mean squared error, and Pearson's correlation (0 where one side is constant).
+    """Return the mean squared error, and Pearson's correlation (0 if a side is constant).
 
     Args:
-        predicted, true: (N,).
+        predicted, true: Numbers (N,).
     """
     x, y = predicted.double(), true.double()
     dx, dy = x - x.mean(), y - y.mean()
@@ -76,7 +115,7 @@ def number_metrics(predicted: Tensor, true: Tensor) -> dict[str, float]:
 def entity_metrics(
     predicted: Sequence[Sequence[str]], true: Sequence[Sequence[str]]
 ) -> dict[str, float]:
-    """Return precision, recall and F1 of entities; words and kind have to match.
+    """Return precision, recall and F1 of entities; span and kind must match.
 
     Args:
         predicted, true: The tags of each text's words: O, B-kind, I-kind.
@@ -94,7 +133,7 @@ def entity_metrics(
 def tag_metrics(
     predicted: Sequence[Sequence[str]], true: Sequence[Sequence[str]]
 ) -> dict[str, float]:
-    """Return F1 over all words, where tags do not begin with B- and I-; O is no tag."""
+    """Return micro F1 over words, for tags without B- and I-; O counts as no tag."""
     pairs = [
         pair
         for ours, theirs in zip(predicted, true, strict=True)
@@ -106,26 +145,25 @@ def tag_metrics(
 
 
 def are_spans(tags: Iterable[str]) -> bool:
-    """Tell whether tags mark the beginning and the inside of entities."""
+    """Return whether all tags other than O begin with B- or I-."""
     kinds = set(tags) - {"O"}
     return bool(kinds) and all(tag[:2] in ("B-", "I-") for tag in kinds)
 
 
 def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
-    """Return (kind, first word, word after the last) of the entities of a text.
+    """Return (kind, start, end) of the entities of a text; the end is exclusive.
 
-    An I- of another kind than the tag before it, or after O, begins an entity all the same, as in
-    the CoNLL-2000 evaluation.
+    An I- after O or after a tag of another kind begins an entity, as in the CoNLL-2000 evaluation.
     """
     spans = set()
     kind, start = "", 0
     for place, tag in enumerate([*tags, "O"]):
         mark, _, this = tag.partition("-")
-        goes_on = mark == "I" and this == kind
-        if kind and not goes_on:
+        continues = mark == "I" and this == kind
+        if kind and not continues:
             spans.add((kind, start, place))
             kind = ""
-        if mark != "O" and not goes_on:
+        if mark != "O" and not continues:
             kind, start = this, place
     return spans
 
@@ -136,14 +174,14 @@ def _f1(hits: Tensor, both: Tensor) -> Tensor:
 
 
 def ranking_metrics(rankings: Iterable[Sequence[tuple[float, float]]]) -> dict[str, float]:
-    """Return means over queries; those without a relevant text are left out, 0 if all are.
+    """Return the mean nDCG and MRR over queries with a relevant text; 0 if there are none.
 
-    nDCG: the discounted gain as a share of the best order's (Jarvelin and Kekalainen, 2002). MRR: 1
-    over the place of the first text of more than half relevance, 0 beyond CUT_OFF. Of texts with
-    equal scores the less relevant comes first.
+    nDCG is the discounted gain divided by the ideal order's (Jarvelin and Kekalainen, 2002). MRR is
+    1 over the rank of the first text with relevance above 0.5, or 0 beyond CUT_OFF. Among texts
+    with equal scores, the less relevant ranks first.
 
     Args:
-        rankings: Of each query the score and the relevance, from 0 to 1, of each of its texts.
+        rankings: For each query, the score and the relevance (0 to 1) of each text.
     """
     ordered = ([r for _, r in sorted(of, key=lambda pair: (-pair[0], pair[1]))] for of in rankings)
     ranked = [relevances for relevances in ordered if max(relevances) > 0]
@@ -163,15 +201,16 @@ def _reciprocal_rank(relevances: Sequence[float]) -> float:
 
 
 def exact_match(pairs: Sequence[tuple[str, str]]) -> float:
-    """Return the share of pairs with equal texts, apart from surrounding white space."""
+    """Return the share of pairs with equal texts, ignoring surrounding whitespace."""
     return sum(text.strip() == reference.strip() for text, reference in pairs) / len(pairs)
 
 
 def rouge_l(text: str, reference: str) -> float:
-    """Return the ROUGE-L F-measure of a text, from 0 to 1; 0 where either has no words.
+    """Return the ROUGE-L F-measure of a text, from 0 to 1; 0 if either side has no words.
 
-    P and R are the longest common subsequence's share of the text's and of the reference's words
-    (Lin, 2004, W04-1013). Words are runs of letters and digits, in lower case and not stemmed.
+    Precision and recall are the length of the longest common subsequence divided by the number of
+    words of the text and of the reference (Lin, 2004, W04-1013). Words are lower-case runs of
+    letters and digits, without stemming.
     """
     ours, theirs = words(text), words(reference)
     common = longest_common_subsequence(ours, theirs)
@@ -179,9 +218,9 @@ def rouge_l(text: str, reference: str) -> float:
 
 
 def longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
-    """Return its length, by one addition of long integers for each word (Hyyroe, 2004).
+    """Return its length, with one addition of long integers per word (Hyyroe, 2004).
 
-    A bit of `row` is 0 where the table of the textbook's method goes up by one.
+    A bit of `row` is 0 where the dynamic programming table increases by one.
     """
     places: dict[str, int] = {}
     for number, word in enumerate(first):
@@ -195,16 +234,16 @@ def longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> i
 
 
 def rouge_n(text: str, reference: str, size: int) -> float:
-    """Return the F-measure of the runs of `size` words that both texts have (ROUGE-N), 0 to 1."""
+    """Return ROUGE-N: the F-measure of common n-grams of `size` words, from 0 to 1."""
     ours, theirs = _runs(words(text), size), _runs(words(reference), size)
     both = ours.total() + theirs.total()
     return 2 * (ours & theirs).total() / both if both else 0.0
 
 
 def gleu(text: str, reference: str) -> float:
-    """Return the GLEU of a sentence (Wu et al., 2016, arXiv:1609.08144): from 0 to 1.
+    """Return the GLEU of a sentence (Wu et al., 2016, arXiv:1609.08144), from 0 to 1.
 
-    Common runs of 1 to 4 words, as a share of the text's or of the reference's, whichever are more.
+    The common n-grams of 1 to 4 words divided by the larger number of n-grams of the two texts.
     """
     sides = [sum((_runs(words(t), n) for n in ORDERS), Counter[str]()) for t in (text, reference)]
     most = max(side.total() for side in sides)
@@ -212,11 +251,11 @@ def gleu(text: str, reference: str) -> float:
 
 
 def bleu(text: str, reference: str) -> float:
-    """Return the BLEU of a sentence (Papineni et al., 2002): from 0 to 1.
+    """Return the BLEU of a sentence (Papineni et al., 2002), from 0 to 1.
 
-    The geometric mean over runs of 1 to 4 words of the share that the reference has, too, times the
-    brevity penalty. Shares of runs of 2 words and more have one added above and below (Lin and Och,
-    2004, C04-1072), since most sentences have no run of 4 in common.
+    The geometric mean of the n-gram precisions for 1 to 4 words, times the brevity penalty. From 2
+    words on, the precisions use add-one smoothing (Lin and Och, 2004, C04-1072), since most
+    sentences have no 4-gram in common.
     """
     ours, theirs = words(text), words(reference)
     shares = []
@@ -234,19 +273,19 @@ ORDERS = range(1, 5)
 
 
 def words(text: str) -> list[str]:
-    """Return the runs of letters and digits of a text, in lower case."""
+    """Return the words of a text: runs of letters and digits, in lower case."""
     return _WORD.findall(text.lower())
 
 
 def _runs(tokens: Sequence[str], size: int) -> Counter[str]:
-    """Return the runs of `size` words, each with how often it is there."""
+    """Return the counts of n-grams of `size` words."""
     return Counter(" ".join(tokens[n : n + size]) for n in range(len(tokens) - size + 1))
 
 
 def indel_similarity(text: str, reference: str) -> float:
-    """Return twice the longest common subsequence of characters, as a share of both texts' length.
+    """Return 1 - d / (m + n), with the insertion-deletion distance d of texts of lengths m and n.
 
-    1 - d / (m + n) for the distance d by insertions and deletions; 1 for two empty texts.
+    The result is 1 for two empty texts.
     """
     both = len(text) + len(reference)
     return 2 * longest_common_subsequence(text, reference) / both if both else 1.0
@@ -256,7 +295,7 @@ def indel_similarity(text: str, reference: str) -> float:
 
 
 NUM_SHOWN = 3
-"""Rows whose reference and transcript are reported."""
+"""Number of rows whose reference and transcript are reported."""
 
 
 def transcript_metrics(
@@ -265,10 +304,10 @@ def transcript_metrics(
     normalizer: Callable[[str], str],
     on_event: Listener,
 ) -> dict[str, float]:
-    """Return the error rates of transcripts, raw and normalised; reports the first rows.
+    """Return the error rates of transcripts, raw and normalised, and report the first rows.
 
     Args:
-        rows: With a text and a source each.
+        rows: Rows with `text` and `source`.
     """
     for row, text in list(zip(rows, transcripts, strict=True))[:NUM_SHOWN]:
         on_event(Notice(f"{row.source}: reference: {row.text} | transcript: {text}"))
@@ -281,11 +320,11 @@ def transcript_metrics(
 def error_rates(
     references: Sequence[str], transcripts: Sequence[str], name: str = ""
 ) -> dict[str, float]:
-    """Return the error rates of words and characters over all texts together; both can exceed 1.
+    """Return the word and character error rates over all texts; both can exceed 1.
 
     Args:
-        references: Right transcripts; rows whose reference is blank are left out.
-        name: Suffix of the metrics' names.
+        references: Correct transcripts; rows with a blank reference are ignored.
+        name: Suffix of the metric names.
     """
     import jiwer
 
@@ -298,10 +337,10 @@ def error_rates(
 
 
 def normalizer_of(tokenizer: Any, language: str | None) -> Callable[[str], str]:
-    """Return the normaliser of Whisper's authors for a language.
+    """Return Whisper's text normaliser for a language.
 
-    The English one for English, with the tokenizer's list of spellings; else the basic one. Both
-    drop combining marks, which distorts the rates of scripts that need them.
+    English uses the English normaliser with the tokenizer's spellings; other languages use the
+    basic one. Both drop combining marks, which distorts error rates of scripts that need them.
     """
     from transformers.models.whisper import english_normalizer as normalizers
 

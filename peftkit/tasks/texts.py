@@ -21,12 +21,13 @@ from peftkit.data.pack import padded_rows, rounded_up
 from peftkit.data.rows.encoder import tokenizer_key
 from peftkit.data.tokens import special_tokens_around, tokens
 from peftkit.errors import BaseError, DataError
-from peftkit.events import Listener, Progress, ignore
+from peftkit.events import ClassReport, Listener, Progress, ignore
 from peftkit.forward.loss import accepted, unwrapped
 from peftkit.tasks.base import Task, over_batches
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, equal_parts
 from peftkit.tasks.classes.labels import RecordEncoder
 from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.metrics import class_report, mean_f1
 from peftkit.tasks.rows import longest
 
 
@@ -35,10 +36,12 @@ class Encoded:
     """The tokens of a text, or of a pair of texts.
 
     Args:
-        input_ids: Cut to what the model reads.
-        types: 0 for the first text of a pair, 1 for the second; () where the model knows no pairs.
-        is_cut: Whether something is missing at its end.
-        offsets: Where in the text each token begins and ends, if requested; (0, 0): a special one.
+        input_ids: Token ids, truncated to the model's maximum.
+        types: Token type ids: 0 for the first text of a pair, 1 for the second; empty if the
+            tokenizer returns none.
+        is_cut: Whether the text was truncated.
+        offsets: Character (start, end) of each token, (0, 0) for special tokens; empty unless
+            requested.
     """
 
     input_ids: tuple[int, ...]
@@ -49,11 +52,11 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class TextsRow:
-    """A row of texts, each read by itself.
+    """A row of texts, which the model encodes independently.
 
     Args:
-        input_ids, types, lengths: The tokens of all texts, one after the other, and how many of
-            each.
+        input_ids, types: Token ids and types of all texts, concatenated.
+        lengths: Number of tokens of each text.
     """
 
     input_ids: tuple[int, ...]
@@ -71,7 +74,7 @@ class TextsRow:
 
 
 def joined_texts(texts: Sequence[Encoded]) -> dict[str, tuple[int, ...]]:
-    """Return the fields of a `TextsRow`."""
+    """Concatenate texts; return the fields of a `TextsRow` by name."""
     return {
         "input_ids": tuple(token for text in texts for token in text.input_ids),
         "types": tuple(kind for text in texts for kind in text.types),
@@ -80,13 +83,13 @@ def joined_texts(texts: Sequence[Encoded]) -> dict[str, tuple[int, ...]]:
 
 
 class SpecialTokens:
-    """The tokens that a tokenizer puts before and after every text.
+    """The special tokens that a tokenizer adds before and after every text.
 
     Attributes:
         lead, tail: Tokens before and after.
 
     Raises:
-        BaseError: The tokenizer does not put the same tokens around every text.
+        BaseError: The tokenizer adds different tokens to different texts.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -100,10 +103,10 @@ class SpecialTokens:
             )
 
     def room(self, max_length: int) -> int:
-        """Return how many tokens of a text fit with them into a row.
+        """Return the maximum number of tokens of a text in a row of `max_length` tokens.
 
         Raises:
-            DataError: None do.
+            DataError: The special tokens fill the row.
         """
         room = max_length - len(self.lead) - len(self.tail)
         if room < 1:
@@ -115,7 +118,7 @@ class SpecialTokens:
         return room
 
     def tokens(self, text: str) -> list[int]:
-        """Return the tokens of a text alone."""
+        """Return the tokens of a text without special tokens."""
         return tokens(self._tokenizer, text)
 
     def put_around(self, ids: Sequence[int]) -> list[int]:
@@ -127,7 +130,7 @@ class Texts:
     """Tokenizer and collator of texts.
 
     Attributes:
-        max_length: In tokens, special ones included.
+        max_length: Maximum number of tokens of a text, including special tokens.
 
     Raises:
         BaseError: The model has no padding token.
@@ -147,11 +150,11 @@ class Texts:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What tokens depend on, for the key of the cache."""
+        """Everything that tokens depend on, for the cache key."""
         return (*tokenizer_key(self.tokenizer), self.max_length, self._pad_id)
 
     def encode(self, text: str, pair: str | None = None, *, offsets: bool = False) -> Encoded:
-        """Return the tokens of a text or of a pair, of which the longer text is cut first."""
+        """Tokenize a text or a pair of texts; the longer text of a pair is truncated first."""
         options: dict[str, Any] = {"return_offsets_mapping": True} if offsets else {}
         fields = self.tokenizer(text, pair, verbose=False, **options)
         is_cut = len(fields["input_ids"]) > self.max_length
@@ -166,16 +169,16 @@ class Texts:
         )
 
     def bare(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a part of a text, without special ones."""
+        """Return the tokens of a part of a text, without special tokens."""
         return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def collate(self, texts: Sequence[Any]) -> dict[str, Tensor]:
         """Return input_ids, attention_mask and, if there are any, token_type_ids (B, T).
 
-        Padded on the right: a decoder's head reads the last token that is not padding.
+        Padding is on the right: a decoder's head reads the last token that is not padding.
 
         Args:
-            texts: `Encoded`.
+            texts: `Encoded` texts.
         """
         ids, mask = padded_rows([text.input_ids for text in texts], self._pad_id)
         batch = {"input_ids": ids, "attention_mask": mask}
@@ -184,15 +187,16 @@ class Texts:
         return batch
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return tokens as text, with special ones."""
+        """Decode tokens to text, including special tokens."""
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 class TextsEncoder(RecordEncoder):
-    """Encoder of records with texts.
+    """Encodes records with texts.
 
     Args:
-        config: Of the task; names the fields. labels: In the order of the head's outputs.
+        config: The config of the task, which names the fields.
+        labels: Label names, in the order of the head's outputs.
     """
 
     def __init__(self, texts: Texts, config: Any, labels: Sequence[str] = ()) -> None:
@@ -213,7 +217,7 @@ class TextTask(Task):
     """A task whose rows are `TextsRow`s.
 
     Attributes:
-        texts: Makes their tokens.
+        texts: Tokenizes and collates them.
     """
 
     def build(self, model: nn.Module) -> None:
@@ -246,10 +250,12 @@ class TextTask(Task):
         progress: str,
         on_event: Listener,
     ) -> list[Any]:
-        """Return the computed value of each text, in their order; shortest texts go first.
+        """Return the values that `compute` returns for each text, in the order of `encoded`.
+
+        Shorter texts are computed first.
 
         Args:
-            compute: Returns a number, or several, for each text of a batch.
+            compute: Returns one or more numbers for each text of a batch.
         """
         device = next(model.parameters()).device
         order = sorted(range(len(encoded)), key=lambda n: len(encoded[n].input_ids))
@@ -266,20 +272,50 @@ class TextTask(Task):
         return [results[n] for n in range(len(encoded))]
 
 
+COUNTS = ("hits", "true", "predicted")
+
+
 class Classifier(Task):
-    """A task whose head predicts each target.
+    """A task that predicts each target by a classification head.
 
     Its batches have the model's inputs and `targets`, whose first dimension is n.
     """
 
     progress: ClassVar[str] = "Classifying"
     """Shown with the progress of an evaluation."""
+    labels: Sequence[str]
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         return batch["targets"].numel()
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return self.loss_of(self.logits(model, batch), batch["targets"])[None]
+        logits, targets = self.logits(model, batch), batch["targets"]
+        loss = self.loss_of(logits, targets)[None]
+        if torch.is_grad_enabled():  # the sums are metrics of evaluations
+            return torch.cat([loss, loss.new_zeros(len(self.metric_names))])
+        return torch.cat([loss, self.sums(logits, targets)])
+
+    def set_labels(self, labels: Sequence[str]) -> None:
+        """Set the labels, and the counts of each that an evaluation sums up."""
+        self.labels = labels
+        self.metric_names = tuple(f"{name}/{label}" for name in COUNTS for label in labels)
+
+    def sums(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the sums of `metric_names` (K,) in fp32, without synchronizing."""
+        predicted, counts = logits.argmax(-1), logits.new_zeros(3, len(self.labels))
+        ones = counts.new_ones(len(targets))
+        counts[0].scatter_add_(0, targets, (predicted == targets).to(counts.dtype))
+        counts[1].scatter_add_(0, targets, ones)
+        counts[2].scatter_add_(0, predicted, ones)
+        return counts.flatten()
+
+    def metric_means(self, means: Sequence[float]) -> dict[str, float]:
+        """Return no metrics: those of the few rows of a training step are noise."""
+        return {}
+
+    def eval_means(self, means: Sequence[float]) -> dict[str, float]:
+        hits, true, predicted = torch.tensor(means, dtype=torch.float64).view(3, -1)
+        return {"accuracy": float(hits.sum()), "f1_macro": mean_f1(hits, true, predicted)}
 
     def logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits of each target (n, L), in fp32."""
@@ -304,8 +340,15 @@ class Classifier(Task):
             true.append(batch["targets"].cpu())
             seen += part
         targets = torch.cat(true)
-        measured = self.measured(torch.cat(predicted), targets, seen)
+        logits = torch.cat(predicted)
+        measured = self.measured(logits, targets, seen)
+        if (report := self.report(logits, targets)) is not None:
+            on_event(report)
         return {"loss": loss / targets.numel(), **measured}
+
+    def report(self, logits: Tensor, targets: Tensor) -> ClassReport | None:
+        """Return the metrics of each label; None if rows have several labels or numbers."""
+        return class_report(logits.argmax(-1), targets, self.labels)
 
     @abstractmethod
     def measured(self, logits: Tensor, targets: Tensor, rows: Sequence[Any]) -> dict[str, float]:
@@ -324,7 +367,7 @@ class ClassifierConfig(TaskConfig):
 
     @property
     def problem_type(self) -> ProblemType | None:
-        """transformers' problem type; None: the base's."""
+        """The problem type as in transformers; None: the problem type of the base."""
         return None
 
     @property

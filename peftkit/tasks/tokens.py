@@ -41,7 +41,8 @@ class TokenTask(Task):
     to predict there; and the model's inputs.
 
     Attributes:
-        layout: Whether batches are padded; set before `build` if it is not the default.
+        layout: Padded or padding-free batches. `build` sets the default; a subclass may replace it
+            afterwards.
         example: Inputs other than tokens that a probe of the model needs.
         input_names: Entries of a padded batch that the model reads.
         head: Computes logits from hidden states; None if the model's head cannot run alone.

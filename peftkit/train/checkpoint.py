@@ -233,6 +233,7 @@ UNBOUND = {
     "eval_generate",
     "early_stopping",
     "keep_best",
+    "best_metric",
     "sample_every",
     "sample_prompts",
     "sample_tokens",

@@ -9,15 +9,26 @@ from __future__ import annotations
 from peftkit.events import Fallback
 from peftkit.forward.fused import why_unfused
 from peftkit.kernels.fused import TRITON
-from peftkit.tasks.completions import CompletingTask
 from peftkit.train.step import Trainer
 
 
 def fallbacks_of(trainer: Trainer) -> list[Fallback]:
     """Return the fallbacks of a prepared run; all processes call it."""
-    layout = getattr(trainer.task, "layout", None)
-    padding = getattr(layout, "fallback", None)
-    return [*([padding] if padding else []), *_kernels(trainer), *_generation(trainer)]
+    return [*_padding(trainer), *_kernels(trainer), *_generation(trainer)]
+
+
+def _padding(trainer: Trainer) -> list[Fallback]:
+    cause = getattr(getattr(trainer.task, "layout", None), "why_padded", "")
+    if not cause:
+        return []
+    return [
+        Fallback(
+            path="Rows are padded",
+            cause=cause,
+            cost="Each row costs as much as the longest row of its batch.",
+            fix="A smaller train.tokens_per_batch pads less.",
+        )
+    ]
 
 
 def _kernels(trainer: Trainer) -> list[Fallback]:
@@ -39,6 +50,8 @@ def _kernels(trainer: Trainer) -> list[Fallback]:
 
 def _generation(trainer: Trainer) -> list[Fallback]:
     """Return why completions during the run are slower, if it generates any."""
+    from peftkit.tasks.completions import CompletingTask
+
     config, task = trainer.run.config, trainer.task
     samples = config.sample_every is not None or config.eval_generate
     if not (isinstance(task, CompletingTask) and (samples or hasattr(task, "sampler"))):

@@ -32,7 +32,6 @@ from peftkit.tasks.batches import RowTooLarge
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.checkpoint import Saver, TrainableWeights, Weights, identity_of
 from peftkit.train.diagnosis import NonFiniteError, written_error
-from peftkit.train.fallbacks import fallbacks_of
 from peftkit.train.memory import plan_memory_and_compile
 from peftkit.train.metrics import (
     peak_bytes,
@@ -181,6 +180,8 @@ class Loop:
         plan_memory_and_compile(self.trainer, self.num_steps)
         self._give_back()
         with reporting_a_stop(self.run):
+            from peftkit.train.fallbacks import fallbacks_of
+
             for fallback in fallbacks_of(self.trainer):
                 self.run.say(fallback.notice)
             self.run.say(run_started(self.trainer, self.num_steps))

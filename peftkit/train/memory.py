@@ -33,7 +33,7 @@ from peftkit.execution.out_of_memory import (
 )
 from peftkit.execution.plan import ACTIVATIONS_IN_WORDS
 from peftkit.figures import size
-from peftkit.forward.blocks import uncompiled
+from peftkit.forward.compiler import uncompiled
 from peftkit.kernels.device import free_bytes, gpu_of
 from peftkit.quant.audit import audit
 from peftkit.settings import TrainConfig

@@ -18,6 +18,7 @@ from torch import nn
 from peftkit.adapter import adapter_paths
 from peftkit.errors import ConfigError
 from peftkit.events import (
+    ClassReport,
     EvalDone,
     Event,
     Notice,
@@ -62,6 +63,9 @@ def lines_of(event: Event) -> tuple[str, list[dict[str, Any]]]:
         return SAMPLES, [{"step": event.step, **asdict(sample)} for sample in event.samples]
     if isinstance(event, RolledOut):
         return ANSWERS, [{"step": event.step, **_plain(asdict(a))} for a in event.answers]
+    if isinstance(event, ClassReport):
+        event_fields = {"labels": event.labels, "confusion": event.confusion}
+        return FILE, [{"event": "ClassReport", "time": round(time.time(), 3), **event_fields}]
     if not isinstance(event, RECORDED):
         return FILE, []
     head = {"event": type(event).__name__, "time": round(time.time(), 3)}

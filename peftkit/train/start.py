@@ -22,7 +22,7 @@ from peftkit.execution.plan import ExecutionPlan, plan_of
 from peftkit.execution.signals import StopRequest
 from peftkit.execution.state import State
 from peftkit.execution.world import World
-from peftkit.files.disk import LOCKS, alone, writable_folder, write_text
+from peftkit.files.disk import LOCKS, RUN_LOCK, alone, writable_folder, write_text
 from peftkit.model.blocks import is_sharded, is_streamed
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
@@ -95,7 +95,7 @@ def locked(output_dir: Path) -> Iterator[None]:
             fix="Wait until it ends, or train into another folder (--out DIR).",
         )
 
-    with alone(output_dir / "run", on_wait=refuse):
+    with alone(output_dir / RUN_LOCK, on_wait=refuse):
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         write_text(f"Process {os.getpid()} on {platform.node()}, since {now}.\n", holder)
         try:

@@ -13,6 +13,7 @@ from peftkit.errors import DataError
 from peftkit.events import EvalDone, Notice, Sampled
 from peftkit.execution import rng
 from peftkit.execution.parallel import Part
+from peftkit.figures import not_better, score_of
 from peftkit.forward.loss import perplexity
 from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import begin_training
@@ -57,7 +58,7 @@ class Evaluator:
         if targets == 0:
             raise DataError("the eval rows have no target tokens: all their labels are masked")
         loss, *means = (figure / targets for figure in summed)
-        return self.figures(loss) | self.task.metric_means(means)
+        return self.figures(loss) | self.task.eval_means(means)
 
     def figures(self, loss: float) -> dict[str, float]:
         """Return a mean loss, and its perplexity where the task has one."""
@@ -137,16 +138,21 @@ class Validation:
         finite = math.isfinite(loss)
         if not finite:
             self.run.say(Notice(f"The eval loss after step {state.step} is {loss}."))
-        best = state.step > 0 and finite and (state.best_loss is None or loss < state.best_loss)
+        score = score_of(metrics, run.config.best_metric)
+        if state.best_metric != run.config.best_metric:  # changed for a resumed run
+            state.best_metric, state.best_step, state.best_loss = run.config.best_metric, None, None
+            state.best_score, state.patience_loss, state.worse_evals = None, None, 0
+        lowest = state.best_loss if state.best_metric == "loss" else state.best_score
+        best = state.step > 0 and math.isfinite(score) and (lowest is None or score < lowest)
         if best:
-            state.best_step, state.best_loss = state.step, loss
+            state.best_step, state.best_loss, state.best_score = state.step, loss, score
         state.evaluated_step, state.eval_loss = state.step, loss if finite else None
         if self.watch is not None:
             with self.trainer.blocks.eagerly():
                 self._gather()
                 metrics |= self.watch.metrics()
         self.run.say(EvalDone(state.step, metrics, best))
-        self._judge(loss)
+        self._judge(score)
         return True
 
     @property
@@ -171,18 +177,18 @@ class Validation:
 
             gather(self.run.model)
 
-    def _judge(self, loss: float) -> None:
+    def _judge(self, score: float) -> None:
         """Count evaluations without improvement, for early stopping."""
         state, early_stopping = self.run.state, self.run.config.early_stopping
         if early_stopping is None:
             return
         lowest = math.inf if state.patience_loss is None else state.patience_loss
-        if math.isfinite(loss) and loss < lowest - early_stopping.min_delta:
-            state.patience_loss, state.worse_evals = loss, 0
+        if math.isfinite(score) and score < lowest - early_stopping.min_delta:
+            state.patience_loss, state.worse_evals = score, 0
         else:
             state.worse_evals += 1
         if self.is_over and state.step < self.num_steps:
             lowest = math.inf if state.patience_loss is None else state.patience_loss
-            below = "was not finite" if lowest == math.inf else f"did not fall below {lowest:.4g}"
-            text = f"Stopped early after step {state.step} of {self.num_steps}: the eval loss"
-            self.run.say(Notice(f"{text} {below} in {state.worse_evals} evaluations."))
+            where = f"Stopped early after step {state.step} of {self.num_steps}: the eval"
+            text = not_better(self.run.config.best_metric, lowest)
+            self.run.say(Notice(f"{where} {text} in {state.worse_evals} evaluations."))

@@ -1,6 +1,7 @@
 """Weights of GGUF files that stay in their blocks: the same values, losses, gradients and bytes."""
 
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import transformers
 from torch import Tensor
 
 from peftkit import LoRA, attach, load_base, merge, plan_run, save_adapter
+from peftkit.base import gguf_reader
 from peftkit.base.build import build
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.request import request_of
@@ -29,6 +31,7 @@ from tests.helpers.gguf_files import (
     SEQ2SEQ,
     bits,
     config_of_a_small_llama,
+    finish,
     hostile_rows,
     in_blocks,
     number_of,
@@ -249,16 +252,40 @@ def test_compiled_blocks_are_one_graph_and_compute_the_same(mixture):
 
 def test_a_file_is_parsed_and_mapped_once(mixture, monkeypatch):
     made: list[str] = []
-    for name in ("GGUFReader", "get_tensor_name_map"):
-        plain = getattr(gguf, name)
+    for module, name in ((gguf_reader, "ArrayReader"), (gguf, "get_tensor_name_map")):
+        plain = getattr(module, name)
 
         def counted(*args: Any, name: str = name, plain: Any = plain) -> Any:
             made.append(name)
             return plain(*args)
 
-        monkeypatch.setattr(gguf, name, counted)
+        monkeypatch.setattr(module, name, counted)
     load_base(str(mixture), dtype="fp32")
-    assert made == ["GGUFReader", "get_tensor_name_map"]
+    assert made == ["ArrayReader", "get_tensor_name_map"]
+
+
+@pytest.mark.parametrize("endian", list(gguf.GGUFEndian))
+def test_arrays_of_keys_are_read_as_by_the_package(endian, tmp_path):
+    path = tmp_path / "x.gguf"
+    writer = gguf.GGUFWriter(path, "llama", endianess=endian)
+    writer.add_name("a name")
+    arrays = (["a", "", "\u2581b"], [1, -2, 3], [0.5, -0.25], [True, False])
+    for number, values in enumerate(arrays):
+        writer.add_array(f"x.{number}", values)
+    writer.add_tensor("t", numpy.ones((2, 32), numpy.float32))
+    finish(writer)
+    own, expected = gguf_reader.ArrayReader(path), gguf.GGUFReader(path)
+    assert own.fields.keys() == expected.fields.keys()
+    for name, field in expected.fields.items():
+        assert own.fields[name].types == field.types
+        assert own.fields[name].contents() == field.contents()
+    assert own.data_offset == expected.data_offset
+    assert (own.tensors[0].data == expected.tensors[0].data).all()
+    data = path.read_bytes()
+    for cut in range(24, data.index(b"x.3") + 16, 5):
+        path.write_bytes(data[:cut])
+        with pytest.raises((ValueError, IndexError, struct.error)):
+            gguf_reader.ArrayReader(path)
 
 
 def test_vocabulary_size_needs_no_unpacking(mixture, monkeypatch):

@@ -90,7 +90,7 @@ from peftkit.settings import BaseConfig
 from peftkit.base.request import request_of
 from peftkit.base.locate import Location
 from peftkit.base.purpose import CAUSAL_LM
-from peftkit.base.pretrained import check_config
+from peftkit.base.pretrained import config_for
 from peftkit.quant.quantize import quantize_model
 
 def anonymous():
@@ -104,7 +104,7 @@ torch.set_num_threads(1)
 # what only a first model loads
 quantize_model(torch.nn.Sequential(torch.nn.Linear(64, 64)), "nf4")
 with torch.device("meta"):
-    transformers.AutoModelForCausalLM.from_config(check_config(where, CAUSAL_LM))
+    transformers.AutoModelForCausalLM.from_config(config_for(where, CAUSAL_LM))
 before, most, done = anonymous(), 0, False
 def watch():
     global most

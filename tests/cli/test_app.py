@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from peftkit.errors import DataError, RunError
+from peftkit.errors import AdapterError, DataError, RunError
+from peftkit.formats.find_adapter import adapter_folder
+from peftkit.train.start import locked
 from peftkit_cli import about, app
 from tests.helpers.command_line import environment
 
@@ -37,7 +39,7 @@ COMMANDS: dict[str, list[str]] = {
     "predict": ["ADAPTER", "--text", "--data", "--out", "--base", "--force", "--json"],
     "eval": [
         "ADAPTER", "--data", "--tasks", "--include", "--limit", "--fewshot", "--chat-template",
-        "--compare", "--run-rewards", "--base", "--force", "--json",
+        "--compare", "--run-rewards", "--row-style", "--base", "--force", "--json",
     ],
     "serve": [
         "[NAME=]RUN...", "--host", "--port", "--api-key", "--base", "--max-batch", "--max-waiting",
@@ -221,6 +223,21 @@ def test_an_adapter_near_to_a_misspelt_one_is_offered(peftkit, tmp_path):
     (tmp_path / "runs" / "demo" / "adapter_config.json").touch()
     message = peftkit("generate", "runs", "--prompt", "hi").err
     assert "Use one of the adapters in it: runs/demo" in message
+
+
+def test_a_run_that_still_trains_is_not_called_ended(tmp_path):
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    with locked(folder):
+        with pytest.raises(AdapterError, match="still training and has saved no step"):
+            adapter_folder(folder)
+        step = folder / "checkpoints" / "step-40"
+        step.mkdir()
+        (step / "adapter_config.json").touch()
+        with pytest.raises(AdapterError, match=f"still training.*{step}"):
+            adapter_folder(folder)
+    with pytest.raises(AdapterError, match="has not finished: resume it"):
+        adapter_folder(folder)
 
 
 def test_env_tells_versions_and_devices_on_one_screen(peftkit):

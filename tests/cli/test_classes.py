@@ -70,8 +70,33 @@ def test_eval_prints_the_tasks_metrics(peftkit, classifier):
     done = peftkit("eval", classifier / "out", "--data", classifier / "rows.jsonl", "--json")
     assert done.code == 0, done.err
     metrics = json.loads(done.out)
-    assert metrics.keys() == {"loss", "accuracy", "f1_macro", "f1_weighted", "num_rows"}
+    names = {"loss", "accuracy", "f1_macro", "f1_weighted", "num_rows", "labels", "confusion"}
+    assert metrics.keys() == names
+    assert [sum(row) for row in metrics["confusion"]] == [2, 2, 2]
+    assert metrics["labels"].keys() == set(LABELS)
     assert metrics["accuracy"] == 1.0
+
+
+def test_rows_get_the_likeliest_label(peftkit, classifier):
+    done = peftkit("predict", classifier / "out", "--data", classifier / "rows.jsonl")
+    assert done.code == 0, done.err
+    for line in done.out.splitlines():
+        row = json.loads(line)
+        assert row["predicted_label"] == row["label"] == next(iter(row["prediction"]))
+
+
+def test_the_best_step_is_chosen_by_a_metric(peftkit, classifier, tmp_path):
+    recipe = write_recipe(tmp_path, classifier / "base")
+    options = ("--set", "train.eval_every=1", "--set", "train.keep_best=true")
+    done = peftkit("train", recipe, *options, "--set", "train.best_metric=f1_macro")
+    assert done.code == 0, done.err
+    lines = (tmp_path / "runs" / "demo" / "metrics.jsonl").read_text().splitlines()
+    evals = [e for e in map(json.loads, lines) if e["event"] == "EvalDone"]
+    first, second = (e["metrics"]["f1_macro"] for e in evals)
+    assert [e["best"] for e in evals] == [True, second > first]
+    done = peftkit("train", recipe, "--overwrite", "--set", "train.best_metric=f1")
+    assert done.code == 2
+    assert "An evaluation of this task has: loss, accuracy, f1_macro." in done.err
 
 
 def test_train_says_what_to_do_next(peftkit, classifier, tmp_path):
@@ -79,6 +104,11 @@ def test_train_says_what_to_do_next(peftkit, classifier, tmp_path):
     assert done.code == 0, done.err
     assert "Next: peftkit predict runs/demo --text TEXT" in done.err
     assert "eval at step 2: loss " in done.err
+    assert ", accuracy " in done.err
+    lines = (tmp_path / "runs" / "demo" / "metrics.jsonl").read_text().splitlines()
+    events = {event["event"]: event for event in map(json.loads, lines)}
+    assert events["EvalDone"]["metrics"].keys() == {"loss", "accuracy", "f1_macro"}
+    assert events["ClassReport"]["labels"].keys() == set(LABELS)
     assert "perplexity" not in done.err
     card = (tmp_path / "runs" / "demo" / "README.md").read_text()
     assert "AutoModelForSequenceClassification" in card

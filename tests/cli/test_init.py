@@ -11,7 +11,7 @@ from peftkit.defaults import BATCHES, CONTRASTIVE_BATCHES, defaults_for
 from peftkit.recipe import load
 from peftkit_cli.goals import GOALS
 from peftkit_cli.init import Size, recipe_text
-from peftkit_cli.survey import splits_of
+from peftkit_cli.survey import only_data_file, splits_of
 from tests.helpers.command_line import Done, Run, turn
 from tests.helpers.folders import write_rows
 
@@ -185,6 +185,25 @@ def test_files_of_a_folder_are_told_apart_by_their_names(peftkit, tmp_path):
     refused = peftkit("train", "plants")
     assert "It is a folder with data files." in refused.err
     assert "peftkit init --data plants" in refused.err
+
+
+def test_a_training_file_is_evaluated_on_the_file_next_to_it(peftkit, tmp_path):
+    for name in ("train", "val", "other"):
+        write_rows(tmp_path / f"{name}.jsonl", [turn("a", "b")])
+    args = ("--task", "causal_lm", "--model", "m", *CPU)
+    done = peftkit("init", "--data", "./train.jsonl", *args)
+    assert "Training data: train.jsonl; evaluation data: val.jsonl." in done.err
+    assert load(tmp_path / "recipe.yaml").data.eval == "val.jsonl"
+    peftkit("init", "--data", "other.jsonl", *args, "--out", "other.yaml")
+    assert load(tmp_path / "other.yaml").data.eval is None
+
+
+def test_the_only_data_file_is_the_default(tmp_path):
+    write_rows(tmp_path / "mine.jsonl", [turn("a", "b")])
+    (tmp_path / "notes.txt").touch()
+    assert only_data_file(tmp_path) == str(tmp_path / "mine.jsonl")
+    write_rows(tmp_path / "more.jsonl", [turn("a", "b")])
+    assert only_data_file(tmp_path) is None
 
 
 @pytest.mark.parametrize("names", ["0,1", "true,1e3", "null,-", "0x1f,.inf"])

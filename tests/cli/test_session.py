@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from peftkit.evaluation.evaluate import trained_length
 from peftkit.figures import metric_name
 from peftkit.files.disk import LOCKS
 from peftkit.formats.open_adapter import open_adapter
@@ -189,6 +190,18 @@ def test_eval_measures_and_speaks_json(inside):
     assert float(loss[3]) == pytest.approx(
         float(loss[2]) - float(loss[1]), abs=0.01
     )  # of rounded figures
+
+
+def test_a_chat_adapter_is_evaluated_on_texts(inside, trained, tmp_path):
+    texts = write_rows(tmp_path / "texts.jsonl", [{"text": "The sea is wide. " * 40}])
+    refused = inside("eval", "runs/demo", "--data", texts)
+    assert refused.code == 2
+    assert "--row-style" in refused.err
+    done = inside("eval", "runs/demo", "--data", texts, "--row-style", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["num_tokens"] < 64  # the run's data.max_length
+    assert trained_length(trained / "runs" / "demo") == 64
+    assert trained_length(next((trained / "runs" / "demo" / "checkpoints").iterdir())) == 64
 
 
 def test_transformers_loads_a_merged_model(inside, trained, tmp_path):

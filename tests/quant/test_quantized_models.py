@@ -59,8 +59,8 @@ def test_audit_says_what_every_parameter_is(family):
     assert plain.num_parameters == sum(p.numel() for p in model.parameters())
     assert plain.num_bytes == 4 * plain.num_parameters
     assert plain.quantized_as == "none"
-    found = quantize_model(model, "nf4")
-    assert found == audit(model)
+    quantize_model(model, "nf4")
+    found = audit(model)
     assert found.num_parameters == plain.num_parameters
     assert found.quantized_as == "nf4"
     assert found.num_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
@@ -104,7 +104,8 @@ def test_subclass_that_is_a_plain_linear_becomes_one_and_another_keeps_its_class
 
     model = nn.ModuleList([Spelt(16, 8), Doubled(16, 8), Pair(16, 8)])
     plain = copy.deepcopy(model)
-    found = quantize_model(model, "int8")
+    quantize_model(model, "int8")
+    found = audit(model)
     assert isinstance(model[0], QuantizedLinear)
     assert isinstance(model[1], Doubled)
     assert isinstance(model[2], Pair)

@@ -104,7 +104,7 @@ def test_memory_that_runs_out_while_it_generates_halves_the_prompts_at_once(
 
     monkeypatch.setattr(CachedEngine, "_advance", short)
     if not fits:
-        with pytest.raises(RunError, match="while one prompt was answered"):
+        with pytest.raises(RunError, match="during one completion"):
             run(settings, tmp_path / "run", sample_every=4, max_steps=1, sample_tokens=3)
         return
     prompts = ("Say yes 2.", "Say no 3.")

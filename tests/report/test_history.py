@@ -5,6 +5,7 @@ import json
 import pytest
 
 from peftkit.errors import DataError
+from peftkit.report.chart import charts
 from peftkit.report.history import read_histories, read_history, smoothed
 from peftkit.report.page import page
 from tests.helpers.story import STARTED, done, evaluation, step, write_run
@@ -72,6 +73,17 @@ def test_smoothing_is_the_mean_around_a_step():
     assert list(smooth) == list(range(1, 101))
     assert smooth[51] == pytest.approx(0.4)
     assert smooth[1] == pytest.approx(1 / 3)
+
+
+def test_runs_are_compared_by_each_step_and_the_smoothed_line(tmp_path):
+    losses = {"a": (2.5, 2.4, 2.3), "b": (2.6, 2.5, 2.4)}
+    folders = [
+        write_run(tmp_path / name, [STARTED, *(step(n, loss=v) for n, v in enumerate(values, 1))])
+        for name, values in losses.items()
+    ]
+    (chart,) = [c for c in charts(read_histories(folders)) if c.name == "loss"]
+    raw = [[value for _, value in line.points] for line in chart.lines if line.style == "raw"]
+    assert raw == [list(values) for values in losses.values()]
 
 
 def test_runs_are_named_by_their_paths_below_the_folder_they_share(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.base.load import load_base
-from peftkit.execution.environment import SEGMENTS, as_current, default_device
+from peftkit.execution.environment import SEGMENTS, as_current, select_device
 from peftkit.execution.world import World
 from peftkit.forward.attention_kernels import KERNELS, Call
 from peftkit.kernels import fused
@@ -53,7 +53,7 @@ def test_allocator_settings_join_those_of_the_user(given, expected, monkeypatch)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     with simulated():
-        default_device()
+        select_device()
     asked = {name: text for name, text in os.environ.items() if name.endswith("_ALLOC_CONF")}
     assert asked == expected
     for settings in asked.values():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from peftkit.execution.environment import default_device
+from peftkit.execution.environment import select_device
 from peftkit.execution.world import World
 from peftkit.methods.data_init import as_on_main
 from peftkit.methods.lora import LoRA
@@ -27,7 +27,7 @@ def work(folder: str) -> None:
     rank, out = int(os.environ["RANK"]), Path(folder)
     report: dict[str, Any] = {}
     with simulated(Card(count=2)):
-        device = default_device()
+        device = select_device()
         report["device"] = str(device)
         method = LoRA(rank=3, alpha=6, init="pissa")
         if rank == 1:  # what only the buffers beside the parameters tell
@@ -129,5 +129,5 @@ def test_each_rank_uses_its_card_of_accelerate(rank, cards, number, monkeypatch)
     """Under Slurm and Kubernetes each process may see one card alone."""
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     with simulated(Card(count=cards)) as card:
-        assert default_device() == torch.device("cuda", number)
+        assert select_device() == torch.device("cuda", number)
         assert card.current == number  # where libraries put what they make

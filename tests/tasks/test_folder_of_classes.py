@@ -202,7 +202,7 @@ def test_labels_can_be_given_for_a_folder(without_notes):
 @pytest.mark.parametrize(
     ("task_type", "message"),
     [
-        ("QUESTION_ANS", "a task that peftkit does not have"),
+        ("QUESTION_ANS", "a task that peftkit does not support"),
         ("SOMETHING_ELSE", "SOMETHING_ELSE"),
     ],
 )

@@ -155,7 +155,7 @@ def test_a_label_that_the_head_lacks_is_named(folder):
 
 def test_a_folder_of_empty_folders_is_an_error(tmp_path):
     (tmp_path / "cat").mkdir()
-    with pytest.raises(DataError, match="no files in them"):
+    with pytest.raises(DataError, match="folders contain no files"):
         task_on(model_of()).load(str(tmp_path))
 
 

@@ -344,7 +344,7 @@ def test_a_processor_without_a_chat_template_is_named(folder):
 
 def test_a_template_that_writes_no_images_is_named(tmp_path):
     (tmp_path / "a.jinja").write_text("{% for m in messages %}{{ m.role }}{% endfor %}")
-    with pytest.raises(DataError, match="writes no images"):
+    with pytest.raises(DataError, match="does not render images"):
         task_of("llava", chat_template=str(tmp_path / "a.jinja"))
 
 
@@ -354,7 +354,7 @@ def test_the_processors_own_mark_in_a_text_is_named(tmp_path):
         "image": "a.png",
     }
     path = write_sound_rows(tmp_path, [row])
-    with pytest.raises(DataError, match=r"rows.jsonl:1(.|\n)*1 of them(.|\n)*2 of the"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1(.|\n)*1 media(.|\n)*2 of the"):
         task_of("qwen2_vl").load(str(path))
 
 
@@ -365,7 +365,7 @@ def test_a_processor_of_prompt_and_answer_refuses_what_it_cannot_take(tmp_path):
     with pytest.raises(DataError, match=r"rows.jsonl:1(.|\n)*one prompt and one answer"):
         task.load(str(path))
     path = write_sound_rows(tmp_path, [{"prompt": "a", "completion": "b"}])
-    with pytest.raises(DataError, match=r"cannot take (.|\n)*rows.jsonl:1"):
+    with pytest.raises(DataError, match=r"cannot use (.|\n)*rows.jsonl:1"):
         task.load(str(path))
 
 
@@ -451,7 +451,7 @@ def test_bad_sounds_are_named(sound, words, tmp_path):
 def test_sounds_are_refused_where_none_are_heard(tmp_path):
     path = spoken(tmp_path, encoded(tones(300)))
     with pytest.raises(
-        DataError, match=r"audio clip 1 of .*rows.jsonl:1(.|\n)*takes no audio clips"
+        DataError, match=r"audio clip 1 of .*rows.jsonl:1(.|\n)*does not support audio clips"
     ):
         task_of("llava").load(path)
     with pytest.raises(BaseError, match="no token for audio clips"):

@@ -9,6 +9,7 @@ from sklearn import metrics as reference
 
 from peftkit.tasks.metrics import (
     class_metrics,
+    class_report,
     entities,
     entity_metrics,
     multi_label_metrics,
@@ -28,6 +29,19 @@ def test_metrics_of_classes_are_scikit_learns(num_rows, num_labels):
     for kind in ("macro", "weighted"):
         expected = reference.f1_score(true, predicted, average=kind, zero_division=0)
         assert found[f"f1_{kind}"] == pytest.approx(expected), kind
+
+
+def test_the_report_of_classes_is_scikit_learns():
+    generator = torch.Generator().manual_seed(0)
+    predicted = torch.randint(4, (41,), generator=generator)
+    true = torch.randint(3, (41,), generator=generator)  # one is never true, one is nowhere
+    report = class_report(predicted, true, "abcde")
+    assert report.confusion == reference.confusion_matrix(true, predicted, labels=range(5)).tolist()
+    expected = reference.precision_recall_fscore_support(
+        true, predicted, labels=range(5), zero_division=0
+    )
+    for name, values in zip(("precision", "recall", "f1", "rows"), expected, strict=True):
+        assert [of[name] for of in report.labels.values()] == pytest.approx(list(values)), name
 
 
 @pytest.mark.parametrize("num_rows", [1, 41])

@@ -158,7 +158,7 @@ def test_a_run_improves_reported_ranking(folder, tmp_path, peftkit):
     )
     (row,) = predict_file(opened, listed)
     assert row["prediction"] == pytest.approx([good["score"], bad["score"]], abs=1e-5)
-    with pytest.raises(DataError, match="rank a text alone"):
+    with pytest.raises(DataError, match="rank a text without a query"):
         predict(opened, ["pizza"])
     peftkit("merge", str(tmp_path / "run"), "--out", str(tmp_path / "merged"))
     merged = json.loads((tmp_path / "merged" / "config.json").read_text())

@@ -146,7 +146,7 @@ def test_a_decoder_is_no_base_for_seq2seq(model_folder, llama, tokenizer):
     with pytest.raises(BaseError, match="is not a seq2seq model") as caught:
         load_base(str(model_folder), purpose=Seq2SeqConfig().purpose)
     assert caught.value.exit_code == 2
-    with pytest.raises(BaseError, match="no encoder and decoder"):
+    with pytest.raises(BaseError, match="not an encoder-decoder"):
         task_on(llama, tokenizer)
 
 

@@ -88,6 +88,39 @@ def test_metrics_are_those_of_the_rows(tmp_path, bert):
     torch.testing.assert_close(task.predict(base.model, texts), logits.softmax(-1))
 
 
+@pytest.mark.parametrize("problem", ["single_label", "multi_label"])
+def test_sums_of_batches_are_the_metrics_of_all_rows(problem, tmp_path, bert):
+    data = labelled(tmp_path, PROBLEMS[problem])
+    base, task = made(bert, data)
+    rows = task.load(data)
+    found = task.metrics(base.model, rows)
+    with torch.no_grad():
+        sums = sum(task.loss(base.model, task.collate([row])) for row in rows)
+        num_targets = sum(task.num_targets(task.collate([row])) for row in rows)
+    means = task.eval_means((sums[1:] / num_targets).tolist())
+    assert means == pytest.approx({name: found[name] for name in ("accuracy", "f1_macro")})
+
+
+def test_weights_of_classes_are_those_of_torch(tmp_path, bert):
+    labels = ["a"] * 4 + ["b"]
+    data = labelled(tmp_path, labels)
+    settings = SequenceClassificationConfig(class_weights="balanced")
+    found = settings.resolve(DataConfig(train=str(data)))
+    assert found.class_weights == {"a": 5 / 8, "b": 5 / 2}  # scikit-learn's compute_class_weight
+    base, task = made(bert, data, class_weights="balanced")
+    batch = task.collate(task.load(data))
+    logits = task.logits(base.model, batch)
+    expected = torch.nn.functional.cross_entropy(
+        logits, batch["targets"], torch.tensor([5 / 8, 5 / 2]), reduction="sum"
+    )
+    torch.testing.assert_close(task.loss(base.model, batch)[0], expected)
+    wrong = SequenceClassificationConfig(class_weights={"a": 1, "c": 2})
+    with pytest.raises(ConfigError, match="does not match the labels"):
+        wrong.resolve(DataConfig(train=str(data)))
+    with pytest.raises(ConfigError, match="one label each"):
+        SequenceClassificationConfig(class_weights="balanced", problem="regression")
+
+
 def test_other_problems_have_their_own_metrics(tmp_path, bert):
     for problem, names in {
         "multi_label": {"loss", "accuracy", "f1_micro", "f1_macro"},

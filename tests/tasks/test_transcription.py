@@ -108,7 +108,7 @@ def test_a_row_names_its_own_language_and_task(tmp_path):
     first, second = task.load(str(path))
     assert [text for _, text in task.spans(first)][2:4] == ["<|de|>", "<|translate|>"]
     assert [text for _, text in task.spans(second)][2:4] == ["<|en|>", "<|transcribe|>"]
-    with pytest.raises(DataError, match=r"rows.jsonl:2: no language(.|\n)*task.language"):
+    with pytest.raises(DataError, match=r"rows.jsonl:2: it has no language(.|\n)*task.language"):
         task_on(whisper()).load(str(path))
     with pytest.raises(DataError, match=r"task.language(.|\n)*klingon"):
         task_on(whisper(), language="klingon")
@@ -149,7 +149,7 @@ def _no_numbers() -> bytes:
         (lambda: b"", "a", r"a.wav"),
         (_eight_channels, "a", r"8 channels, more than 2"),
         (_an_hour, "a", r"Audio longer than 1 s: 1"),
-        (_no_numbers, "a", "no numbers"),
+        (_no_numbers, "a", "not finite"),
         (lambda: encoded(tones(440.0)), "  ", "No text: 1"),
         (lambda: encoded(tones(440.0)), "a <|0.00|> b", r"text(.|\n)*<\|0.00\|>"),
         (lambda: encoded(tones(440.0)), "fox " * 80, "Texts longer than 64 tokens: 1"),
@@ -176,7 +176,7 @@ def test_what_is_no_sound_is_named(tmp_path):
     path.write_text('{"sound": "a.wav", "text": "a"}\n')
     with pytest.raises(DataError, match=r"audio: missing"):
         task_on(whisper(), **ENGLISH).load(str(path))
-    with pytest.raises(BaseError, match="no encoder and decoder"):
+    with pytest.raises(BaseError, match="not an encoder-decoder"):
         task_on((ARCHITECTURES["llama"]().eval(), whisper()[1]))
 
 

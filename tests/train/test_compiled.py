@@ -249,7 +249,7 @@ def test_compile_failures_are_eager(cause, tmp_path, backend):
     if cause == "backend":
         backend.setattr(blocks_module, "BACKEND", broken)
     elif cause == "compiler":
-        backend.setattr(blocks_module, "cpp_compiler", lambda: None)
+        backend.setattr("peftkit.forward.compiler.cpp_compiler", lambda: None)
     else:
         backend.setattr("peftkit.model.blocks.RECOMPUTABLE", "OtherLayer")
     words = {

@@ -238,7 +238,8 @@ _READERS = {
 
 def unpacked(codes: Codes, dtype: torch.dtype) -> Tensor:
     """Return a weight as a tensor of floats."""
-    import_bitsandbytes()  # its operators unpack 8 bits
+    if codes.scales:  # blocks of GGUF files have none; bitsandbytes unpacks int8
+        import_bitsandbytes()  # takes a second, for it also imports torch's compiler
     return unpack(codes.packed, codes.scales, codes.form, dtype)
 
 

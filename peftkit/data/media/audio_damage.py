@@ -1,11 +1,11 @@
-"""Encoded audio that is cut short or damaged, which decoders give as shorter audio without a word.
+"""Checks for truncated or damaged audio, which decoders silently return as a shorter clip.
 
-- WAV: the size of the samples in the header (RFC 2361; EBU Tech 3306 for RF64) against the file.
-- Ogg (RFC 3533): each page has a checksum, and the last page of a stream is marked.
-- MP3 (ISO/IEC 11172-3, 13818-3): frames follow one another to the end; a Xing header counts them.
+- WAV: compare the header's sample size (RFC 2361; EBU Tech 3306 for RF64) with the file's.
+- Ogg (RFC 3533): verify each page's checksum and the end-of-stream flag of the last page.
+- MP3 (ISO/IEC 11172-3, 13818-3): frames must be contiguous and match a Xing header's count.
 
-FLAC has checksums that its decoder compares. Samples of a WAV that were overwritten, and bytes
-within a frame of an MP3, have none.
+The FLAC decoder verifies checksums itself. WAV samples and the content of MP3 frames have no
+checksums, so overwritten bytes there are not detected.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from __future__ import annotations
 import zlib
 
 STREAMED_SIZE = 0x7F000000
-"""From this size on a WAV header was written before the size was known (2 or 4 GiB)."""
+"""Sizes from here on are placeholders (2 or 4 GiB) of programs that stream a WAV."""
 ALLOWED_SECONDS = 0.05
-"""Of a WAV's samples that may be missing: headers that count themselves, padding."""
+"""Tolerance for missing WAV samples: some headers count themselves or padding."""
 ALLOWED_FRAMES = 1
-"""MP3 frames that a Xing header may count too many: some count their own."""
+"""Tolerance for missing MP3 frames: some Xing headers count their own frame."""
 _RATES = {3: (44_100, 48_000, 32_000), 2: (22_050, 24_000, 16_000), 0: (11_025, 12_000, 8_000)}
-"""Version bits of an MP3 frame -> samples a second."""
+"""Version bits of an MP3 frame -> samples per second."""
 _MPEG1 = (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320)
 _MPEG2 = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
-"""Kilobits a second of layer III, by the index in a frame's header, from 1."""
+"""Kilobits per second of layer III, by the index in a frame's header, from 1."""
 _SEARCHED = 1 << 16
-"""Bytes before the first frame of an MP3 that its decoder skips."""
+"""Maximum bytes before the first frame of an MP3, which decoders skip."""
 _TAGS = (b"TAG", b"APETAGEX", b"LYRICSBEGIN")
 _REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
 def audio_damage(stored: bytes) -> str:
-    """Return what is missing or damaged in encoded audio, as a sentence; "" where nothing shows."""
+    """Return a sentence about damage in encoded audio; "" if none is detected."""
     if stored[:4] in (b"RIFF", b"RF64", b"BW64") and stored[8:12] == b"WAVE":
         return _wav_damage(stored)
     if stored[:4] == b"OggS":
@@ -53,7 +53,7 @@ def _wav_damage(stored: bytes) -> str:
             missing = size - (len(stored) - body)
             if size < STREAMED_SIZE and missing > ALLOWED_SECONDS * byte_rate:
                 return (
-                    f"It is cut short: its header names {size:,} bytes of samples, and it holds "
+                    f"It is cut short: its header states {size:,} bytes of samples, but it has "
                     f"{len(stored) - body:,}."
                 )
             return ""
@@ -86,7 +86,7 @@ def _ogg_damage(stored: bytes) -> str:
 
 
 def _ogg_checksum(page: bytes) -> int:
-    """Return the CRC of RFC 3533: zlib's polynomial with all bits in reverse, from 0."""
+    """Return the CRC of RFC 3533: zlib's polynomial with reversed bits and initial value 0."""
     crc = zlib.crc32(page.translate(_REVERSED), 0xFFFFFFFF) ^ 0xFFFFFFFF
     return int(f"{crc:032b}"[::-1], 2)
 
@@ -100,7 +100,7 @@ def _mp3_damage(stored: bytes) -> str:
     while at < len(stored):
         size = _frame_size(stored, at)
         if size == 0:
-            if stored.startswith(b"ID3", at):  # of files that were joined
+            if stored.startswith(b"ID3", at):  # concatenated files
                 at = _after_id3(stored, at)
                 continue
             if not stored.startswith(_TAGS, at) and _first_frame(stored, at) is not None:
@@ -111,15 +111,15 @@ def _mp3_damage(stored: bytes) -> str:
                 return f"It is cut short, within the frame at byte {at:,}."
             break
         at, num_frames = at + size, num_frames + 1
-    num_audible = num_frames - 1  # the frame with the header has no samples
+    num_audible = num_frames - 1  # the header's frame has no samples
     if num_audible < counted - ALLOWED_FRAMES:
-        words = f"its header counts {counted:,} frames, and it holds {num_audible:,}"
+        words = f"its header counts {counted:,} frames, but it has {num_audible:,}"
         return f"It is cut short: {words}."
     return ""
 
 
 def _after_id3(stored: bytes, at: int) -> int:
-    """Return where an ID3v2 tag ends."""
+    """Return the end of the ID3v2 tag at an offset, or the offset if there is none."""
     if not stored.startswith(b"ID3", at) or at + 10 > len(stored):
         return at
     size = 0
@@ -129,7 +129,7 @@ def _after_id3(stored: bytes, at: int) -> int:
 
 
 def _first_frame(stored: bytes, start: int) -> int | None:
-    """Return where the first of two frames of layer III begins, within `_SEARCHED` bytes."""
+    """Return the offset of the first of two consecutive layer III frames in `_SEARCHED` bytes."""
     at = stored.find(b"\xff", start, start + _SEARCHED)
     while at >= 0:
         size = _frame_size(stored, at)
@@ -140,7 +140,7 @@ def _first_frame(stored: bytes, start: int) -> int | None:
 
 
 def _frame_size(stored: bytes, at: int) -> int:
-    """Return the bytes of the frame of layer III that begins here; 0 where none does."""
+    """Return the size in bytes of the layer III frame at an offset; 0 if there is none."""
     header = int.from_bytes(stored[at : at + 4], "big") if at + 4 <= len(stored) else 0
     version, layer = header >> 19 & 3, header >> 17 & 3
     bit_rate, rate, padding = header >> 12 & 15, header >> 10 & 3, header >> 9 & 1

@@ -1,8 +1,8 @@
-"""Images, audio and video of rows, and their decoding within bounds.
+"""Images, audio and video of rows: reading and decoding, with limits on size.
 
 A medium is a path (relative to the data file), a data URL, encoded bytes, or {"bytes": ..., "path":
-...} as in data sets. Nothing is ever fetched. The packages that decode are optional extras,
-imported when they are called: Pillow (`images`), soundfile and soxr (`audio`), PyAV (`video`).
+...} as in Hugging Face datasets. Nothing is downloaded. The decoders are optional extras, imported
+on first use: Pillow (`images`), soundfile and soxr (`audio`), PyAV (`video`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from peftkit.errors import DataError
 from peftkit.files.strict_json import shown
 
 MAX_BYTES = 100 * 2**20
-"""Of a medium, encoded."""
+"""Limit for an encoded medium."""
 _URL = re.compile(r"(?i)[a-z][a-z0-9+.-]*://")
 _DATA_URL = re.compile(r"(?i)data:[^,;]*(;[^,;]*)*;base64,")
 
@@ -39,10 +39,10 @@ class Limits:
     """How media are decoded for a model.
 
     Attributes:
-        max_pixels: Of an image, or a frame; larger ones are scaled down. None: as they are.
-        rate: Samples a second of audio.
-        max_seconds: Of audio; longer clips are refused.
-        video_frames: Of a video, evenly over its length.
+        max_pixels: Limit for an image or a frame; larger ones are scaled down. None: no limit.
+        rate: Audio samples per second.
+        max_seconds: Limit for an audio clip; longer clips are errors.
+        video_frames: Frames sampled from a video, evenly spaced.
     """
 
     max_pixels: int | None = None
@@ -52,13 +52,13 @@ class Limits:
 
 
 class Media:
-    """An image, audio clip or video, undecoded: a path, bytes (mapped, maybe), or a data URL.
+    """An undecoded image, audio clip or video: a path, bytes (maybe memory-mapped) or a data URL.
 
-    Each kind is a subclass. Once read, a medium's repr is a hash of its bytes: the same for equal
-    media, wherever they are.
+    Each kind is a subclass. After the first read, the repr contains a hash of the bytes, so equal
+    media have equal reprs regardless of their location.
 
     Args:
-        source: The row that names it.
+        source: The row that contains it.
         which: Its name within the row, for messages.
     """
 
@@ -72,27 +72,27 @@ class Media:
         "digest": "string",
         "which": "string",
     }
-    """Columns in an Arrow file: its path, size and time of change; or its bytes."""
+    """Columns in an Arrow file: path, size and modification time, or the bytes."""
     stamp: ClassVar[tuple[str, ...]] = ("path", "num_bytes", "changed")
-    """Columns that tell whether its file has changed."""
+    """Columns that change with the file."""
     kind: ClassVar[str]
     """Its name in messages."""
     name: ClassVar[str]
     """Its name in processors and chat templates: {"type": name}, name_token, name_token_id."""
     argument: ClassVar[str]
-    """A processor's argument for such media."""
+    """The processor's argument for these media."""
     mark: ClassVar[str]
     """Placeholder of a medium in the texts of an example."""
     readers: ClassVar[tuple[str, ...]]
-    """Attributes of a processor, one of which reads such media."""
+    """Processor attributes that can hold the reader of these media."""
     packages: ClassVar[tuple[str, ...]]
-    """Modules that decode them."""
+    """Modules that decode these media."""
     extra: ClassVar[str]
     """The extra of peftkit that installs these packages."""
     fields: ClassVar[tuple[str, ...]]
-    """Fields of a row with such media."""
+    """Fields of a row that can contain these media."""
     parts: ClassVar[tuple[str, ...]]
-    """Types of message parts with such a medium; also keys of such a part."""
+    """Types of message parts with these media; also the keys of the medium in a part."""
 
     def __init__(
         self,
@@ -109,12 +109,12 @@ class Media:
 
     @property
     def is_read(self) -> bool:
-        """Whether the hash of its bytes is known."""
+        """Whether the hash of the bytes has been computed."""
         return bool(self._digest)
 
     @classmethod
     def require(cls, *more: str) -> None:
-        """Raise DataError if a package that decodes such media, or one more, is not installed."""
+        """Raise DataError if a decoder of these media, or another package in `more`, is missing."""
         missing = [
             name for name in (*cls.packages, *more) if importlib.util.find_spec(name) is None
         ]
@@ -126,10 +126,10 @@ class Media:
             )
 
     def read(self, limits: Limits) -> Any:
-        """Decode it for a processor.
+        """Decode the medium for a processor.
 
         Raises:
-            DataError: It is missing, too large, or does not decode; names it.
+            DataError: The medium is missing, too large or cannot be decoded.
         """
         raise NotImplementedError
 
@@ -154,7 +154,7 @@ class Media:
         raise NotImplementedError
 
     def stored(self) -> dict[str, Any]:
-        """Return its values in an Arrow file, by column."""
+        """Return the medium's values for an Arrow file, by column."""
         facts = {"kind": self.kind, "digest": self._digest, "which": self.which}
         if isinstance(self.data, Path):
             file = self.data.stat()
@@ -164,7 +164,7 @@ class Media:
 
     @staticmethod
     def opened(scalar: Any, source: str) -> Media:
-        """Return a medium as Arrow stores it; bytes stay mapped."""
+        """Return the medium of an Arrow row; its bytes stay memory-mapped."""
         kind = next(kind for kind in KINDS if kind.kind == scalar["kind"].as_py())
         path = scalar["path"].as_py()
         data = memoryview(scalar["data"].as_buffer()) if path is None else Path(path)
@@ -185,14 +185,16 @@ class Media:
         """Return the encoded bytes.
 
         Raises:
-            DataError: They are missing, no regular file's, too many, or not those of the row's
-                digest.
+            DataError: The file is missing, not a regular file, too large, or does not match the
+                row's digest; or the data URL is invalid.
         """
         if isinstance(self.data, Path):
             try:
                 num_bytes = self.data.stat().st_size
-                if not self.data.is_file():  # such as a device without an end
-                    raise self.error("It is no file.", f"Name the file of the {self.kind}.")
+                if not self.data.is_file():  # for example, an endless device
+                    raise self.error(
+                        "It is not a regular file.", f"Name the file of the {self.kind}."
+                    )
                 if num_bytes > MAX_BYTES:
                     raise self._too_long(num_bytes)
                 stored = self.data.read_bytes()
@@ -234,13 +236,13 @@ AnyMedia = TypeVar("AnyMedia", bound=Media)
 def media_of(
     cls: type[AnyMedia], value: object, record: Record, where: str, which: str = ""
 ) -> AnyMedia | None:
-    """Return the medium in a field; None if the value is not one.
+    """Return the medium in a field; None if the value is not a medium.
 
     Args:
         where: The data file; paths are relative to its folder.
 
     Raises:
-        DataError: It is a web address.
+        DataError: The value is a URL.
     """
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
@@ -253,8 +255,8 @@ def media_of(
     if _URL.match(value):
         raise DataError(
             f"Cannot use {which} of {record.source}.",
-            found=f"It is an address, {shown(value)}, and nothing is fetched.",
-            fix="Download it, and give the path of the file.",
+            found=f"It is a URL, {shown(value)}, and nothing is fetched.",
+            fix="Download it and give the path of the file.",
         )
     path = Path(value).expanduser()
     folder = Path(where).expanduser().parent
@@ -262,7 +264,7 @@ def media_of(
 
 
 def scaled_size(width: int, height: int, max_pixels: int | None) -> tuple[int, int] | None:
-    """Return the sides, in proportion, of a picture with too many pixels; None if it has not."""
+    """Return the scaled width and height of a picture that exceeds the limit; otherwise None."""
     if max_pixels is None or width * height <= max_pixels:
         return None
     scale = math.sqrt(max_pixels / (width * height))
@@ -270,13 +272,13 @@ def scaled_size(width: int, height: int, max_pixels: int | None) -> tuple[int, i
 
 
 DEEP_MODES = ("I", "F")
-"""First letters of Pillow's modes of more than 8 bits, which a conversion would cut off."""
+"""First letters of Pillow's modes with more than 8 bits, which a conversion would truncate."""
 MAX_PIXELS = 100_000_000
-"""Of an image; read from its header, before any memory is allocated."""
+"""Limit for an image; checked in its header, before any memory is allocated."""
 
 
 class Picture(Media):
-    """An image, undecoded."""
+    """An undecoded image."""
 
     __slots__ = ()
     kind = "image"
@@ -312,14 +314,14 @@ class Picture(Media):
         return {"images": [list(row) for row in rows]}
 
     def decode(self, mode: str = "RGB", max_pixels: int | None = None) -> Any:
-        """Return a Pillow image, upright.
+        """Return a Pillow image, rotated as its EXIF data requires.
 
         Args:
             mode: Pillow's: "RGB", or "L" for one channel.
-            max_pixels: Larger images are scaled down to so many, sides in proportion.
+            max_pixels: Larger images are scaled down to this limit and keep their aspect ratio.
 
         Raises:
-            DataError: It is missing, too large, animated, or does not decode; names it.
+            DataError: The image is missing, too large, animated or cannot be decoded.
         """
         self.require()
         from PIL import Image, ImageOps
@@ -327,7 +329,7 @@ class Picture(Media):
         try:
             stored = self.encoded()
             if re.match(rb"\s*(<\?xml|<svg|<!DOCTYPE svg)", stored[:256], re.IGNORECASE):
-                raise self.error("It is an SVG: a drawing, not pixels.", "Render it to a PNG.")
+                raise self.error("It is an SVG, which has no pixels.", "Render it to a PNG.")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # see MAX_PIXELS
                 opened = Image.open(BytesIO(stored))
@@ -348,13 +350,13 @@ _TOO_MANY = f"It has more than {MAX_PIXELS:,} pixels.", "Scale it down first, or
 
 
 def _unusable(image: Any) -> tuple[str, str] | None:
-    """Return what is wrong with an image by its header, and what to do; None if it is usable."""
+    """Return the problem in an image's header and its fix; None if the image is usable."""
     width, height = image.size
     if not width or not height:
         return f"It has no pixels: {width} x {height}.", "Remove it."
     if width * height > MAX_PIXELS:
         return f"{_TOO_MANY[0][:-1]}: {width:,} x {height:,}.", _TOO_MANY[1]
-    # an MPO is a photo with a preview or a second view after it
+    # an MPO is a photo followed by a preview or a second view
     if getattr(image, "is_animated", False) and image.format != "MPO":
         return f"It has several frames ({image.format}).", "Keep one of them."
     if image.mode.startswith(DEEP_MODES):
@@ -362,7 +364,7 @@ def _unusable(image: Any) -> tuple[str, str] | None:
         return bits, "Scale it to 8 bits first."
     if image.mode in ("CMYK", "LAB"):
         return (
-            f"Its colours are for print ({image.mode}), which have no unique RGB values.",
+            f"Its colours are for print ({image.mode}) and have no unique RGB values.",
             "Convert it to RGB first.",
         )
     return None
@@ -375,9 +377,9 @@ def _short(problem: Exception) -> str:
 
 
 MAX_CHANNELS = 2
-"""More channels are several microphones, which cannot be mixed."""
+"""Audio with more channels comes from several microphones and cannot be mixed."""
 SAMPLING_RATES = (1_000, 384_000)
-"""Lowest and highest sampling rate that is read, in hertz."""
+"""Minimum and maximum sampling rate, in hertz."""
 MIN_AUDIO_SECONDS = 0.1
 """Shorter audio gives no tokens that the model uses."""
 MEND_AUDIO = (
@@ -397,7 +399,7 @@ class SilentAudio(DataError):
 
 
 class Audio(Media):
-    """An audio clip, undecoded: wav, flac, ogg, mp3."""
+    """An undecoded audio clip: wav, flac, ogg or mp3."""
 
     __slots__ = ()
     kind = "audio clip"
@@ -428,7 +430,7 @@ class Audio(Media):
 
     @classmethod
     def blank(cls, limits: Limits) -> Any:
-        """Return a second of a low hum."""
+        """Return one second of a low hum."""
         times = torch.arange(round(limits.rate * min(1.0, limits.max_seconds))) / limits.rate
         return (0.1 * torch.sin(600 * times)).numpy()
 
@@ -437,18 +439,18 @@ class Audio(Media):
         return {**super().arguments(rows, limits), "sampling_rate": limits.rate}
 
     def decode(self, rate: int, max_seconds: float, *, silent: bool = False) -> Any:
-        """Return a numpy array of float32 (samples,), channels mixed.
+        """Return the samples as a float32 numpy array (samples,), mixed to mono.
 
         Args:
-            rate: Samples a second to resample to.
-            max_seconds: Longer clips are refused, whatever their header says.
-            silent: Whether it may be silent.
+            rate: Target sampling rate, in samples per second.
+            max_seconds: Limit for the decoded duration, regardless of the header.
+            silent: Whether silence is allowed.
 
         Raises:
-            LongAudio: It lasts longer.
-            SilentAudio: It is empty or silent.
-            DataError: It is missing, does not decode, has too many channels, or holds values that
-                are no numbers; names it.
+            LongAudio: The clip is longer than `max_seconds`.
+            SilentAudio: The clip is empty or silent.
+            DataError: The clip is missing, cannot be decoded, has too many channels, or contains
+                values that are not finite.
         """
         self.require()
         import soundfile
@@ -462,11 +464,11 @@ class Audio(Media):
                 file_rate = file.samplerate
                 if not SAMPLING_RATES[0] <= file_rate <= SAMPLING_RATES[1]:
                     raise self.error(
-                        f"It has {file_rate:,} samples a second.", "Resample it first."
+                        f"It has {file_rate:,} samples per second.", "Resample it first."
                     )
                 if file.channels > MAX_CHANNELS:
                     words = f"It has {file.channels} channels, more than {MAX_CHANNELS}."
-                    raise self.error(words, "Mix them, or keep one.")
+                    raise self.error(words, "Mix them down, or keep one.")
                 most = int(max_seconds * file_rate)
                 samples = file.read(most + 1, dtype="float32", always_2d=True)
                 if len(samples) > most:
@@ -474,47 +476,49 @@ class Audio(Media):
                     raise LongAudio(
                         f"Cannot use {self.which} of {self.source}.",
                         found=f"It lasts {lasts:,.1f} s, more than {max_seconds:g} s.",
-                        fix="Cut it into pieces, or remove it.",
+                        fix="Split it, or remove it.",
                     )
         except soundfile.SoundFileError as problem:
             words = str(problem).splitlines()[0].rpartition(": ")[2]
-            if "not exist" in words:  # of an MP3 without a frame that decodes
-                words = "It holds no audio that can be decoded."
-            raise self.error(f"{words} wav, flac, ogg and mp3 are read.", "Convert it.") from None
+            if "not exist" in words:  # an MP3 without a frame that decodes
+                words = "It contains no audio that can be decoded."
+            raise self.error(
+                f"{words} Supported formats: wav, flac, ogg and mp3.", "Convert it."
+            ) from None
         loudest = float(abs(samples).max()) if len(samples) else 0.0
         if loudest <= MAX_SILENCE and not (silent and len(samples)):
             words = f"Cannot use {self.which} of {self.source}."
             raise SilentAudio(words, found="It is empty or silent.", fix="Remove it.")
         if not loudest < float("inf"):  # NaN too
-            raise self.error("It holds values that are no numbers.", "Replace or remove it.")
+            raise self.error("It contains values that are not finite.", "Replace or remove it.")
         mixed = samples.mean(axis=1)
         return mixed if file_rate == rate else soxr.resample(mixed, file_rate, rate)
 
 
 MAX_FRAME_PIXELS = 36_000_000
-"""Of a frame of a video: 8K."""
+"""Limit for a video frame: 8K."""
 MAX_VIDEO_SECONDS = 3600
-"""Of a video."""
+"""Limit for the duration of a video."""
 MAX_VIDEO_FRAMES = 200_000
-"""Of a video; counted in its packets, before any of them is decoded."""
+"""Limit for the frames of a video; counted in its packets before any is decoded."""
 MAX_VIDEO_PIXELS = 40_000_000_000
-"""Pixels of all frames of a video: ten minutes of 1920 x 1080, a minute or two of a processor."""
+"""Limit for the pixels of all frames: ten minutes of 1920 x 1080, or 1-2 minutes of CPU time."""
 FFMPEG_OPTIONS = {
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpegts,ogg,flv",
     "protocol_whitelist": "none",
 }
-"""No playlists, whose files FFmpeg would fetch; nothing but the given bytes."""
+"""No playlists, whose entries FFmpeg would fetch; FFmpeg reads only the given bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Some frames of a video.
+    """Frames sampled from a video.
 
     Attributes:
-        frames: (F, 3, H, W), bytes.
-        places: Their numbers in the video, from 0.
-        num_frames: Of the whole video.
-        fps: Frames of the whole video in a second.
+        frames: (F, 3, H, W), uint8.
+        places: Indices of the frames in the video, from 0.
+        num_frames: Number of frames of the whole video.
+        fps: Frames per second of the whole video.
     """
 
     frames: Tensor
@@ -524,7 +528,7 @@ class Clip:
 
 
 class Video(Media):
-    """A video, undecoded: mp4, mov, webm, mkv, avi, gif and others; see FFMPEG_OPTIONS."""
+    """An undecoded video: mp4, mov, webm, mkv, avi, gif and others; see FFMPEG_OPTIONS."""
 
     __slots__ = ()
     kind = "video"
@@ -555,7 +559,7 @@ class Video(Media):
 
     @classmethod
     def arguments(cls, rows: Sequence[Sequence[Any]], limits: Limits) -> dict[str, Any]:
-        """Return arguments with all frames: a processor that samples frames would lose some."""
+        """Return arguments that keep all frames and switch off the processor's own sampling."""
         clips = [clip for row in rows for clip in row]
         metadata = [
             {
@@ -570,14 +574,14 @@ class Video(Media):
         return {"videos": frames, "video_metadata": metadata, "do_sample_frames": False}
 
     def decode(self, num_frames: int, max_pixels: int | None = None) -> Clip:
-        """Return frames spaced evenly, from the first to the last.
+        """Return evenly spaced frames, the first and the last included.
 
         Args:
-            num_frames: At most so many.
-            max_pixels: Larger frames are scaled down to so many, sides in proportion.
+            num_frames: Maximum number of frames.
+            max_pixels: Larger frames are scaled down to this limit and keep their aspect ratio.
 
         Raises:
-            DataError: It is missing, too long, too large, or does not decode; names it.
+            DataError: The video is missing, too long, too large or cannot be decoded.
         """
         self.require()
         import av
@@ -586,7 +590,7 @@ class Video(Media):
             stored = BytesIO(self.encoded())
             with av.open(stored, metadata_errors="replace", options=FFMPEG_OPTIONS) as file:
                 if not file.streams.video:
-                    raise self.error("There is no video in it.", "Remove it.")
+                    raise self.error("It contains no video.", "Remove it.")
                 stream = file.streams.video[0]
                 stream.thread_type = "AUTO"
                 packets = self._packets(file, stream)
@@ -601,7 +605,7 @@ class Video(Media):
                 ]
                 seconds = (times[-1] - times[0]) * float(stream.time_base or 0) or 1.0
                 if len(frames) < len(places):
-                    words = f"It breaks off: {len(frames)} of {len(places)} frames are there."
+                    words = f"It is cut short: {len(frames)} of {len(places)} frames decode."
                     raise self.error(words, "Replace or remove it.")
                 fps = max(len(times) - 1, 1) / seconds
         except DataError:
@@ -611,15 +615,15 @@ class Video(Media):
             text = words.splitlines()[0][:200]
             raise self.error(f"It does not decode: {text}", "Replace or remove it.") from problem
         if len({frame.shape for frame in frames}) > 1:
-            raise self.error("Its frames have several sizes.", "Cut it into pieces.")
+            raise self.error("Its frames have several sizes.", "Split it.")
         stacked = torch.stack(frames).permute(0, 3, 1, 2).contiguous()
         return Clip(stacked, tuple(places), len(times), fps)
 
     def _packets(self, file: Any, stream: Any) -> list[tuple[int, bool]]:
-        """Return the time of each frame, and whether it is a key frame; decodes none.
+        """Return the time of each frame and whether it is a key frame, without decoding.
 
         Raises:
-            DataError: They are too many, too long, or too large.
+            DataError: The video has too many frames, is too long, or has too large frames.
         """
         side = stream.codec_context.width * stream.codec_context.height
         if not side:
@@ -632,24 +636,24 @@ class Video(Media):
         for packet in file.demux(stream):
             time = packet.pts if packet.pts is not None else packet.dts
             if time is None or not packet.size:
-                continue  # the last one, which is empty
+                continue  # the final packet is empty
             packets.append((time, packet.is_keyframe))
             if len(packets) > MAX_VIDEO_FRAMES or len(packets) * side > MAX_VIDEO_PIXELS:
                 words = f"It has more than {len(packets) - 1:,} frames of {side:,} pixels."
-                raise self.error(words, "Cut it, or scale it down.")
+                raise self.error(words, "Shorten it, or scale it down.")
         if not packets:
-            raise self.error("It holds no frames.", "Remove it.")
+            raise self.error("It contains no frames.", "Remove it.")
         times = [time for time, _ in packets]
         seconds = (max(times) - min(times)) * float(stream.time_base)
         if seconds > MAX_VIDEO_SECONDS:
             words = f"It lasts {seconds:,.0f} s, more than {MAX_VIDEO_SECONDS:,}."
-            raise self.error(words, "Cut it into pieces.")
+            raise self.error(words, "Split it.")
         return packets
 
     def _at(
         self, file: Any, stream: Any, times: Sequence[int], keys: Sequence[int]
     ) -> Iterator[Any]:
-        """Yield the frames at some times, in order; seek to key frames between them."""
+        """Yield the frames at the given times, in order; seek to key frames between them."""
         frames: Iterator[Any] = iter(())
         last: int | None = None
         for time in times:
@@ -659,7 +663,7 @@ class Video(Media):
                 frames = file.decode(stream)
             for frame in frames:
                 if frame.width * frame.height > MAX_FRAME_PIXELS:
-                    raise self.error("A frame of it is larger than it says.", "Remove it.")
+                    raise self.error("It has a frame larger than its header states.", "Remove it.")
                 last = frame.pts if frame.pts is not None else frame.dts
                 if last is not None and last >= time:
                     yield frame
@@ -667,7 +671,7 @@ class Video(Media):
 
 
 def _pixels(frame: Any, max_pixels: int | None) -> Any:
-    """Return a frame (H, W, 3) as a numpy array of bytes, scaled down if it is too large."""
+    """Return a frame as a uint8 numpy array (H, W, 3), scaled down if it exceeds the limit."""
     size = scaled_size(frame.width, frame.height, max_pixels)
     if size is not None:
         frame = frame.reformat(*size)

@@ -1,4 +1,4 @@
-"""Processors of media and text, probed with blank media: there is no table of models."""
+"""Multimodal processors, probed with blank media instead of a table of models."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ from peftkit.data.messages import Message
 from peftkit.errors import BaseError, DataError
 
 ReadMedia = Sequence[tuple[type[Media], Any]]
-"""The decoded media of a text, in their order, each with its kind."""
+"""The decoded media of a text, in order, each with its kind."""
 MAX_SIZES = 1_000
-"""Sizes of media whose text is cached: some kilobytes for half a minute of audio."""
+"""Cached sizes: the replacement text for 30 s of audio takes a few kilobytes."""
 FEATURES = ("pixel_values", "pixel_values_videos")
-"""Inputs whose size is the cost of a vision tower."""
+"""Inputs whose size determines the cost of a vision tower."""
 
 
 def unsuited(name: str, kind: type[Media], reason: str) -> BaseError:
-    """Return the error of a processor or a model without support for such media."""
+    """Return the error for a processor or a model that does not support a kind of media."""
     fix = "Give another base; docs/images.md and docs/sound.md list families that are tested."
     if importlib.util.find_spec("torchvision") is None:
-        fix = (
-            "It may need the package torchvision: pip install torchvision. Else give another base."
-        )
+        fix = "It may need the package torchvision: pip install torchvision. Or give another base."
     return BaseError(
         f"Cannot use {name} for conversations with {kind.kind}s.", found=reason, fix=fix
     )
@@ -42,19 +40,20 @@ class MediaProcessor:
 
     Args:
         settings: The model's config.
-        needed: The kind of media that it must take.
-        patch_size: Of the vision tower, for the cost of an image.
+        needed: The kind of media that it must support.
+        patch_size: Patch size of the vision tower, for the cost of an image.
 
     Attributes:
-        marks: Its mark in a text, of each kind of media that it takes.
-        refused: Why it takes none, of each other kind.
-        media_ids: The tokens that the model replaces by features.
-        token_inputs: Its inputs that are aligned with the tokens, (B, T, ...).
-        is_nested: Whether images are nested, (B, images, ...), rather than one after the other.
-        takes_suffix: Whether it takes an answer apart from its prompt.
+        marks: Its placeholder text for each supported kind of media.
+        refused: The reason for each unsupported kind.
+        media_ids: The tokens that the model replaces with features.
+        token_inputs: Names of inputs that are aligned with the tokens, (B, T, ...).
+        is_nested: Whether images are nested, (B, images, ...), instead of concatenated.
+        takes_suffix: Whether it accepts an answer separately from its prompt.
 
     Raises:
-        BaseError: It takes no media of the needed kind.
+        BaseError: The processor does not support the needed kind.
+        DataError: It truncates audio clips of `limits.max_seconds`.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class MediaProcessor:
                 self.marks[kind] = str(getattr(processor, f"{kind.name}_token"))
                 try:
                     token_inputs |= self._probe(kind)
-                except DataError as problem:  # not the row's fault: it is a blank one
+                except DataError as problem:  # the blank medium fails, so any row would
                     why = problem.found or problem.problem
                     del self.marks[kind]
             if why:
@@ -86,8 +85,8 @@ class MediaProcessor:
         if Audio in self.marks and not self._reads_whole_clip():
             raise DataError(
                 f"Audio clips of {limits.max_seconds:g} s are too long for this base.",
-                found=f"Its {type(processor).__name__} cuts them off.",
-                fix="Set task.max_seconds lower, to 30 for most.",
+                found=f"Its {type(processor).__name__} truncates them.",
+                fix="Lower task.max_seconds; 30 suits most bases.",
             )
         if needed in self.refused:
             raise unsuited(type(processor).__name__, needed, self.refused[needed])
@@ -98,7 +97,7 @@ class MediaProcessor:
         self._by_sizes: dict[tuple[object, ...], tuple[tuple[str, ...], int]] = {}
 
     def _probe(self, kind: type[Media]) -> set[str]:
-        """Return the inputs aligned with the tokens; of images, find whether they are nested."""
+        """Return the inputs aligned with the tokens; for images, also set `is_nested`."""
         what, mark = f"a blank {kind.kind}", self.marks[kind]
         blank = (kind, kind.blank(self.limits))
         short = self.process([f"{mark} a"], [[blank]], what)
@@ -136,13 +135,14 @@ class MediaProcessor:
         padding_side: str | None = None,
         **more: Any,
     ) -> Any:
-        """Return the processor's inputs of texts and their media, as tensors.
+        """Return the processor's inputs for texts and their media, as tensors.
 
         Args:
-            padding_side: Of the texts; audio is padded as the processor does.
+            padding_side: Padding side of the texts; the processor chooses that of audio.
+            source: The row, for messages.
 
         Raises:
-            DataError: It refuses them; names `source`.
+            DataError: The processor raises an error.
         """
         text_kwargs: dict[str, Any] = {"add_special_tokens": False}
         if padding_side is not None:
@@ -152,55 +152,55 @@ class MediaProcessor:
             if any(rows):
                 more |= kind.arguments(rows, self.limits)
         try:
-            with warnings.catch_warnings():  # of changes in libraries: none is the row's
+            with warnings.catch_warnings():  # deprecations in libraries
                 warnings.simplefilter("ignore")
                 return self.processor(
                     text=list(texts), text_kwargs=text_kwargs, return_tensors="pt", **more
                 )
-        except Exception as problem:  # processors raise errors of any kind
+        except Exception as problem:  # processors raise any type
             raise DataError(
-                f"The processor of the base cannot take {source}.",
+                f"The base's processor cannot use {source}.",
                 found=f"Its error: {str(problem) or type(problem).__name__}",
                 fix="Change the row or its media.",
             ) from problem
 
     def check(self, media: Sequence[Media], source: str, text: str | None = None) -> None:
-        """Refuse kinds of media that the base does not take, and texts with other marks.
+        """Check that the base supports the media and that the marks in the text match them.
 
         Args:
-            text: With the processor's marks.
+            text: Text with the processor's marks.
 
         Raises:
-            DataError: Names the first.
+            DataError: A kind is not supported, or the marks differ from the media.
         """
         for one in media:
             if why := self.refused.get(type(one)):
                 raise DataError(
                     f"Cannot use {one.which} of {one.source}.",
-                    found=f"The base takes no {one.kind}s. {why}",
-                    fix=f"Leave {one.kind}s out, or give another base.",
+                    found=f"The base does not support {one.kind}s. {why}",
+                    fix=f"Remove the {one.kind}s, or give another base.",
                 )
         marks = [] if text is None else self.any_mark.findall(text)
         if text is not None and marks != [self.marks[type(one)] for one in media]:
             raise DataError(
                 f"Cannot locate the media of {source} in its text.",
-                found=f"It has {len(media)} of them, and its text has {len(marks)} of the "
+                found=f"It has {len(media)} media, and its text has {len(marks)} of the "
                 f"processor's marks {' '.join(self.marks.values())}.",
-                fix="Take the marks out of the row's texts, or change the chat template.",
+                fix="Remove the marks from the row's texts, or change the chat template.",
             )
 
     def read(self, media: Sequence[Media]) -> list[tuple[type[Media], Any]]:
         """Decode media for the processor.
 
         Raises:
-            DataError: One cannot be read.
+            DataError: A medium cannot be read.
         """
         return [(type(one), one.read(self.limits)) for one in media]
 
     def replacements(self, text: str, media: ReadMedia, source: str) -> tuple[tuple[str, ...], int]:
-        """Return the processor's text for each medium, and the cost of all in patches.
+        """Return the processor's text for each medium, and the total cost in patches.
 
-        Both follow from the sizes; should they not, `MediaEncoder.inputs` finds other tokens.
+        Both depend only on the sizes; `MediaEncoder.inputs` detects processors where they do not.
         """
         if not media:
             return (), 0
@@ -216,25 +216,25 @@ class MediaProcessor:
         return self._by_sizes[sizes]
 
     def patches(self, inputs: Mapping[str, Any]) -> int:
-        """Return the cost of media in the towers, in their own tokens."""
+        """Return the cost of media in their encoders, in encoder tokens."""
         pixels = sum(inputs[name].numel() for name in FEATURES if name in inputs)
         features = (value for name, value in inputs.items() if name.endswith("input_features"))
-        # two frames of audio are a position of most encoders
+        # most audio encoders make one position of two frames
         frames = sum(value.numel() // min(value.shape[-2:]) for value in features) // 2
         return math.ceil(pixels / (3 * self._patch_size**2)) + frames
 
     def tokens_in(self, replacements: Sequence[str]) -> tuple[int, ...]:
-        """Return how many tokens of each medium's text the model replaces by features."""
+        """Return how many tokens of each medium's text the model replaces with features."""
         tokenizer = self.processor.tokenizer
         encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in replacements]
         return tuple(sum(token in self.media_ids for token in ids) for ids in encoded)
 
 
 def _why_not(processor: Any, settings: Any, kind: type[Media]) -> str:
-    """Return why processor or config rule out media of a kind; "" if they do not."""
+    """Return why the processor or config does not support a kind of media; "" if it does."""
     reader = next((getattr(processor, n) for n in kind.readers if hasattr(processor, n)), None)
     if media_id(settings, kind) is None or reader is None:
-        return f"It has no token for {kind.kind}s." if reader else f"It reads no {kind.kind}s."
+        return f"It has no token for {kind.kind}s." if reader else f"It cannot read {kind.kind}s."
     if getattr(settings, f"{kind.name}_config", kind) is None:
         return f"It has no tower for {kind.kind}s."
     if not getattr(processor, f"{kind.name}_token", None):
@@ -247,27 +247,27 @@ def _why_not(processor: Any, settings: Any, kind: type[Media]) -> str:
 
 
 def media_id(settings: Any, kind: type[Media]) -> int | None:
-    """Return the token that a model replaces by features of one kind, by its config."""
+    """Return the token of a model's config that is replaced with features of a kind of media."""
     towers = (getattr(settings, f"{name}_config", None) for name in ("vision", "audio"))
     tokens = (getattr(config, f"{kind.name}_token_id", None) for config in (settings, *towers))
     return next((int(token) for token in tokens if token is not None), None)
 
 
 class MediaTemplate:
-    """A processor's chat template, for messages whose texts have marks of media.
+    """A processor's chat template, for messages whose texts contain marks of media.
 
-    Templates of such models read a content in parts; those of text models one text, with the
-    processor's own marks.
+    Multimodal templates take content as a list of parts. Text templates take one text, which here
+    contains the processor's marks.
 
     Args:
-        marks: The processor's own.
-        needed: The kind that the template must write.
+        marks: The processor's marks.
+        needed: The kind of media that the template must render.
 
     Attributes:
-        chat_template: The one in use; None if there is none.
+        chat_template: The template in use, if any.
 
     Raises:
-        DataError: It does not write the needed kind.
+        DataError: The template does not render the needed kind.
     """
 
     def __init__(
@@ -285,9 +285,9 @@ class MediaTemplate:
             self._in_parts = False
             if not self._writes(needed):
                 raise DataError(
-                    f"The chat template writes no {needed.kind}s.",
-                    found=f"One in a user's message leaves no {marks[needed]} in the text.",
-                    fix="Set data.chat_template to a .jinja file that writes parts of the type "
+                    f"The chat template does not render {needed.kind}s.",
+                    found=f"A user message with media renders without {marks[needed]}.",
+                    fix="Set data.chat_template to a .jinja file that renders parts of the type "
                     f"{needed.name}, or leave it out to use the processor's own.",
                 )
 
@@ -300,7 +300,7 @@ class MediaTemplate:
         chat_template: str | None = None,
         tokenize: bool = False,
     ) -> str:
-        """Return a conversation as text, as a tokenizer's method of this name."""
+        """Return a conversation as text; the interface of a tokenizer's method."""
         text: str = self._processor.apply_chat_template(
             [self._written(message) for message in messages],
             tools=tools,
@@ -311,7 +311,7 @@ class MediaTemplate:
         return text
 
     def bare(self, text: str) -> str:
-        """Return a text with the processor's marks in place of ours."""
+        """Return a text in which the processor's marks replace peftkit's."""
         return ANY_MARK.sub(lambda mark: self._marks[MARKS[mark[1]]], text)
 
     def _written(self, message: Message) -> dict[str, Any]:
@@ -341,12 +341,12 @@ class MediaTemplate:
 
 
 def expanded(rendered: Rendered, marks: re.Pattern[str], replacements: Sequence[str]) -> Rendered:
-    """Return a text with the processor's text for each medium, its spans moved along.
+    """Replace each mark with the processor's text for the medium, and shift the spans.
 
     Args:
-        marks: Finds the processor's own marks.
+        marks: Pattern of the processor's marks.
     """
-    text, growths = "", list[tuple[int, int]]()  # the end of a mark, and by how much it grows
+    text, growths = "", list[tuple[int, int]]()  # the end of a mark, and its growth
     at = 0
     for mark, replacement in zip(marks.finditer(rendered.text), replacements, strict=True):
         text += rendered.text[at : mark.start()] + replacement

@@ -67,12 +67,12 @@ class MediaRow(Row):
     """A row of tokens, and the processor's sources of its other inputs.
 
     Args:
-        text: As the processor takes it, with a mark of its own for each medium.
-        suffix: The target text, for a processor that takes it apart.
-        media: In their order.
-        sizes: Of each, for people.
-        media_tokens: Number of tokens of each that the model replaces by features.
-        num_patches: Cost of all media in a tower, in its own tokens.
+        text: The processor's input, with the processor's mark for each medium.
+        suffix: The target text, for a processor that takes it separately.
+        media: The media, in the order of their marks.
+        sizes: A readable size of each medium.
+        media_tokens: Number of tokens of each medium that the model replaces by features.
+        num_patches: Cost of all media in the towers, in tokens of the towers.
         prompt: The text up to the last answer.
     """
 
@@ -92,10 +92,12 @@ class MediaRow(Row):
     def segments(
         self, media_ids: Collection[int], decode: Callable[[list[int]], str]
     ) -> list[tuple[str, str]]:
-        """Return its text in segments, "learnt" before targets, else ""; a medium as its size.
+        """Return (kind, text) segments; the kind is "learnt" for targets, else "".
+
+        A medium is written as its size.
 
         Args:
-            media_ids: Tokens that the model replaces by features of media.
+            media_ids: Token ids that the model replaces by features of media.
         """
         places: list[tuple[bool, int, str]] = []  # is a target, token, or the text of a medium
         left = [*self.media_tokens]
@@ -168,9 +170,9 @@ class _Listed:
     """The media of one kind in a field of a row.
 
     Attributes:
-        field: Its name.
-        values: Its media.
-        num_taken: How many of them have been placed.
+        field: Name of the field.
+        values: The media in the field.
+        num_taken: Number of media that have been placed.
     """
 
     def __init__(self, kind: type[Media], fields: Mapping[str, Any]) -> None:
@@ -185,10 +187,10 @@ class _Listed:
 
 
 class _Row:
-    """A record whose media are taken out, with marks in their places.
+    """Replaces the media of a record by marks.
 
     Attributes:
-        media: In the order of their marks.
+        media: The media, in the order of their marks.
     """
 
     def __init__(self, record: Record, where: str) -> None:
@@ -201,7 +203,7 @@ class _Row:
         self._any_shown = re.compile("(" + "|".join(self._shown) + ")")
 
     def without_media(self) -> Record:
-        """Return the record with a mark for each medium, and without the media."""
+        """Return the record with a mark in place of each medium."""
         fields = {k: v for k, v in self._record.fields.items() if k not in _FIELDS}
         for name, value in fields.items():
             if isinstance(value, str):
@@ -285,7 +287,7 @@ class _Row:
 
 
 def _begun_with(lead: str, fields: dict[str, Any], field: str) -> dict[str, Any]:
-    """Put media at the beginning of the user's first text."""
+    """Insert the marks `lead` at the beginning of the user's first text."""
     key = first_of(fields, [name for name in _LISTS if isinstance(fields.get(name), list)])
     if key is None:
         question = first_of(fields, ("prompt", *QUESTIONS))
@@ -302,7 +304,7 @@ def _begun_with(lead: str, fields: dict[str, Any], field: str) -> dict[str, Any]
 
 
 def _check(example: Example) -> None:
-    """Refuse media outside of prompts, and rows without a prompt."""
+    """Raise WrongField for media outside of prompts, and for rows without a prompt."""
     if isinstance(example, Conversation):
         for number, message in enumerate(example.messages):
             mark = ANY_MARK.search(message.get("content") or "")
@@ -324,17 +326,17 @@ Read = tuple[ParsedRow, list[tuple[Media, ...]]]
 
 
 class MediaEncoder(RowEncoder):
-    """Encoder of examples with media as rows, and of rows as a model's inputs.
+    """Encodes examples with media as rows, and rows as a model's inputs.
 
-    No pixels or samples are stored. Each medium is decoded once to find damaged files. Processors
-    compute with torch, which forked processes cannot.
+    No pixels or samples are stored. Each medium is decoded once to find damaged files. Encoding
+    runs in one process, because processors use torch, which does not work in forked processes.
 
     Args:
-        needed: The kind of media that conversations are about.
-        form: data.format.
+        needed: The kind of media of the conversations.
+        form: The setting data.format.
 
     Raises:
-        DataError: The chat template writes no such media.
+        DataError: The chat template does not support this kind of media.
     """
 
     kind: ClassVar[type[MediaRow]] = MediaRow
@@ -396,7 +398,7 @@ class MediaEncoder(RowEncoder):
         return [(name, f"{rows.counts[count]:,}") for name, count in names.items()]
 
     def _cut(self, row: MediaRow, counts: Counter[str]) -> MediaRow | Dropped:
-        """Cut a row to max_length tokens; drop it where that loses media."""
+        """Truncate a row to max_length tokens; drop it if that removes media or all targets."""
         if row.num_targets == 0:
             return Dropped(row.source, NOTHING)
         if len(row.input_ids) <= self._max_length:
@@ -409,10 +411,10 @@ class MediaEncoder(RowEncoder):
         return cut
 
     def style(self, example: Example) -> Style:
-        """Return how generation has to prompt a model that trained on such an example.
+        """Return the prompt style for a model that is trained on an example.
 
         Raises:
-            DataError: A conversation, and no chat template, nor a processor of prompt and answer.
+            DataError: A conversation needs a chat template, and there is none.
         """
         if isinstance(example, Completion) or (
             self.media_processor.takes_suffix and not self._template.chat_template
@@ -422,11 +424,11 @@ class MediaEncoder(RowEncoder):
         return Style("chat", self._custom_template)
 
     def encode(self, example: Example, media: Sequence[Media]) -> MediaRow:
-        """Return an example's tokens, uncut; without targets where there is nothing to learn.
+        """Return an example's tokens, not truncated; without targets if the answer is empty.
 
         Raises:
-            DataError: A medium does not decode, the template or the processor refuses the row, or
-                its targets cannot be found for certain.
+            DataError: A medium cannot be decoded, the template or the processor rejects the row, or
+                the targets cannot be located.
         """
         self.media_processor.check(media, example.source)
         if isinstance(example, Instruction):
@@ -451,7 +453,7 @@ class MediaEncoder(RowEncoder):
             prompt: The user's text, or a conversation; with the marks of media.
 
         Raises:
-            DataError: The template cannot write it.
+            DataError: The template cannot render the prompt.
         """
         if style.kind == "plain":
             if not isinstance(prompt, str):
@@ -482,10 +484,10 @@ class MediaEncoder(RowEncoder):
         return sorted(stops)
 
     def generation_inputs(self, texts: Sequence[str], media: Sequence[Sequence[Media]]) -> Any:
-        """Return the model's inputs to continue some texts, padded on the left.
+        """Return the model's inputs for generation from several texts, padded on the left.
 
         Args:
-            media: Of each text. Either all texts have some of a kind or none.
+            media: The media of each text. Either all texts have media of a kind, or none.
         """
         for text, row in zip(texts, media, strict=True):
             self.media_processor.check(row, "the prompt", text)
@@ -496,11 +498,11 @@ class MediaEncoder(RowEncoder):
     def inputs(self, rows: Sequence[MediaRow], width: int) -> dict[str, Tensor]:
         """Return the model's inputs except tokens and mask, for rows padded to a width.
 
-        Inputs aligned with the tokens (B, T, ...) repeat their last value over tokens of an answer
-        that the processor did not get.
+        The processor may not get the tokens of an answer. Over these tokens, inputs that are
+        aligned with the tokens (B, T, ...) repeat their last value.
 
         Raises:
-            DataError: The processor makes other tokens of a row than it was encoded with.
+            DataError: The processor's tokens of a row differ from the encoded tokens.
         """
         read = [self.media_processor.read(row.media) for row in rows]
         suffix = {"suffix": [row.suffix for row in rows]} if rows[0].suffix is not None else {}
@@ -539,7 +541,7 @@ class MediaEncoder(RowEncoder):
         return self._row(Rendered(text, spans, True), media, example.source, ends=True)
 
     def _begun(self, prompt: str) -> str:
-        """Return a prompt with the processor's marks, after its tokenizer's beginning of a text."""
+        """Return a prompt with the processor's marks after the leading special tokens."""
         if self.media_processor.takes_suffix:
             return self._template.bare(prompt)
         lead, _ = special_tokens_around(self._tokenizer, "a")
@@ -547,7 +549,7 @@ class MediaEncoder(RowEncoder):
         return text + self._template.bare(prompt)
 
     def _with_suffix(self, prompt: str, example: Completion, media: Sequence[Media]) -> MediaRow:
-        """Encode with a processor that takes the answer apart: its second segment is the target."""
+        """Encode with a processor that takes the answer separately, as the target segment."""
         processor = self.media_processor
         processor.check(media, example.source, prompt)
         read = processor.read(media)
@@ -605,7 +607,7 @@ class MediaEncoder(RowEncoder):
 
 
 def _as_completion(example: Conversation) -> Completion:
-    """Return a question and its answer as prompt and completion, for a model without turns."""
+    """Convert a question and its answer to a completion, for a model without chat template."""
     roles = [message["role"] for message in example.messages]
     if roles != ["user", "assistant"] or example.tools or example.target_turns != (1,):
         raise DataError(
@@ -618,7 +620,11 @@ def _as_completion(example: Conversation) -> Completion:
 
 
 def _num_common(row: MediaRow, ids: list[int], media_ids: Collection[int]) -> int:
-    """Return how many tokens a row and the processor's tokens of it begin with in common."""
+    """Return the length of the common prefix of a row's tokens and the processor's tokens.
+
+    Raises:
+        DataError: The tokens differ before the last medium.
+    """
     pairs = zip(ids, row.input_ids, strict=False)
     shorter = min(len(ids), len(row.input_ids))
     common = next((n for n, (theirs, ours) in enumerate(pairs) if theirs != ours), shorter)

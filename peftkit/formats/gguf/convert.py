@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peftkit.base.locate import gguf_of
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import AdapterError, BaseError, OutputError, did_you_mean, first_few
 from peftkit.events import Listener, Notice, ignore
@@ -88,7 +89,8 @@ def export_gguf(
     if num_wider := _write(out, tensors, scaling * rank, architecture, dtype, hub_id):
         shares = f"{num_wider} of {len(tensors)} tensors are in fp16"
         on_event(Notice(f"{shares}: {dtype} takes rows of a multiple of 32 numbers."))
-    return {"llama.cpp": f"llama-server -m BASE.gguf --lora {quote(str(out))}"}
+    base_file = quote(str(gguf_of(name) or "BASE.gguf"))
+    return {"llama.cpp": f"llama-server -m {base_file} --lora {quote(str(out))}"}
 
 
 def read_gguf(path: Path, model: nn.Module, base: str) -> dict[str, LowRank]:

@@ -170,14 +170,14 @@ def _changed(method: Method, dropout: float | None, head: Sequence[str]) -> Meth
     return method.model_copy(update=update)
 
 
-def check_weights(file: AdapterFile, fingerprint: str) -> None:
+def check_weights(file: AdapterFile, fingerprint: str | None) -> None:
     """Refuse an adapter that was trained on weights with another fingerprint.
 
     Raises:
-        AdapterError: The fingerprints differ; an adapter without one passes.
+        AdapterError: The fingerprints differ; an adapter or base without one passes.
     """
     recorded = file.provenance.fingerprint
-    if recorded and recorded != fingerprint:
+    if recorded and fingerprint and recorded != fingerprint:
         raise AdapterError(
             f"the adapter in {file.folder} was trained on another base",
             found=f"trained on {file.provenance.base} ({recorded[:23]}...); "

@@ -164,13 +164,13 @@ class JobBody(_Strict):
 
 
 class GraderBody(_Strict):
-    """A grader to validate."""
+    """Request body for validating a grader."""
 
     grader: dict[str, Any]
 
 
 class GraderRun(GraderBody):
-    """A grader to run on one answer."""
+    """Request body for running a grader on one answer."""
 
     model_sample: str
     item: dict[str, Any] = {}

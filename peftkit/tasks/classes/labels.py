@@ -1,4 +1,4 @@
-"""Rows of single records: the fields of a record, and the labels in them."""
+"""Encoders with one row per record, and the fields and labels of records."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class RecordEncoder(RowEncoder):
     """Encoder that makes one row of each record.
 
     Attributes:
-        what: The format of the records, in words.
-        counts: Counts by name, summed over the records at hand.
+        what: Description of the records' format.
+        counts: Counts by name, summed over the records of one `read`.
     """
 
     what: str
@@ -44,22 +44,25 @@ class RecordEncoder(RowEncoder):
 
     @abstractmethod
     def parse(self, record: Record, where: str) -> tuple[Any, Iterable[str]]:
-        """Return what a row is made of, and the fields of the record that were read.
+        """Return the content of a row, and the fields of the record that were read.
 
         Raises:
-            WrongField: A field is missing, or has another kind of value.
+            WrongField: A field is missing or has a value of the wrong type.
         """
 
     def row(self, parsed: Any) -> Any:
-        """Return the row, or `Dropped`, of what `parse` returned."""
+        """Return the row of a result of `parse`, or `Dropped`."""
         return parsed
 
 
 def field_of(fields: Mapping[str, Any], name: str, setting: str) -> Any:
-    """Return a field of a row; `setting` names it in a recipe.
+    """Return a field of a row.
+
+    Args:
+        setting: The recipe's setting that names the field.
 
     Raises:
-        WrongField: It is missing or null.
+        WrongField: The field is missing or null.
     """
     value = fields.get(name)
     if value is None:
@@ -83,7 +86,7 @@ def list_of(fields: Mapping[str, Any], name: str, setting: str) -> list[Any]:
 
 
 def label_name(value: Any) -> str:
-    """Return the name of a label: texts as they are, whole numbers and truth values written out."""
+    """Return a label's name: a string unchanged, an integer or boolean as JSON text."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if (isinstance(value, str) and value) or isinstance(value, int):
@@ -102,10 +105,10 @@ def label_names(values: Iterable[Any]) -> list[str]:
 
 
 def sorted_names(names: Iterable[str], where: str) -> tuple[str, ...]:
-    """Return the names of labels in their order: whole numbers by size, others as texts.
+    """Return sorted label names: numerically if all are integers, otherwise as text.
 
     Raises:
-        DataError: There is only one, or there are too many.
+        DataError: There are fewer than 2 labels, or more than MAX_LABELS.
     """
     labels = set(names)
     if not 2 <= len(labels) <= MAX_LABELS:
@@ -129,17 +132,17 @@ def number_of(label: str, numbers: Mapping[str, int]) -> int:
 
 
 def check_names(labels: Sequence[str]) -> None:
-    """Refuse a recipe's labels if there is only one, or one is repeated.
+    """Check the labels of a recipe.
 
     Raises:
-        ConfigError: It is so.
+        ConfigError: There is only one label, or a label is repeated.
     """
     repeated = [label for label in labels if labels.count(label) > 1]
     if len(labels) == 1 or repeated:
         raise ConfigError(
             f"cannot use these labels: {listed(labels)}.",
             found=f"{shown(repeated[0])} is repeated." if repeated else "There is only one.",
-            fix="Name each label once, in the order of the head's outputs.",
+            fix="List each label once, in the order of the head's outputs.",
         )
 
 
@@ -162,25 +165,25 @@ def values_in(
 def names_in(
     data: DataConfig, read: Callable[[Mapping[str, Any]], Iterable[str]]
 ) -> tuple[str, ...]:
-    """Return the names of all labels that `read` returns of training rows; see `sorted_names`."""
+    """Return the sorted names of all labels that `read` returns for training rows."""
     lists = values_in(training_records(data), read)
     return sorted_names((name for names, _ in lists for name in names), data.train_name)
 
 
 def training_records(data: DataConfig) -> Iterator[Record]:
-    """Yield all training records, few of them in memory."""
+    """Yield all training records, with few in memory."""
     for source in sources_of(data):
         yield from iterate_records(source.path)
 
 
 def problem_of(values: Iterable[tuple[Any, str]]) -> Problem:
-    """Return the kind of problem by the values of a field: several labels, one, or a number.
+    """Infer the problem from the values of the label field.
 
     Args:
-        values: Each with its source.
+        values: Values with their sources.
 
     Raises:
-        DataError: They are of several kinds; names the first row of each.
+        DataError: The values have several kinds; the message has the first row of each.
     """
     first: dict[str, str] = {}
     numbers = whole = True
@@ -227,5 +230,5 @@ def _as_number(value: Any) -> float | None:
 
 
 def listed(labels: Sequence[str]) -> str:
-    """Return labels as a list for a message, at most MAX_LISTED."""
+    """Return up to MAX_LISTED labels as text for a message."""
     return first_few(map(shown, labels), MAX_LISTED, ", ")

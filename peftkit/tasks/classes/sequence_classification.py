@@ -1,17 +1,18 @@
-"""Sequence classification: a text, or a pair of texts, has one label, several, or a number.
+"""Sequence classification: one label, several labels or a number for a text or a pair of texts.
 
 Shapes: B rows, L labels.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -19,7 +20,7 @@ from peftkit.base.heads import ClassHead, ProblemType, labels_of
 from peftkit.data.records import Record
 from peftkit.data.rows.columns import StoredRows
 from peftkit.errors import BaseError, ConfigError, DataError
-from peftkit.events import Listener, ignore
+from peftkit.events import ClassReport, Listener, ignore
 from peftkit.files.strict_json import shown
 from peftkit.forward.loss import unwrapped
 from peftkit.settings import DataConfig
@@ -31,6 +32,7 @@ from peftkit.tasks.classes.labels import (
     label_name,
     label_names,
     list_of,
+    listed,
     names_in,
     number_of,
     problem_of,
@@ -57,7 +59,7 @@ PROBLEM_TYPES: dict[Problem, ProblemType] = {
     "regression": "regression",
 }
 NUMBER = "value"
-"""Name of the one output of a regression."""
+"""Name of the output of a regression."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class LabelledRow(TextsRow):
     """A text, or a pair of texts, and its label.
 
     Args:
-        target: (index of the label,); 1.0 or 0.0 for each label of several; or (the number,).
+        target: (index of the label,); for several labels, 1.0 or 0.0 for each; or (the number,).
         source: "train.jsonl:7".
     """
 
@@ -126,7 +128,7 @@ class SequenceClassification(Classifier, TextTask):
     """Classification of texts, or regression on them.
 
     Args:
-        model: With a classification head; its config names the labels and the problem.
+        model: A model with a classification head; its config has the labels and the problem.
     """
 
     def build(self, model: nn.Module) -> None:
@@ -136,11 +138,17 @@ class SequenceClassification(Classifier, TextTask):
         if end is not None and self.texts.encode("a").input_ids[-1] != end:
             raise BaseError(
                 f"{type(unwrapped(model)).__name__} classifies by the end token.",
-                found="The tokenizer adds none to a text.",
+                found="The tokenizer does not append it to a text.",
                 fix="Give the base's own tokenizer, or another base.",
             )
-        self.labels = labels_of(settings)
+        self.set_labels(labels_of(settings))
         self.problem = _problem(settings, len(self.labels))
+        if self.problem == "regression":
+            self.metric_names = ()
+        elif self.problem == "multi_label":
+            self.metric_names += ("rows with all labels right",)
+        weights = self.config.class_weights
+        self.weights = torch.tensor([weights[name] for name in self.labels]) if weights else None
         self.encoder = LabelledEncoder(self.texts, self.config, self.labels, self.problem)
         self.rows.encoder = self.encoder
 
@@ -168,6 +176,30 @@ class SequenceClassification(Classifier, TextTask):
             return multi_label_metrics(logits > 0, targets > 0)
         return class_metrics(logits.argmax(-1), targets)
 
+    def sums(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self.problem == "regression":
+            return logits.new_zeros(0)
+        if self.problem == "single_label":
+            return super().sums(logits, targets)
+        predicted, true = logits > 0, targets > 0
+        counts = [(predicted & true).sum(0), true.sum(0), predicted.sum(0)]
+        return torch.cat([*counts, (predicted == true).all(1).sum()[None]]).to(logits.dtype)
+
+    def eval_means(self, means: Sequence[float]) -> dict[str, float]:
+        if self.problem == "regression":
+            return {}
+        if self.problem == "single_label":
+            return super().eval_means(means)
+        *counts, right = means
+        hits, true, predicted = torch.tensor(counts, dtype=torch.float64).view(3, -1)
+        return {
+            "accuracy": right * len(self.labels),  # the means are over all labels of all rows
+            "f1_macro": float((2 * hits / (true + predicted)).nan_to_num(0.0).mean()),
+        }
+
+    def report(self, logits: Tensor, targets: Tensor) -> ClassReport | None:
+        return super().report(logits, targets) if self.problem == "single_label" else None
+
     @torch.no_grad()
     def predict(
         self,
@@ -181,7 +213,7 @@ class SequenceClassification(Classifier, TextTask):
             texts: Texts, or pairs of texts, as in training.
 
         Raises:
-            DataError: One is empty, or of the other kind.
+            DataError: A text is empty, or single texts and pairs are mixed up.
         """
         pairs = [(text, None) if isinstance(text, str) else text for text in texts]
         for pair in pairs:
@@ -190,7 +222,7 @@ class SequenceClassification(Classifier, TextTask):
             ):
                 raise DataError(
                     f"cannot classify {shown(pair[0])}.",
-                    found="It is empty, or not what the adapter was trained on.",
+                    found="It is empty, or it differs from training in being a text or a pair.",
                     fix="Give one text." if self.config.pair is None else "Give pairs of texts.",
                 )
         rows = [self.texts.encode(*pair) for pair in pairs]
@@ -215,18 +247,29 @@ class SequenceClassification(Classifier, TextTask):
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
-        """Return the probabilities, or the value, of each row as `prediction`."""
+        """Return each row's `predicted_label` and `prediction`: the probabilities, or the value."""
         pairs = (texts for texts, _ in values_in(records, self.encoder.texts_of))
         texts = [text if pair is None else (text, pair) for text, pair in pairs]
         predictions = self._by_label(self.predict(model, texts, on_event))
-        return [{"prediction": prediction} for prediction in predictions]
+        if self.problem == "regression":
+            return [{"prediction": prediction} for prediction in predictions]
+        return [{"predicted_label": self._label(p), "prediction": p} for p in predictions]
+
+    def _label(self, prediction: Mapping[str, float]) -> str | list[str]:
+        """Return the likeliest label; for several labels those of probability above 0.5."""
+        if self.problem == "single_label":
+            return next(iter(prediction))
+        return [label for label, probability in prediction.items() if probability > 0.5]
 
     def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self.problem == "regression":
             return functional.mse_loss(logits[:, 0], targets, reduction="sum")
         if self.problem == "multi_label":
             return functional.binary_cross_entropy_with_logits(logits, targets, reduction="sum")
-        return super().loss_of(logits, targets)
+        if self.weights is None:
+            return super().loss_of(logits, targets)
+        self.weights = self.weights.to(logits.device)
+        return functional.cross_entropy(logits, targets, self.weights, reduction="sum")
 
 
 class SequenceClassificationConfig(ClassifierConfig):
@@ -247,24 +290,54 @@ class SequenceClassificationConfig(ClassifierConfig):
     """Field with the label, the list of labels, or the number."""
     problem: Literal["auto"] | Problem = "auto"
     """auto: lists are several labels, fractions are regression, all else is a single label."""
+    class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0)]] | None = None
+    """Weight of each label in the training and the eval loss, {label: weight}, for a single label;
+    balanced: rows / (labels * rows of the label), from data.train; null: 1 for all."""
 
     @model_validator(mode="after")
     def _labels(self) -> SequenceClassificationConfig:
         check_names(self.labels)
         if self.labels and self.problem == "regression":
-            raise ConfigError("a regression has no labels.", fix="Leave one of the two out.")
+            raise ConfigError(
+                "a regression has no labels.", fix="Remove task.labels or task.problem."
+            )
+        self._check_weights()
         return self
 
     def resolve(self, data: DataConfig) -> SequenceClassificationConfig:
-        """Infer the problem and the labels from the training data where they are not set."""
-        if self.problem == "regression" or (self.problem != "auto" and self.labels):
+        """Infer the problem and the labels from the training data if they are not set."""
+        is_balanced = self.class_weights == "balanced"
+        if self.problem == "regression" or (
+            self.problem != "auto" and self.labels and not is_balanced
+        ):
             return self
         read = partial(field_of, name=self.label, setting="task.label")
         values, labels = values_in(training_records(data), read), self.labels
         problem = problem_of(values) if self.problem == "auto" else self.problem
         if problem != "regression" and not labels:
             labels = names_in(data, partial(self._names, problem == "multi_label"))
-        return self.model_copy(update={"problem": problem, "labels": labels})
+        weights = self.class_weights
+        if is_balanced and problem == "single_label":
+            counts = Counter(label_name(v) for v, _ in values_in(training_records(data), read))
+            rows = counts.total()
+            weights = {name: rows / (len(labels) * max(counts[name], 1)) for name in labels}
+        update = {"problem": problem, "labels": labels, "class_weights": weights}
+        resolved = self.model_copy(update=update)
+        resolved._check_weights()
+        return resolved
+
+    def _check_weights(self) -> None:
+        weights, names = self.class_weights, set(self.labels)
+        if weights and self.problem in ("multi_label", "regression"):
+            found = f"The problem of this recipe is {self.problem}."
+            raise ConfigError("task.class_weights needs rows with one label each", found=found)
+        different = set(weights) ^ names if isinstance(weights, dict) and names else None
+        if different:
+            raise ConfigError(
+                "task.class_weights does not match the labels",
+                found=f"Only one of the two has: {listed(sorted(different))}.",
+                fix=f"Give each of these labels a weight: {listed(self.labels)}.",
+            )
 
     def _names(self, several: bool, fields: Mapping[str, Any]) -> list[str]:
         read = list_of if several else field_of
@@ -282,7 +355,7 @@ class SequenceClassificationConfig(ClassifierConfig):
 
 
 def _problem(settings: Any, num_labels: int) -> Problem:
-    """Return the problem of a model's config; transformers' default where it sets none."""
+    """Return the problem of a model's config; by default, the same as transformers."""
     problem_type = (
         settings.problem_type or PROBLEM_TYPES["regression" if num_labels == 1 else "single_label"]
     )

@@ -1,7 +1,6 @@
-"""Token classification: each word of a text has a tag, as in named entities or parts of speech.
+"""Token classification: a tag for each word of a text, as in named entity recognition.
 
-The first token of a word is classified, the others are not trained on (Devlin et al., 2018, section
-5.3).
+Only the first token of a word is classified (Devlin et al., 2018, section 5.3).
 
 Shapes: B rows, T tokens, n tagged words of the batch, L tags.
 """
@@ -44,7 +43,7 @@ class TaggedRow(TextsRow):
 
     Args:
         places: Positions of the first token of each tagged word.
-        tags: Their indices.
+        tags: Indices of their tags.
         source: "train.jsonl:7".
     """
 
@@ -62,7 +61,7 @@ class TaggedEncoder(TextsEncoder):
     def parse(self, record: Record, where: str) -> tuple[TaggedRow, Sequence[str]]:
         """Tokenize the words as one text; a token belongs to the word of its last character.
 
-        So the tokens are those of the text, whatever the tokenizer makes of the spaces.
+        The tokens thus equal the tokens of the plain text for any treatment of spaces.
         """
         names, fields = (self.config.words, self.config.tags), record.fields
         list_of(fields, names[0], "task.words")
@@ -92,14 +91,14 @@ class TaggedEncoder(TextsEncoder):
 
     def check(self, rows: StoredRows) -> None:
         if not rows.counts["tagged"]:
-            raise DataError(f"Cannot use {rows.where}.", found="No row has a word with a tag.")
+            raise DataError(f"Cannot use {rows.where}.", found="No row has a tagged word.")
 
 
 class TokenClassification(Classifier, TextTask):
     """Classification of the words of a text.
 
     Args:
-        model: With a head over tokens; its config names the tags.
+        model: A model with a head over tokens; its config has the tags.
 
     Raises:
         BaseError: The tokenizer does not map tokens to characters.
@@ -115,11 +114,11 @@ class TokenClassification(Classifier, TextTask):
                 fix="Add a tokenizer.json to its folder.",
             )
         super().build(model)
-        self.labels = labels_of(unwrapped(model).config)
+        self.set_labels(labels_of(unwrapped(model).config))
         self.rows.encoder = TaggedEncoder(self.texts, self.config, self.labels)
 
     def collate(self, rows: Sequence[TaggedRow]) -> dict[str, Tensor]:
-        """Return a batch of tokens, and of the tagged words (n,): target_index, targets."""
+        """Return a batch of tokens, with target_index and targets (n,) of the tagged words."""
         batch = self.tokens(rows)
         width = batch["input_ids"].shape[1]
         places = [number * width + place for number, row in enumerate(rows) for place in row.places]
@@ -134,6 +133,10 @@ class TokenClassification(Classifier, TextTask):
         """Return the logits of the tagged words (n, L), in fp32."""
         every = super().logits(model, batch)
         return every.flatten(0, 1).index_select(0, batch["target_index"])
+
+    def eval_means(self, means: Sequence[float]) -> dict[str, float]:
+        """Return the accuracy; F1 of entities needs whole texts."""
+        return {"accuracy": super().eval_means(means)["accuracy"]}
 
     def spans(self, row: TaggedRow) -> list[tuple[str, str]]:
         """Return the tokens of the text, the first of each word with its tag."""
@@ -176,7 +179,7 @@ class TokenClassificationConfig(ClassifierConfig):
         return self
 
     def resolve(self, data: DataConfig) -> TokenClassificationConfig:
-        """Read the tags from the training data where they are not set."""
+        """Read the tags from the training data if they are not set."""
         if self.labels:
             return self
         names = names_in(data, lambda row: label_names(list_of(row, self.tags, "task.tags")))

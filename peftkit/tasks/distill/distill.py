@@ -1,11 +1,11 @@
 """Distillation: the divergence between student and teacher at each token of an answer.
 
-Both are one model unless a teacher model is named: the teacher is the base without the adapter, or
-with another one, and with its prompt in front of each row; the student has the adapter and reads
-the row alone. The loss needs only the teacher's hidden states before the head: for fixed answers
-they are computed once, before the first step, and stored in main memory where they fit.
+Unless a teacher model is set, both share one base. The teacher is the base without an adapter or
+with another one, and reads its prompt before each row. The student has the trained adapter and
+reads only the row. The loss needs only the teacher's hidden states before the head. For fixed
+answers they are computed once, before the first step, and stored in main memory if they fit.
 
-Shapes: B rows, n answer tokens of them all, H hidden size, V vocabulary.
+Shapes: B rows, n answer tokens in total, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -56,25 +56,25 @@ from peftkit.tasks.run_hooks import TrainingRun
 from peftkit.tasks.tokens import AnswerConfig
 
 TEACHER = "teacher_"
-"""Prefix of a batch's names for the teacher's documents."""
+"""Prefix of the names of the teacher's tensors in a batch."""
 NAN = float("nan")
 HIDDEN = "teacher_hidden"
-"""The teacher's hidden states before the head (n, H), where they were computed before."""
+"""Name of the stored hidden states of the teacher before the head (n, H)."""
 SHARE = 0.25
-"""Share of the free main memory that may store them."""
+"""Maximum share of the free main memory for these hidden states."""
 DIVERGENCES = {"forward": "KL(teacher, student)", "reverse": "KL(student, teacher)", "jsd": "JSD"}
-"""Their names in the run header."""
+"""Names in the run header."""
 
 
 class Distill(RolloutTask):
-    """Train the student to answer as the teacher does.
+    """Train the student to match the teacher's token distributions.
 
     Raises:
         AdapterError: The adapter changes the head, which both share.
     """
 
     metric_names = ("same_token",)
-    """Share of answer tokens at which both have the same most likely token."""
+    """Share of answer tokens at which student and teacher agree on the most likely token."""
 
     def build(self, model: nn.Module) -> None:
         _check_head(model)
@@ -103,9 +103,9 @@ class Distill(RolloutTask):
     @property
     def paths(self) -> dict[str, str]:
         of_tokens = super().paths
-        each = self._hidden is None or self.makes_rows
+        in_steps = self._hidden is None or self.makes_rows
         loss = f"{DIVERGENCES[self.config.kind]}, {of_tokens['loss']}"
-        when = f"computed {'in each step' if each else 'before the first step'}"
+        when = f"computed {'in each step' if in_steps else 'before the first step'}"
         return {**of_tokens, "loss": loss, "teacher": when}
 
     # The teacher.
@@ -123,32 +123,31 @@ class Distill(RolloutTask):
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """The weights of a teacher that is not the base; a teacher model is loaded for it."""
+        """Fingerprint of a teacher other than the base; loads a teacher model."""
         self._load_teacher(self.rows.on_event)
         if self._other is not None:
             return {"teacher": self._other.fingerprint}
         return {"teacher": self._adapter.key} if self._adapter else {}
 
     def _load_teacher(self, say: Listener) -> None:
-        """Load the teacher model, if there is one."""
         if self.config.teacher.model and self._other is None:
             name, bare = self.config.teacher.model, unwrapped(self._student)
             self._other = other_model(name, bare, self.tokenizer, self.head, say)
 
     @contextmanager
     def _as_teacher(self, model: nn.Module) -> Iterator[None]:
-        """Put the model into the teacher's state."""
+        """Switch the model to the teacher's state."""
         state = self.reference.state() if self._adapter is None else self._adapter.on(model)
         with evaluating(model), state:
             yield
 
     def setup(self, run: TrainingRun) -> None:
-        """Have the teacher answer the rows, and store its hidden states before the head.
+        """Generate the teacher's answers, and store its hidden states before the head.
 
-        Where the student answers, these are the eval rows alone.
+        If the student generates the answers, only the eval rows are processed.
 
         Raises:
-            Interrupted: A signal came; answers are stored.
+            Interrupted: A signal arrived; the answers so far are stored.
             DataError: The teacher's answers are empty.
         """
         self._load_teacher(run.say)
@@ -156,15 +155,15 @@ class Distill(RolloutTask):
             self.check_answers(run)
         rows = run.eval_rows if self.makes_rows else run.all_rows
         if self.config.answers != "data" and len(rows):
-            self._ask(rows, run)
+            self._generate_answers(rows, run)
         if self.head is not None and run.world.world_size == 1 and len(rows):
-            self._find_hidden(rows, run)
+            self._store_hidden(rows, run)
 
     def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
         is_trained = self.makes_rows and torch.is_grad_enabled()
         return self.answered_step(rows, run) if is_trained else [rows]
 
-    def _ask(self, rows: Sequence[Distilled], run: TrainingRun) -> None:
+    def _generate_answers(self, rows: Sequence[Distilled], run: TrainingRun) -> None:
         model, longest = run.model, self.config.max_new_tokens
         sampler = self.sampler(model)
 
@@ -178,13 +177,13 @@ class Distill(RolloutTask):
                     answers = sampler.answers(prompts, None, **options)
             return [one for (one,) in answers]
 
-        who = self.identity.get("teacher", "")
-        key = f"{self.reference.key} {who} {longest} {self.stops}"
+        teacher = self.identity.get("teacher", "")
+        key = f"{self.reference.key} {teacher} {longest} {self.stops}"
         text = partial(self.text, special=False)
         self._answers = teacher_answers(rows, key, answer, text, longest, run)
 
     def answered(self, row: Distilled) -> Distilled:
-        """Return a row with the teacher's answer; to plan memory, with the longest one."""
+        """Return a row with the teacher's answer, or with one of maximum length to plan memory."""
         if row.num_targets:
             return row
         answer = self._answers.get(row.teacher_ids)
@@ -194,7 +193,7 @@ class Distill(RolloutTask):
     def roll_out(
         self, prompts: Sequence[Distilled], seeds: Sequence[int] | None, sampler: ModelSampler
     ) -> Rollout:
-        """Have the student answer rows, for on-policy distillation."""
+        """Sample the student's answers to rows, for on-policy distillation."""
         ids = [row.documents[0].input_ids for row in prompts]
         sampled = self.sample(ids, seeds, sampler)
         rows, answers = [], []
@@ -212,8 +211,8 @@ class Distill(RolloutTask):
 
     # The loss.
 
-    def _find_hidden(self, rows: Sequence[Distilled], run: TrainingRun) -> None:
-        """Store the teacher's hidden states before the head, where memory has room."""
+    def _store_hidden(self, rows: Sequence[Distilled], run: TrainingRun) -> None:
+        """Store the teacher's hidden states before the head if memory suffices."""
         model = run.model
         bare = unwrapped(model)
         number = sum(self.answered(row).num_targets // 2 for row in rows)
@@ -258,20 +257,22 @@ class Distill(RolloutTask):
         return {**batch, **{TEACHER + name: tensor for name, tensor in teacher_batch.items()}}
 
     def teacher_hidden(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the teacher's hidden states before the head (n, H): stored ones, or computed now.
+        """Return the teacher's hidden states before the head (n, H), stored or computed now.
 
-        Where a model's head cannot be called by itself, these are the logits (n, V).
+        If the head cannot be called separately, these are the logits (n, V).
         """
         if HIDDEN in batch:
             return batch[HIDDEN]
-        theirs = {n.removeprefix(TEACHER): t for n, t in batch.items() if n.startswith(TEACHER)}
+        teacher_batch = {
+            n.removeprefix(TEACHER): t for n, t in batch.items() if n.startswith(TEACHER)
+        }
         if self._other is not None:
-            return self._other.hidden(theirs)
+            return self._other.hidden(teacher_batch)
         with self._as_teacher(model):
-            return self._before_head(model, theirs)
+            return self._before_head(model, teacher_batch)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the summed divergence, and the number of tokens at which both agree."""
+        """Return the summed divergence and the number of tokens at which both agree."""
         teacher = self.teacher_hidden(model, batch)  # first: recomputed blocks need the last layout
         student = self._before_head(model, batch)
         if self.head is None:
@@ -292,7 +293,7 @@ class Distill(RolloutTask):
     def metrics(
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
     ) -> dict[str, float]:
-        """Return the loss, same_token, and the prompt tokens that the student saves."""
+        """Return the loss, same_token, and tokens_saved: prompt tokens saved per row."""
         saved = sum(len(row.teacher_ids) - row.lengths[0] for row in rows) / len(rows)
         return {**mean_loss(self, model, rows, on_event)[0], "tokens_saved": saved}
 
@@ -302,12 +303,13 @@ class Distill(RolloutTask):
     def answer_metrics(
         self, pairs: Sequence[tuple[str, str]], rows: Sequence[Distilled]
     ) -> dict[str, float]:
-        """Return the shares of answers equal to the teacher's, and to the file's if it has some."""
-        ours = zip(pairs, rows, strict=True)
-        with_own = [
-            (answer, row.reference) for (answer, _), row in ours if row.reference is not None
+        """Return shares of answers equal to the teacher's, and to the references of the rows."""
+        references = [
+            (answer, row.reference)
+            for (answer, _), row in zip(pairs, rows, strict=True)
+            if row.reference is not None
         ]
-        exact = {"exact_match": exact_match(with_own)} if with_own else {}
+        exact = {"exact_match": exact_match(references)} if references else {}
         return {**exact, "agreement": exact_match(pairs)}
 
     def spans(self, row: Any) -> list[tuple[str, str]]:
@@ -322,10 +324,10 @@ class Distill(RolloutTask):
 
 
 def _check_head(model: nn.Module) -> None:
-    """Check that the adapter does not change the head, which makes the logits of both.
+    """Check that the adapter does not change the head, which teacher and student share.
 
     Raises:
-        AdapterError: It does not.
+        AdapterError: The adapter changes the head.
     """
     head = find_head(unwrapped(model))
     if head is None:
@@ -333,14 +335,14 @@ def _check_head(model: nn.Module) -> None:
     if unwrap_adapter(head) is not head or any(p.requires_grad for p in head.parameters()):
         raise AdapterError(
             "the task distill cannot train an adapter on the head.",
-            found="Teacher and student share it; a tied head is the token embedding, too.",
-            fix="Leave the head out of method.targets and method.train_fully, and leave "
-            "method.token_rows and base.new_tokens out.",
+            found="Teacher and student share it; a tied head is also the token embedding.",
+            fix="Remove the head from method.targets and method.train_fully, and remove "
+            "method.token_rows and base.new_tokens.",
         )
 
 
 class DistillConfig(AnswerConfig):
-    """Distillation: train the adapter to answer as the base does with a prompt in front."""
+    """Distillation: train the adapter to match the base with a prompt, or another teacher."""
 
     data_fields: ClassVar[frozenset[str]] = frozenset(
         {"format", "max_length", *CHAT, "max_dropped"}
@@ -352,17 +354,17 @@ class DistillConfig(AnswerConfig):
     teacher: TeacherConfig
     """The teacher: a prompt, an adapter, a model."""
     answers: Literal["teacher", "data", "student"] = "teacher"
-    """Whose answers the loss is computed on. teacher: generated greedily before the first step, and
-    stored in the run's folder; rows need none. data: the last one of each row. student: its own,
-    sampled in each step (on-policy); kind: reverse is usual with it."""
+    """Source of the answers in the loss. teacher: generated greedily before the first step and
+    stored in the run's folder, so rows need no answers. data: the last answer of each row. student:
+    sampled in each step (on-policy), usually with kind: reverse."""
     kind: DivergenceName = "forward"
     """Divergence at each token of an answer, over the whole vocabulary: forward is
     KL(teacher, student), which covers all modes of the teacher; reverse is
-    KL(student, teacher), which seeks its main mode; jsd lies between."""
+    KL(student, teacher), which seeks its main mode; jsd is a compromise."""
     beta: Annotated[float, Field(gt=0, lt=1)] | None = None
     """The teacher's weight in the mixture of jsd; null: 0.5."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Both sides' logits are divided by it."""
+    """Divisor of the logits of teacher and student."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 256
     """Longest generated answer, in tokens."""
 
@@ -371,7 +373,7 @@ class DistillConfig(AnswerConfig):
         if self.beta is not None and self.kind != "jsd":
             raise ConfigError(
                 f"task.beta is not used by task.kind: {self.kind}.",
-                fix="Leave it out, or set task.kind: jsd.",
+                fix="Remove it, or set task.kind: jsd.",
             )
         return self
 
@@ -381,9 +383,9 @@ class DistillConfig(AnswerConfig):
 
     @property
     def divergence(self) -> Divergence:
-        """What is computed at each token."""
+        """The divergence at each token."""
         return Divergence(self.kind, self.beta or 0.5, self.temperature)
 
     def saved(self) -> dict[str, Any]:
-        """The adapter is used and evaluated as causal_lm, without the teacher."""
+        """Settings of causal_lm: the adapter is used and evaluated without the teacher."""
         return {"type": "causal_lm"}

@@ -1,4 +1,4 @@
-"""The teacher's prompt, and rows of a student's and a teacher's document."""
+"""The teacher's prompt, and rows of a student and a teacher document."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from peftkit.settings import DataConfig
 
 TEXT_ENDINGS = (".md", ".txt")
 TURN = re.compile(r"^#+ *(system|user|assistant) *:? *$", re.IGNORECASE | re.MULTILINE)
-"""A heading of a text file under which a turn of an example stands."""
+"""A heading in a text file, followed by a turn of an example."""
 _FIX = (
     "Write the instructions as text (.md, .txt), with examples under headings '## User' and "
     "'## Assistant'; or messages with role and content (.json, .jsonl)."
@@ -42,11 +42,11 @@ _FIX = (
 
 @dataclass(frozen=True, slots=True)
 class TeacherPrompt:
-    """What the teacher reads before each row.
+    """Prompt that precedes each row in the teacher's document.
 
     Attributes:
-        system: Instructions; "" if there are none.
-        turns: Examples: user and assistant in turn.
+        system: Instructions, possibly empty.
+        turns: Examples, as alternating user and assistant messages.
     """
 
     system: str = ""
@@ -58,7 +58,7 @@ class TeacherPrompt:
         return [str(turn["content"]) for turn in self.turns if turn["role"] == "user"]
 
     def before(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Return a conversation with the prompt before it; its own system message comes second."""
+        """Prepend the prompt to a conversation, whose own system message comes second."""
         has_system = bool(messages) and messages[0]["role"] == "system"
         texts = (self.system, messages[0]["content"] if has_system else "")
         rest = messages[1:] if texts[1] else messages
@@ -71,7 +71,7 @@ def read_prompt(path: str | Path) -> TeacherPrompt:
     """Read a teacher's prompt: system text, or messages.
 
     Raises:
-        DataError: It cannot be read, is empty, or its messages are not in order.
+        DataError: The file cannot be read, is empty, or has messages in an invalid order.
     """
     file = Path(path).expanduser()
     try:
@@ -82,7 +82,7 @@ def read_prompt(path: str | Path) -> TeacherPrompt:
     if file.suffix.lower() not in (*TEXT_ENDINGS, ".json", ".jsonl"):
         raise DataError(
             f"Cannot read the teacher's prompt {path}.",
-            found=f"The ending '{file.suffix}' does not say whether it is text or messages.",
+            found=f"The suffix '{file.suffix}' is not supported.",
             fix=_FIX,
         )
     if not text.strip():
@@ -97,7 +97,7 @@ def read_prompt(path: str | Path) -> TeacherPrompt:
 
 
 def _of_text(text: str) -> list[Mapping[str, Any]]:
-    """Return the messages of a text: what stands before the first heading of a turn is system."""
+    """Return the messages of a text; text before the first heading is the system message."""
     first, *parts = TURN.split(text)
     named = zip(["system", *parts[::2]], [first, *parts[1::2]], strict=True)
     messages = [{"role": role.lower(), "content": part.strip()} for role, part in named]
@@ -115,11 +115,11 @@ def _of_json(text: str, ending: str) -> Any:
 
 def _of_messages(messages: Any) -> TeacherPrompt:
     if not isinstance(messages, list):
-        raise WrongField("", "it is no list of messages")
+        raise WrongField("", "it is not a list of messages")
     if not messages:
         raise WrongField("", "it has no messages")
     row = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    parsed, _ = parse_messages([*messages, *row], "messages")  # as they will stand before a row
+    parsed, _ = parse_messages([*messages, *row], "messages")  # validate them with a row after them
     turns = parsed[: -len(row)]
     for number, message in enumerate(turns):
         if not isinstance(message.get("content"), str) or not message["content"].strip():
@@ -129,7 +129,7 @@ def _of_messages(messages: Any) -> TeacherPrompt:
     return TeacherPrompt("", tuple(turns))
 
 
-# Rows of two documents that end in the same answer: the student's, and the teacher's.
+# Rows of two documents, the student's and the teacher's, that end with the same answer.
 
 
 TOO_LONG = "too long after the teacher's prompt"
@@ -142,7 +142,7 @@ class Distilled(Row):
     """The student's document, then the teacher's: two prompts, and the same answer, if any.
 
     Args:
-        reference: The file's own answer, where it has one.
+        reference: The answer in the data file, if any.
     """
 
     reference: str | None = None
@@ -153,7 +153,7 @@ class Distilled(Row):
         return self.input_ids[self.lengths[0] :]
 
     def answered(self, ids: Sequence[int]) -> Distilled:
-        """Return prompts with an answer after them."""
+        """Return the row with an answer after both prompts."""
         return distilled(self.documents[0].input_ids, self.teacher_ids, ids, self)
 
 
@@ -163,7 +163,7 @@ def distilled(
     answer: Sequence[int],
     example: PromptExample | Distilled,
 ) -> Distilled:
-    """Return the row of two prompts and an answer."""
+    """Return a row of two prompts and an answer."""
     ids, labels, ending = list[int](), list[int](), tuple(answer)
     for prompt in (student, teacher):
         ids += (*prompt, *ending)
@@ -173,11 +173,11 @@ def distilled(
 
 
 class DistillEncoder(RowEncoder):
-    """Encoder of records as two prompts each, and their last answer where it is trained on.
+    """Encoder of records as two prompts each, followed by the last answer if rows have answers.
 
     Args:
-        limit: The most tokens that the model reads; a longer row of the teacher's is dropped.
-        room: Tokens of an answer that is generated later; None: the rows have answers.
+        limit: Maximum tokens of the model; rows with longer teacher documents are dropped.
+        room: Tokens reserved for an answer that is generated later; None: the rows have answers.
     """
 
     kind: ClassVar[type[Distilled]] = Distilled
@@ -246,7 +246,7 @@ class DistillEncoder(RowEncoder):
         return distilled(student, teacher, answer[:room], example)
 
     def _answer(self, example: PromptExample) -> list[int]:
-        """Return the tokens of a row's own answer, with the one that ends it."""
+        """Return the tokens of a row's answer, including its end token."""
         turns = (*example.messages, {"role": "assistant", "content": example.reference or ""})
         whole = Conversation(turns, (len(turns) - 1,), example.tools, example.source)
         return [label for label in self._encoder.encode(whole).labels if label != IGNORE]

@@ -29,38 +29,38 @@ class TeacherConfig(Config):
     """The teacher: the base without the adapter, with another adapter, or another model."""
 
     prompt: str | None = None
-    """A file that the teacher reads before a row: instructions as text (.md, .txt), with examples
-    under the headings "## User" and "## Assistant"; or messages with role and content (.json,
-    .jsonl)."""
+    """A file that precedes each row in the teacher's prompt: instructions as text (.md, .txt), with
+    examples under the headings "## User" and "## Assistant"; or messages with role and content
+    (.json, .jsonl)."""
     adapter: str | None = None
     """Folder of a LoRA on the same base; null: the base without an adapter."""
     model: str | None = None
-    """Another model, with the same tokens: hub id, folder, .gguf file or short name."""
+    """Another model with the same tokenizer: hub id, folder, .gguf file or short name."""
 
     @model_validator(mode="after")
-    def _says_who(self) -> TeacherConfig:
+    def _has_one_teacher(self) -> TeacherConfig:
         if self.adapter and self.model:
             raise ConfigError(
-                "task.teacher names an adapter and a model.",
+                "task.teacher has an adapter and a model.",
                 found="A teacher is an adapter on the base, or another model.",
-                fix="Leave one of them out; merge the adapter if it belongs to that model.",
+                fix="Remove one of them; merge the adapter if it belongs to that model.",
             )
         if not (self.prompt or self.adapter or self.model):
             raise ConfigError(
                 "task.teacher is empty.",
-                found="Without a prompt, the teacher would equal the student.",
-                fix="Name a prompt, an adapter or a model.",
+                found="Without any of them, the teacher equals the untrained student.",
+                fix="Set a prompt, an adapter or a model.",
             )
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class OtherModel:
-    """A teacher model besides the base.
+    """A teacher model other than the base.
 
     Attributes:
-        head: Makes its logits.
-        fingerprint: Of its weights.
+        head: Its language head.
+        fingerprint: Fingerprint of its weights.
     """
 
     model: Any
@@ -85,12 +85,13 @@ def other_model(
     """Load a teacher with the student's tokenizer.
 
     Args:
-        student: The trained model. head: Its head.
+        student: The trained model.
+        head: The trained model's head.
 
     Raises:
-        BaseError: Its tokenizer differs, or its head cannot be called by itself.
+        BaseError: The tokenizers differ, or the head cannot be called separately.
     """
-    from peftkit.base.load import load_base  # it takes seconds, and most teachers are the base
+    from peftkit.base.load import load_base  # slow to import, and most teachers are the base
 
     dtype = next((name for name, each in DTYPES.items() if each == student.dtype), "auto")
     loaded = load_base(name, dtype=dtype, device=student.device, on_event=say)
@@ -99,8 +100,8 @@ def other_model(
         raise BaseError(
             refusal,
             found="Their tokenizers differ.",
-            fix="Have it answer your questions (peftkit generate), and learn its answers: task: "
-            "causal_lm; or take a teacher of the same family.",
+            fix="Generate its answers (peftkit generate) and train on them with task: causal_lm; "
+            "or use a teacher of the same family.",
         )
     teacher_head = head_of(loaded.model)
     if teacher_head is None or head is None or teacher_head.vocab_size != head.vocab_size:
@@ -108,7 +109,7 @@ def other_model(
         raise BaseError(
             refusal,
             found=f"Rows of their heads: {sizes[0]} and {sizes[1]}.",
-            fix="Take a teacher whose head has as many rows.",
+            fix="Use a teacher whose head has as many rows.",
         )
     return OtherModel(loaded.model, teacher_head, loaded.fingerprint)
 
@@ -118,10 +119,10 @@ def other_model(
 
 FILE = "teacher_answers.jsonl"
 AT_ONCE, AT_ONCE_ON_CPU = 64, 16
-"""Prompts that are answered, and written, together; on a CPU fewer, for a sign of life each."""
+"""Prompts per batch of generated and stored answers; fewer on a CPU, for frequent progress."""
 SHOWN = 3
 Answers = dict[tuple[int, ...], SampledAnswer]
-"""By the teacher's prompt."""
+"""Answers by the teacher's prompt."""
 
 
 def teacher_answers(
@@ -132,9 +133,9 @@ def teacher_answers(
     longest: int,
     run: TrainingRun,
 ) -> Answers:
-    """Return the teacher's answers: stored answers of the run's folder, and new ones.
+    """Return the teacher's answers: read them from the run's folder and generate missing ones.
 
-    Unless the base is sharded, processes divide the rows.
+    Unless the base is sharded, the processes divide the rows.
 
     Args:
         key: Identifies the teacher and its settings.
@@ -143,15 +144,15 @@ def teacher_answers(
         longest: Maximum tokens of an answer.
 
     Raises:
-        Interrupted: A signal came; answers so far are stored.
+        Interrupted: A signal arrived; the answers so far are stored.
         DataError: All answers are empty.
     """
     path, world = run.config.output_dir / FILE, run.world
     row_of = {row.teacher_ids: row for row in rows}
     keys = {ids: _key(key, ids) for ids in row_of}
-    kept = _kept(path)
-    world.wait()  # all have read it before one writes
-    answers = {ids: kept[key_of_row] for ids, key_of_row in keys.items() if key_of_row in kept}
+    stored = _stored(path)
+    world.wait()  # all processes read the file before one writes
+    answers = {ids: stored[digest] for ids, digest in keys.items() if digest in stored}
     missing = sorted(row_of.keys() - answers.keys(), key=lambda ids: (-len(ids), ids))
     if missing:
         run.say(Stage(f"The teacher answers {len(missing):,} rows"))
@@ -182,7 +183,7 @@ def _on_all(
     longest: int,
     run: TrainingRun,
 ) -> list[SampledAnswer]:
-    """Have each process answer some prompts; return all answers on all of them."""
+    """Divide the prompts between the processes; return all answers in each."""
     world = run.world
     if world.world_size == 1 or run.parallel.in_lockstep:
         return answer(prompts)
@@ -207,8 +208,8 @@ def _report(
     if answered and not any(answer.strip() for _, answer in answered):
         raise DataError(
             "the teacher's answers are empty.",
-            found=f"Each of its {len(answered):,} answers is empty.",
-            fix="Give its prompt examples (## User, ## Assistant), or take a larger base.",
+            found=f"All {len(answered):,} answers are empty.",
+            fix="Give its prompt examples (## User, ## Assistant), or use a larger base.",
         )
     cut = sum(answers[row.teacher_ids].is_cut for row in rows)
     lines = [("answers", f"{len(answered):,}"), ("cut at task.max_new_tokens", f"{cut:,}")]
@@ -216,13 +217,13 @@ def _report(
     if pairs:
         exact = round(exact_match(pairs) * len(pairs))
         likeness = sum(rouge_l(*pair) for pair in pairs) / len(pairs)
-        lines.append(("exactly the row's own", f"{exact:,} of {len(pairs):,}"))
-        lines.append(("ROUGE-L to the row's own", f"{likeness:.3f}"))
+        lines.append(("equal to the row's answer", f"{exact:,} of {len(pairs):,}"))
+        lines.append(("ROUGE-L to the row's answer", f"{likeness:.3f}"))
     lines += [(row.source, " ".join(answer.split())[:200]) for row, answer in answered[:SHOWN]]
     title = "The teacher's answers, before training"
     run.say(Table(title, ("what", "value"), tuple(lines)))
     if 2 * cut > len(answered):
-        more = "raise task.max_new_tokens, or show the teacher shorter ones."
+        more = "raise task.max_new_tokens, or give the teacher shorter examples."
         run.say(Notice(f"Most of the teacher's answers are cut: {more}"))
 
 
@@ -237,8 +238,8 @@ def _as_json(
     return {**fields, "ids": one.ids, "cut": one.is_cut}
 
 
-def _kept(path: Path) -> dict[str, SampledAnswer]:
-    """Return the stored answers; skips damaged lines."""
+def _stored(path: Path) -> dict[str, SampledAnswer]:
+    """Return the stored answers; skip damaged lines."""
     stored = {}
     if path.is_file():
         for line in path.read_text(encoding="utf-8", errors="surrogatepass").split("\n"):

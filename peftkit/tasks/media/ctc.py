@@ -1,9 +1,9 @@
 """CTC: an encoder predicts a character, or the blank, at each of its positions.
 
-The loss sums over all alignments of a text with the positions (Graves et al., 2006). Repeated
-characters are collapsed and blanks, which are the padding token, removed. Padding is masked.
+The loss sums over all alignments of a text with the positions (Graves et al., 2006). Decoding
+collapses repeated characters and removes blanks, which are the padding token. Padding is masked.
 
-Shapes: B rows, T positions of the longest clip, V vocabulary, n characters of all texts.
+Shapes: B rows, T positions of the longest clip, V vocabulary size, n characters of all texts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from peftkit.tasks.media.speech import (
 from peftkit.tasks.metrics import normalizer_of, transcript_metrics
 
 BLANK, UNKNOWN, SPACE = "<pad>", "<unk>", "|"
-"""Special tokens of a vocabulary built from the data, named as wav2vec2's own."""
+"""Special tokens of a vocabulary built from the data, with wav2vec2's names."""
 MAX_CHARACTERS = 10_000
 
 
@@ -54,20 +54,20 @@ class CTC(SpeechTask):
     """CTC loss over the characters of transcripts.
 
     Args:
-        processor: The base's; a feature extractor alone where the vocabulary comes from the data.
+        processor: The base's; only a feature extractor if the vocabulary comes from the data.
 
     Raises:
         BaseError: There is no feature extractor, or the model cannot count its positions.
     """
 
     def build(self, model: nn.Module) -> None:
-        Audio.require("jiwer")  # of error rates
+        Audio.require("jiwer")  # for error rates
         config, bare = self.config, unwrapped(model)
         self.hearing = Hearing(model, self.processor, config.max_seconds)
         if not self.hearing.is_exact:
             raise BaseError(
-                f"{type(bare).__name__} does not say how many positions an audio clip has.",
-                found=f"It has no {' and no '.join(LENGTHS)} for its features.",
+                f"{type(bare).__name__} cannot count the positions of an audio clip.",
+                found=f"It lacks {' and '.join(LENGTHS)}.",
                 fix="Give a base such as wav2vec2, HuBERT, WavLM or Parakeet.",
             )
         if config.tokens:
@@ -146,7 +146,7 @@ class CTC(SpeechTask):
         """Return the transcript of each audio file.
 
         Raises:
-            DataError: One cannot be decoded.
+            DataError: A file cannot be decoded.
         """
         device, texts = next(model.parameters()).device, []
         for path in paths:
@@ -165,7 +165,7 @@ class CTC(SpeechTask):
         """Return the characters of a text.
 
         Raises:
-            DataError: The vocabulary lacks one of them.
+            DataError: The vocabulary lacks a character.
         """
         text = cased(" ".join(one.text.split()), self.config.case)
         labels = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -175,13 +175,13 @@ class CTC(SpeechTask):
             raise DataError(
                 f"Cannot use {one.source}: its text has characters outside the vocabulary.",
                 found=f"Unknown: {' '.join(unknown)}",
-                fix="Set task.case to upper or lower, take them out, or set task.vocabulary: data.",
+                fix="Set task.case to upper or lower, remove them, or set task.vocabulary: data.",
             )
         return tuple(labels), 0
 
 
 def _fits(labels: Sequence[int], positions: int) -> bool:
-    """Tell whether positions suffice for a text: equal neighbours need a blank between them."""
+    """Return whether a text fits its positions; equal neighbours need a blank between them."""
     repeated = sum(a == b for a, b in pairwise(labels))
     return len(labels) + repeated <= positions
 
@@ -194,16 +194,16 @@ class CTCConfig(SpeechConfig):
 
     type: Literal["ctc"] = "ctc"
     vocabulary: Literal["base", "data"] = "base"
-    """base: the characters of the base's tokenizer; data: those of the texts, with a new head."""
+    """base: the base tokenizer's characters; data: the texts' characters, with a new head."""
     case: Literal["keep", "lower", "upper"] = "keep"
-    """Write texts in lower or upper case first: wav2vec2's own vocabulary is upper case."""
+    """Convert texts to lower or upper case first; wav2vec2's vocabulary is upper case."""
     tokens: tuple[str, ...] = ()
-    """The vocabulary of the data; read from data.train, stored with the adapter."""
+    """The vocabulary of the data, read from data.train and stored with the adapter."""
     max_seconds: Annotated[float, Field(gt=0)] | None = None
     """Longest clip in seconds, longer ones are dropped; null: 30."""
 
     def resolve(self, data: DataConfig) -> CTCConfig:
-        Audio.require("jiwer")  # of error rates
+        Audio.require("jiwer")  # for error rates
         if self.tokens or self.vocabulary == "base":
             return self
         used = set[str]()
@@ -216,9 +216,9 @@ class CTCConfig(SpeechConfig):
         characters = sorted(c for c in used if not c.isspace() and c != SPACE)
         if not 0 < len(characters) <= MAX_CHARACTERS:
             raise DataError(
-                f"Cannot make a vocabulary of the texts of {data.train_name}.",
+                f"Cannot build a vocabulary from the texts of {data.train_name}.",
                 found=f"They have {len(characters):,} different characters.",
-                fix=f"Name the right field with task.text; at most {MAX_CHARACTERS:,} are taken.",
+                fix=f"Set task.text to the right field; the limit is {MAX_CHARACTERS:,}.",
             )
         return self.model_copy(update={"tokens": (BLANK, UNKNOWN, SPACE, *characters)})
 
@@ -238,7 +238,7 @@ class CTCConfig(SpeechConfig):
 
 
 def cased(text: str, case: str) -> str:
-    """Return a text in lower or upper case, or as it is."""
+    """Return a text in lower case, upper case or unchanged."""
     return {"lower": text.lower, "upper": text.upper}.get(case, lambda: text)()
 
 

@@ -37,12 +37,13 @@ DATA_FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow"
 
 
 class ClassifiedEncoder(RecordEncoder):
-    """Encoder of labelled media; decodes each once, so that damage shows now.
+    """Encoder of labelled media; decodes each medium once to detect damage before training.
 
     Args:
-        config: Of the task. labels: In the order of the head's outputs.
-        row_of: Decodes a medium and makes its row, given the number of its label.
-        decoding: What decoding depends on, for the key of the cache.
+        config: The task's config.
+        labels: Labels in the order of the head's outputs.
+        row_of: Decodes a medium and returns its row, given the index of its label.
+        decoding: Settings of decoding, for the cache key.
     """
 
     at_once: ClassVar[int] = 100
@@ -113,14 +114,14 @@ class ClassifiedMedia(Classifier):
     def build(self, model: nn.Module) -> None:
         self.config.media.require()
         super().build(model)
-        self.labels = labels_of(unwrapped(model).config)
+        self.set_labels(labels_of(unwrapped(model).config))
 
     @abstractmethod
     def inputs(self, media: Sequence[Any]) -> dict[str, Tensor]:
-        """Return what the model reads of media."""
+        """Return the model's inputs for media."""
 
     def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
-        """Return what the model reads, and targets (B,)."""
+        """Return the model's inputs, and targets (B,)."""
         targets = torch.tensor([row.label for row in rows])
         return {**self.inputs([row.media for row in rows]), "targets": targets}
 
@@ -135,7 +136,7 @@ class ClassifiedMedia(Classifier):
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
-        """Return the probabilities of each row's labels as `prediction`, the likeliest first."""
+        """Return `predicted_label` and `prediction`: the probabilities, the likeliest first."""
         predictions, device = list[dict[str, Any]](), next(model.parameters()).device
         for part in equal_parts(records, BATCH_SIZE):
             on_event(Progress(self.progress, len(predictions), len(records)))
@@ -143,7 +144,8 @@ class ClassifiedMedia(Classifier):
             batch = {name: tensor.to(device) for name, tensor in self.inputs(media).items()}
             for values in self.logits(model, batch).softmax(-1).tolist():
                 pairs = sorted(zip(self.labels, values, strict=True), key=lambda pair: -pair[1])
-                predictions.append({"prediction": dict(pairs)})
+                label = pairs[0][0]
+                predictions.append({"predicted_label": label, "prediction": dict(pairs)})
         return predictions
 
 
@@ -151,7 +153,7 @@ class ClassifiedMediaConfig(ClassifierConfig):
     """One label for each medium."""
 
     media: ClassVar[MediaClass]
-    """What is classified."""
+    """The kind of media that is classified."""
     field_setting: ClassVar[str]
     """The setting that names the field with the medium."""
     task_type: ClassVar[None] = None
@@ -160,12 +162,12 @@ class ClassifiedMediaConfig(ClassifierConfig):
     command: ClassVar[str] = "peftkit predict {folder} --data FILE"
 
     label: str = "label"
-    """Field with the label, where data comes in rows; of class folders the names are the labels."""
+    """Field with the label in data with rows; class folders are labels by their names."""
 
     @field_validator("labels", mode="before")
     @classmethod
     def _null(cls, value: object) -> object:
-        return () if value is None else value  # as it was written before
+        return () if value is None else value  # written by older versions
 
     @property
     def field(self) -> str:
@@ -190,10 +192,10 @@ class ClassifiedMediaConfig(ClassifierConfig):
 
 
 def class_folders(where: str, media: str, label: str) -> list[Record] | None:
-    """Return a record for each file in class folders; None where there are no such folders.
+    """Return a record for each file in class folders; None if `where` has no class folders.
 
     Args:
-        media, label: Names that the records' fields are given.
+        media, label: Names of the records' fields.
 
     Raises:
         DataError: The folders are empty.
@@ -211,7 +213,7 @@ def class_folders(where: str, media: str, label: str) -> list[Record] | None:
     if not records:
         raise DataError(
             f"Cannot use {where}.",
-            found="It holds folders, and no files in them.",
+            found="Its folders contain no files.",
             fix="Give a folder with one folder of files for each class.",
         )
     return records
@@ -221,7 +223,7 @@ def iterate_media(where: str, media: str, label: str) -> Iterator[Record]:
     """Yield one record for each file: fields named `media` and `label`, and its source.
 
     Raises:
-        DataError: There are none, or they cannot be read.
+        DataError: There are no files, or the data cannot be read.
     """
     yield from class_folders(where, media, label) or iterate_records(metadata_or_self(where))
 
@@ -235,7 +237,7 @@ def _visible(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class ImageRow:
-    """An image and the number of its label."""
+    """An image and the index of its label."""
 
     media: Picture
     label: int
@@ -284,7 +286,7 @@ class ImageClassificationConfig(ClassifiedMediaConfig):
 
     type: Literal["image_classification"] = "image_classification"
     image: str = "image"
-    """Field with the image, where data comes in rows: a path, or bytes."""
+    """Field with the image in data with rows: a path, or bytes."""
 
 
 # Audio.
@@ -292,11 +294,11 @@ class ImageClassificationConfig(ClassifiedMediaConfig):
 
 @dataclass(frozen=True, slots=True)
 class ClipRow:
-    """An audio clip and the number of its label.
+    """An audio clip and the index of its label.
 
     Args:
-        num_samples: After decoding and resampling.
-        num_encoder_tokens: Positions that the encoder makes of it.
+        num_samples: Samples after decoding and resampling.
+        num_encoder_tokens: Positions of the encoder for this clip.
     """
 
     media: Audio
@@ -313,7 +315,7 @@ class AudioClassification(ClassifiedMedia):
         processor: The base's feature extractor.
 
     Raises:
-        BaseError: It has no sampling rate.
+        BaseError: The feature extractor has no sampling rate.
     """
 
     def build(self, model: nn.Module) -> None:
@@ -324,7 +326,7 @@ class AudioClassification(ClassifiedMedia):
             (samples,) = hearing.decoded([media])
             number = len(samples)
             if (positions := hearing.positions(number)) < hearing.fewest:
-                raise media.error(f"It is short: {hearing.duration(number)}.", "Remove it.")
+                raise media.error(f"It is too short: {hearing.duration(number)}.", "Remove it.")
             return ClipRow(media, number, positions, label, media.source)
 
         self.encoder = ClassifiedEncoder(ClipRow, self.config, self.labels, row_of, hearing.key)
@@ -352,6 +354,6 @@ class AudioClassificationConfig(ClassifiedMediaConfig):
 
     type: Literal["audio_classification"] = "audio_classification"
     audio: str = "audio"
-    """Field with the clip, where data comes in rows: a path, or bytes; file_name is read too."""
+    """Field with the clip in data with rows: a path, or bytes; file_name is read too."""
     max_seconds: Annotated[float, Field(gt=0)] | None = None
-    """Longest clip in seconds; null: what the base reads at once, or 30."""
+    """Longest clip in seconds; null: the base's chunk length, or 30."""

@@ -1,7 +1,7 @@
 """Transcription: an encoder reads audio, a decoder writes its transcript.
 
-The decoder is given its start token and all labels but the last. All labels are targets, language
-and task tokens too, as in transformers' own recipe.
+The decoder reads its start token and all labels except the last. All labels are targets, including
+language and task tokens, as in transformers' recipe.
 
 Shapes: B rows, T tokens of the longest labels, n of all labels together.
 """
@@ -35,22 +35,22 @@ from peftkit.tasks.metrics import error_rates, normalizer_of, transcript_metrics
 from peftkit.tasks.text.seq2seq import EncoderDecoder
 
 MAX_TARGET = 448
-"""Most labels of a row, where the model's config sets none."""
+"""Maximum number of labels of a row if the model's config sets none."""
 
 
 class Transcription(SpeechTask, EncoderDecoder):
     """Token loss over the transcripts of audio clips.
 
     Args:
-        processor: The base's, of audio and text.
+        processor: The base's processor of audio and text.
 
     Raises:
-        BaseError: The model is no encoder-decoder, or its processor has no feature extractor.
-        DataError: The base does not know the language.
+        BaseError: The model is not an encoder-decoder, or its processor has no feature extractor.
+        DataError: The base does not support the language.
     """
 
     def build(self, model: nn.Module) -> None:
-        Audio.require("jiwer")  # of error rates
+        Audio.require("jiwer")  # for error rates
         config = self.config
         self.hearing = Hearing(model, self.processor, config.max_seconds)
         self.example = self.hearing.example()
@@ -77,7 +77,7 @@ class Transcription(SpeechTask, EncoderDecoder):
 
     @property
     def paths(self) -> dict[str, str]:
-        """How logits are computed, and that rows with audio are padded."""
+        """How logits and rows are computed; rows with audio are padded."""
         return {**super().paths, "rows": "padded, each with its audio"}
 
     def collate(self, rows: Sequence[SpeechRow]) -> dict[str, Tensor]:
@@ -85,7 +85,7 @@ class Transcription(SpeechTask, EncoderDecoder):
         return self.hearing.inputs([row.clip for row in rows]) | self.decoder_batch(rows)
 
     def inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the features, in the dtype of the weights, and the decoder's tokens."""
+        """Return the features, in the dtype of the weights, and the decoder's inputs."""
         targets = ("target_index", "targets")
         return in_dtype_of(model, {name: batch[name] for name in batch if name not in targets})
 
@@ -131,7 +131,7 @@ class Transcription(SpeechTask, EncoderDecoder):
         """Return the transcript of each audio file.
 
         Raises:
-            DataError: One cannot be decoded, or the base needs a language.
+            DataError: A file cannot be decoded, or the base needs a language.
         """
         labels, num_prefix = self._labels("a", None, None, "the audio files")
         clips = [Audio(path, str(path)) for path in paths]
@@ -143,15 +143,15 @@ class Transcription(SpeechTask, EncoderDecoder):
 
 
 class DecoderLabels:
-    """The target tokens of an utterance, as the base's own tokenizer makes them.
+    """Target tokens of an utterance, from the base's tokenizer.
 
-    The tokenizer begins with the decoder's start token; shifting the labels adds it again, so it is
+    The tokenizer prepends the decoder's start token. Shifting the labels adds it again, so it is
     removed here.
 
     Args:
-        language, task: Defaults of rows that name none.
-        start: The token that the decoder is given first.
-        is_multilingual: Whether the base needs to be given a language.
+        language, task: Defaults for rows without these fields.
+        start: The decoder's start token.
+        is_multilingual: Whether the base requires a language.
     """
 
     def __init__(
@@ -178,13 +178,13 @@ class DecoderLabels:
         """Return a text's labels, and how many of them precede the text.
 
         Raises:
-            DataError: No language is named, or the tokenizer does not know it.
+            DataError: The language is missing, or the tokenizer does not support it.
         """
         language, task = language or self._language, task or self._task
         if self._is_multilingual and language is None:
             raise DataError(
-                f"Cannot use {source}: no language is named.",
-                found="The base is multilingual, and needs the language of each clip.",
+                f"Cannot use {source}: it has no language.",
+                found="The base is multilingual and needs the language of each clip.",
                 fix="Set task.language, for example english, or give rows the field language.",
             )
         tokenizer = self._tokenizer
@@ -198,13 +198,13 @@ class DecoderLabels:
                 raise DataError(
                     f"Cannot use {source}.",
                     found=str(problem),
-                    fix="Name a language as the base does: english, or en.",
+                    fix="Use the base's name of the language, for example english or en.",
                 ) from None
         elif language is not None or task == "translate":
             raise DataError(
                 f"Cannot use {source}.",
                 found=f"{type(tokenizer).__name__} has no tokens for languages and tasks.",
-                fix="Leave language and task out.",
+                fix="Remove language and task.",
             )
         labels = list(tokenizer(text)["input_ids"])
         bare = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -226,11 +226,11 @@ class TranscriptionConfig(SpeechConfig):
 
     type: Literal["transcription"] = "transcription"
     language: str | None = None
-    """Spoken language, as the base names it: english, or en; rows may set another."""
+    """Spoken language by the base's name: english, or en; a row's `language` takes precedence."""
     says: Literal["transcribe", "translate"] = "transcribe"
     """Text in the spoken language, or in English; a row's `task` takes precedence."""
     max_seconds: Annotated[float, Field(gt=0)] | None = None
-    """Longest clip in seconds, longer ones are dropped; null: what the base reads at once."""
+    """Longest clip in seconds, longer ones are dropped; null: the base's chunk length."""
 
     def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
         """Write language and task into the generation config."""

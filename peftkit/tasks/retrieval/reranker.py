@@ -1,15 +1,15 @@
-"""Rerankers: how relevant a text is to a query, as one score that texts are sorted by.
+"""Rerankers: score the relevance of a text to a query.
 
-A head of one output reads query and text together, as sentence-transformers' CrossEncoder does. A
-decoder's head may start as the difference of two words' rows in its language head (`answers`): its
-sigmoid is then the probability of "yes" over "no", as Qwen3-Reranker (arXiv:2506.05176) has it.
+A head with one output scores query and text together, as sentence-transformers' CrossEncoder does.
+A decoder's head can start as the difference of two words' rows in its language head (`answers`).
+Its sigmoid is then the probability of "yes" over "no", as in Qwen3-Reranker (arXiv:2506.05176).
 
-| loss      | of a query's texts, whose scores are s and relevances r                              |
+| loss      | for the texts of a query with scores s and relevances r                              |
 | pointwise | binary cross entropy of each text, sigmoid(s) against r                              |
 | pairwise  | -log sigmoid(s_i - s_j) of each pair with r_i > r_j (RankNet, Burges et al., 2005)   |
 | listwise  | cross entropy of softmax(s) against r / sum(r) (ListNet, Cao et al., 2007)           |
 
-Shapes: B rows, n texts of all rows together.
+Shapes: B rows, n texts of all rows in total.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from peftkit.tasks.texts import (
 )
 
 OUTPUT = "relevance"
-"""Name of the head's one output."""
+"""Name of the head's output."""
 QUERY, TEXT = "{query}", "{text}"
 """Placeholders of a template."""
 
@@ -57,8 +57,8 @@ class RerankRow(TextsRow):
     """A query and its texts.
 
     Args:
-        relevance: Of each text, from 0 to 1.
-        query: A hash of the query.
+        relevance: Relevance of each text, from 0 to 1.
+        query: Hash of the query.
         source: "train.jsonl:7".
     """
 
@@ -118,7 +118,7 @@ class RerankEncoder(TextsEncoder):
         return [("texts", f"{rows.counts['texts']:,}")]
 
     def encode(self, query: str, text: str) -> Encoded:
-        """Return the tokens of a query and a text, which is cut where both are too long."""
+        """Return the tokens of a query and a text; the text is cut to the maximum length."""
         if not self.config.template:
             return self.texts.encode(query, text)
         before = self.texts.bare(self._before.replace(QUERY, query))
@@ -127,14 +127,14 @@ class RerankEncoder(TextsEncoder):
         if room < 1:
             raise DataError(
                 f"Cannot use data.max_length: {self.texts.max_length}.",
-                found=f"The template and a query alone have {len(before) + len(after)} tokens.",
+                found=f"The template and a query already have {len(before) + len(after)} tokens.",
                 fix="Raise data.max_length, or shorten task.template.",
             )
         return Encoded((*before, *ids[:room], *after), (), len(ids) > room)
 
 
 def _number(value: object) -> float | None:
-    """Return a number from 0 to 1, which may be text as in CSV; None for other values."""
+    """Parse a number from 0 to 1, given as text in CSV files; None for other values."""
     try:
         number = None if isinstance(value, bool) else float(str(value))
     except ValueError:
@@ -143,10 +143,10 @@ def _number(value: object) -> float | None:
 
 
 class Reranker(TextTask):
-    """A loss of the scores of all pairs of a query and a text.
+    """Ranking loss over the scores of query-text pairs.
 
     Args:
-        model: With a head of one value.
+        model: A model with a head of one output.
     """
 
     def build(self, model: nn.Module) -> None:
@@ -154,7 +154,7 @@ class Reranker(TextTask):
         self.encoder = self.rows.encoder = RerankEncoder(self.texts, self.config)
 
     def collate(self, rows: Sequence[RerankRow]) -> dict[str, Tensor]:
-        """Return a batch of tokens (n, T), relevances (n,), and the row of each text (n,)."""
+        """Return tokens (n, T), relevance (n,), and the row index of each text (n,)."""
         sizes = torch.tensor([len(row.lengths) for row in rows])
         return {
             **self.tokens(rows),
@@ -163,7 +163,7 @@ class Reranker(TextTask):
         }
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
-        """Return the number of texts, of pairs, or of queries."""
+        """Return the number of texts, pairs or queries, depending on the loss."""
         if self.config.loss == "pointwise":
             return batch["relevance"].numel()
         if self.config.loss == "listwise":
@@ -195,7 +195,7 @@ class Reranker(TextTask):
     def metrics(
         self, model: nn.Module, rows: Sequence[RerankRow], *, on_event: Listener = ignore
     ) -> dict[str, float]:
-        """Return the loss, and nDCG@10 and MRR@10 over the texts of each query."""
+        """Return the loss, nDCG@10 and MRR@10 over the texts of each query."""
         loss, targets = 0.0, 0
         ranked: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         compute = partial(self.scores, model)
@@ -226,7 +226,7 @@ class Reranker(TextTask):
         for pair in texts:
             if isinstance(pair, str) or not all(part.strip() for part in pair):
                 raise DataError(
-                    "Cannot rank a text alone.", fix="Give pairs of a query and a text."
+                    "Cannot rank a text without a query.", fix="Give pairs of a query and a text."
                 )
             pairs.append(pair)
         return [{"score": score} for score in self.predict(model, pairs)]
@@ -234,7 +234,7 @@ class Reranker(TextTask):
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
-        """Return the `prediction` of each row: of its text, or of each text in its list."""
+        """Return each row's `prediction`: the score of its text, or of each text in its list."""
         name, query_name = self.config.text, self.config.query
 
         def read(fields: Mapping[str, Any]) -> tuple[str, list[str]]:
@@ -252,7 +252,7 @@ class Reranker(TextTask):
 
 
 def _better(relevance: Tensor, owner: Tensor) -> Tensor:
-    """Return (n, n), whether text i is more relevant than text j to the same query."""
+    """Return (n, n): whether text i is more relevant than text j to the same query."""
     return (owner[:, None] == owner[None]) & (relevance[:, None] > relevance[None])
 
 
@@ -270,23 +270,23 @@ class RerankerConfig(TaskConfig):
 
     type: Literal["reranker"] = "reranker"
     loss: Literal["pointwise", "pairwise", "listwise"] = "pointwise"
-    """What the loss compares: each text by itself, pairs of a query's texts, or all of them."""
+    """Unit of the loss: single texts, pairs of a query's texts, or all texts of a query."""
     query: str = "query"
     """Field with the query."""
     positive: str = "positive"
-    """Field with a text that answers it, or several."""
+    """Field with a text that answers the query, or a list of them."""
     negatives: str = "negatives"
-    """Field with texts that do not."""
+    """Field with texts that do not answer the query."""
     text: str = "text"
-    """Field with the text of a scored pair, or with several."""
+    """Field with the text of a scored pair, or a list of texts."""
     score: str = "score"
-    """Field with how well the text answers, from 0 to 1; or with as many numbers as texts."""
+    """Field with the relevance of the text, from 0 to 1, or a list for several texts."""
     template: str | None = None
     """Prompt of a decoder: a text with {query} and {text}, without special tokens; null:
     the pair, as the tokenizer encodes it."""
     answers: tuple[str, str] | None = None
     """Two words of one token each, ["yes", "no"]: a decoder's new head starts as the difference of
-    their rows in its language head; null: at random."""
+    their rows in its language head; null: random."""
 
     @model_validator(mode="after")
     def _template(self) -> RerankerConfig:

@@ -1,4 +1,4 @@
-"""Formulas of graders: numbers, names, + - * / ^, and a few functions; nothing else is computed."""
+"""Parse and evaluate grader formulas: numbers, names, + - * / ^, and a few functions."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _FUNCTIONS: dict[str, Callable[..., float]] = {
 
 
 def parsed(formula: str, names: Collection[str]) -> ast.expr:
-    """Return a formula as a tree of numbers, names, operators and calls of known functions.
+    """Parse a formula to a tree of numbers, names, operators and calls of known functions.
 
     Raises:
-        ConfigError: It is none, or has other names in it.
+        ConfigError: The formula is invalid, or has names that are not in `names`.
     """
     try:
         tree = ast.parse(formula.replace("^", "**").strip(), mode="eval").body
@@ -80,7 +80,7 @@ def computed(node: ast.expr, values: Mapping[str, float]) -> float:
     """Return a formula's value.
 
     Raises:
-        ArithmeticError, ValueError: It has none, such as 1 / 0.
+        ArithmeticError, ValueError: The value is undefined, such as 1 / 0.
     """
     if isinstance(node, ast.Name):
         return values[node.id]

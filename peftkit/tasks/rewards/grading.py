@@ -1,4 +1,4 @@
-"""Grades of answers, by the graders of peftkit.tasks.rewards.graders."""
+"""Apply graders (graders.py) to completions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Ask = Callable[[Sequence[Sequence[Mapping[str, str]]], Mapping[str, Any]], list[
 
 
 class Answered(NamedTuple):
-    """An answer, the record of its prompt, and the record's source."""
+    """An answer, with the record of its prompt and the record's source."""
 
     text: str
     item: Mapping[str, Any]

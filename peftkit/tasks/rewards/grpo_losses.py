@@ -56,7 +56,7 @@ EQUAL = 1e-8
 
 
 class PolicyLosses(NamedTuple):
-    """(n,) each: losses, their weights in the step's sum and in means, and what was clipped."""
+    """Losses, weights in the step's sum and in means, and which losses are clipped; (n,) each."""
 
     losses: Tensor
     weights: Tensor
@@ -112,7 +112,7 @@ def policy_losses(
 
 
 def _vespo_weights(log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """Return how much each answer counts (n,): 1 at a ratio of 1, and less on both sides."""
+    """Return the weights of the answers (n,): 1 at a ratio of 1, smaller below and above."""
     log_ratio = log_ratio.clamp(math.log(1e-8), 20.0)  # where the weight is 0 in fp32
     positive, negative = VESPO_SHAPE
     k, rate = (_where(advantages >= 0, pair) for pair in zip(positive, negative, strict=True))

@@ -1,4 +1,4 @@
-"""Tools and environments of rollouts, with TRL's interface.
+"""Tools and environments for rollouts, with TRL's interface.
 
 A tool is a Python function, sync or async, with types and a docstring in Google's style. An
 environment is a class: `reset(**row)` starts an answer, and its result is appended to the last user

@@ -1,4 +1,4 @@
-"""JSON schemas, for the keywords that describe what a model is to write."""
+"""Validate values against JSON schemas; supports the keywords in SUPPORTED."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def _searched(pattern: str, text: str) -> bool:
 
 
 def matches(value: Any, schema: Mapping[str, Any], search: Search = _searched) -> bool:
-    """Tell whether a value is of a schema.
+    """Return whether a value is valid against a schema.
 
     Args:
-        search: Tells whether a pattern is found in a text.
+        search: Returns whether a pattern matches anywhere in a text.
 
     Raises:
-        ConfigError: The schema has keywords that are not known here.
+        ConfigError: The schema has unsupported keywords.
     """
     if unknown := schema.keys() - SUPPORTED - ANNOTATIONS:
         raise ConfigError(
@@ -97,10 +97,13 @@ def _inside(value: Any, schema: Mapping[str, Any], search: Search) -> bool:
 
 
 def all_matches(values: Sequence[Any], schema: Mapping[str, Any], seconds: float) -> list[bool]:
-    """Tell which values are of a schema; its patterns are searched in bounded time.
+    """Return which values are valid against a schema.
+
+    Args:
+        seconds: Time limit for the regular expressions.
 
     Raises:
-        TimeoutError: The patterns take longer.
+        TimeoutError: The regular expressions take longer.
         ConfigError: As `matches`.
     """
     search = _Searches()

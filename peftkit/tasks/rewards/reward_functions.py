@@ -294,7 +294,7 @@ def _of_texts(judge: Callable[[list[str]], list[bool]]) -> Judge:
 
 
 def _match_schema(texts: Sequence[str], schema: Mapping[str, Any], timeout: float) -> list[bool]:
-    """Return whether each text is JSON of a schema."""
+    """Return whether each text is JSON that is valid against a schema."""
     values = {number: _json(text) for number, text in enumerate(texts)}
     values = {
         number: value

@@ -1,9 +1,9 @@
 """Sequence to sequence: an encoder reads the source, a decoder writes the target.
 
-The decoder is given its start token and all target tokens but the last. The loss is over the whole
-target, end token included, and not over the source.
+The decoder reads its start token and all target tokens except the last. The loss covers the whole
+target, including its end token, and not the source.
 
-Shapes: B rows, S tokens of the longest source, T of the longest target, n of all targets together.
+Shapes: B rows, S tokens of the longest source, T of the longest target, n of all targets in total.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from peftkit.tasks.texts import SpecialTokens
 from peftkit.tasks.tokens import TokenTask
 
 UNLIMITED = 999_999
-"""Tokens of a source where nothing limits it: T5 has relative positions."""
+"""Tokens of a source without a limit: T5 has relative positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class PairRow:
     """A source and its target as tokens.
 
     Args:
-        input_ids: The source's, with special tokens.
-        labels: The target's; the last is the end token unless the target was cut.
-        target: The text of the target.
+        input_ids: Source tokens, including special tokens.
+        labels: Target tokens; the last is the end token unless the target was cut.
+        target: Target text.
         source: "train.jsonl:7".
     """
 
@@ -65,7 +65,7 @@ class PairRow:
 
     @property
     def num_decoder_tokens(self) -> int:
-        """How many tokens the decoder reads: its start instead of the last label."""
+        """Number of tokens that the decoder reads: its start token replaces the last label."""
         return len(self.labels)
 
 
@@ -78,7 +78,7 @@ class PairEncoder(RowEncoder):
 
     Args:
         name: The format, or "auto".
-        max_source, max_target: Longest in tokens; longer ones are cut.
+        max_source, max_target: Maximum lengths in tokens; longer texts are cut.
     """
 
     kind: ClassVar[type[PairRow]] = PairRow
@@ -120,7 +120,7 @@ class PairEncoder(RowEncoder):
         ]
 
     def encode(self, example: Example, counts: Counter[str]) -> PairRow | None:
-        """Return a row, cut where it is too long; None where one of the two texts is empty."""
+        """Return a row, cut to the limits; None if source or target is empty."""
         if isinstance(example, Instruction):
             example = Completion(example.request, example.output, example.source)
         assert isinstance(example, Completion)
@@ -143,14 +143,14 @@ class PairEncoder(RowEncoder):
 
 
 class EncoderDecoder(CompletingTask, TokenTask):
-    """A task whose decoder writes text from what the encoder reads.
+    """A task of an encoder-decoder that generates text.
 
     Attributes:
-        max_target: Longest text in tokens.
-        max_positions: Positions that the decoder has.
+        max_target: Maximum length of a text in tokens.
+        max_positions: Number of positions of the decoder.
 
     Raises:
-        BaseError: The model has no encoder, or does not say what its decoder starts with.
+        BaseError: The model has no encoder, or its config has no decoder start token.
     """
 
     max_target: int
@@ -164,8 +164,8 @@ class EncoderDecoder(CompletingTask, TokenTask):
     def decoder_batch(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         """Return the decoder's part of a batch: each row's labels, shifted by its start token.
 
-        decoder_input_ids (B, T); target_index (n,), where in the flattened (B * T) decoder states
-        a token is predicted; targets (n,), those tokens.
+        decoder_input_ids (B, T); target_index (n,), the positions of predicted tokens in the
+        flattened decoder states (B * T); targets (n,), the predicted tokens.
         """
         shifted = [(self._start, *row.labels[:-1]) for row in rows]
         decoder_input_ids, is_target = padded_rows(shifted, self.pad_id)
@@ -180,7 +180,7 @@ class EncoderDecoder(CompletingTask, TokenTask):
         """Return the encoder's part of a batch."""
 
     def decoder_prefix(self, row: Any) -> tuple[int, ...]:
-        """Return the tokens that the answer to a row is generated after."""
+        """Return the decoder tokens that precede the generated answer to a row."""
         return (self._start,)
 
     def answers(
@@ -218,7 +218,7 @@ class EncoderDecoder(CompletingTask, TokenTask):
         """Return the greedily generated text of each row; the model is in eval mode.
 
         Args:
-            on_fewer: Called with the new batch size when memory ran out.
+            on_fewer: Called with the new batch size when memory runs out.
 
         Raises:
             RunError: A row does not fit into memory.
@@ -262,12 +262,12 @@ class EncoderDecoder(CompletingTask, TokenTask):
         batch = self.encoder_batch(rows)
         batch = in_dtype_of(bare, {**batch, "decoder_input_ids": prefixes})
         inputs: dict[str, Any] = {n: tensor.to(bare.device) for n, tensor in batch.items()}
-        # not Whisper's own, which cuts long audio and guesses languages
+        # not Whisper's method, which cuts long audio and guesses languages
         ids = GenerationMixin.generate(bare, generation_config=greedy, **inputs)
         return [self.text(one, special=False).strip() for one in ids[:, len(prefix) :].tolist()]
 
     def _greedy(self, config: Any, max_new_tokens: int) -> Any:
-        """Return greedy generation; of the model's own config the end and suppressed tokens."""
+        """Return a greedy config with the end and suppressed tokens of the model's config."""
         from transformers import GenerationConfig
 
         end, ends = self.tokenizer.eos_token_id, config.eos_token_id
@@ -285,7 +285,7 @@ class EncoderDecoder(CompletingTask, TokenTask):
 
     @abstractmethod
     def prompt_text(self, row: Any) -> str:
-        """Return the encoder's input as text, for samples."""
+        """Return the encoder's input as text for samples."""
 
     @abstractmethod
     def reference_text(self, row: Any) -> str:
@@ -299,12 +299,12 @@ class Seq2Seq(EncoderDecoder):
     """A loss over the targets of pairs of texts.
 
     Raises:
-        BaseError: The model has no encoder, or does not say what its decoder starts with.
-        DataError: A length that the model cannot read.
+        BaseError: The model has no encoder, or its config has no decoder start token.
+        DataError: A configured length exceeds the model's limit.
     """
 
     input_names = ("input_ids", "attention_mask", "decoder_input_ids")
-    """The decoder needs no mask: no token attends to the padding on its right."""
+    """The decoder needs no mask: tokens do not attend to the padding on their right."""
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
@@ -330,7 +330,7 @@ class Seq2Seq(EncoderDecoder):
     def metrics(
         self, model: nn.Module, rows: Sequence[PairRow], *, on_event: Listener = ignore
     ) -> dict[str, float]:
-        """Return loss and perplexity, and exact_match and mean rouge_l of greedy answers."""
+        """Return loss, perplexity, and exact_match and mean rouge_l of greedy answers."""
         losses = super().metrics(model, rows, on_event=on_event)
         texts = self.texts(model, rows, on_event=on_event)
         pairs = [(text, row.target) for text, row in zip(texts, rows, strict=True)]
@@ -367,11 +367,11 @@ class Seq2SeqConfig(TaskConfig):
 
     type: Literal["seq2seq"] = "seq2seq"
     max_target_length: Annotated[int, Field(ge=2)] = 256
-    """Longest target in tokens, longer ones are cut; the longest source is data.max_length."""
+    """Longest target in tokens, longer ones are cut; data.max_length limits the source."""
     prefix: str = ""
-    """Put before every source; T5 was trained with "summarize: ", for example."""
+    """Prefix of every source; for example, T5 was trained with "summarize: "."""
     source: str | None = None
-    """Field with the source; null: as data.format says."""
+    """Field with the source; null: the fields of data.format."""
     target: str | None = None
     """Field with the target; set both or neither."""
 
@@ -387,13 +387,17 @@ class Seq2SeqConfig(TaskConfig):
 
 
 def decoder_start(model: Any, task: str) -> int:
-    """Return the token that the decoder is given first."""
+    """Return the decoder's start token.
+
+    Raises:
+        BaseError: The model has no encoder, or its config has no decoder start token.
+    """
     config = model.config
     if not getattr(config, "is_encoder_decoder", False):
         raise BaseError(
             f"{type(model).__name__} cannot be trained for {task}.",
-            found="It has no encoder and decoder.",
-            fix="Give a base with both, such as T5, BART or Whisper; for a decoder alone use "
+            found="It is not an encoder-decoder.",
+            fix="Give a base such as T5, BART or Whisper; for a decoder-only model use "
             "task: causal_lm.",
         )
     start = getattr(config, "decoder_start_token_id", None)
@@ -401,7 +405,7 @@ def decoder_start(model: Any, task: str) -> int:
         start = model.generation_config.decoder_start_token_id
     if start is None:
         raise BaseError(
-            f"{type(model).__name__} does not say what its decoder starts with.",
+            f"{type(model).__name__} has no decoder start token.",
             found="Its config has no decoder_start_token_id.",
             fix="Add it to the base's config.json.",
         )
@@ -410,7 +414,7 @@ def decoder_start(model: Any, task: str) -> int:
 
 @contextmanager
 def generation_config_aside(model: Any) -> Iterator[Any]:
-    """Set the model's own generation config aside, and yield it; else it is mixed in."""
+    """Replace the model's generation config, which `generate` would mix in, and yield it."""
     from transformers import GenerationConfig
 
     config = model.generation_config

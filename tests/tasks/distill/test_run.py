@@ -57,7 +57,7 @@ def test_the_teacher_answers_once_and_its_score_is_told_first(done):
     assert sorted(line["source"].rpartition(":")[2] for line in lines) == list("12345")
     (score,) = [table for table in done.of_kind(Table) if "teacher's answers" in table.title]
     rows = dict(score.rows)
-    assert (rows["answers"], rows["exactly the row's own"]) == ("5", "0 of 5")
+    assert (rows["answers"], rows["equal to the row's answer"]) == ("5", "0 of 5")
     (started,) = done.of_kind(RunStarted)
     assert done.events.index(score) < done.events.index(started)
     assert "KL(teacher, student)" in started.paths
