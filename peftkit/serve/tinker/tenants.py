@@ -51,7 +51,7 @@ class Tenants:
 
     def __init__(self, training: Training) -> None:
         base = training.bank.base
-        self.learner = Learner(base)
+        self.learner, self._fingerprint = Learner(base), base.fingerprint
         self._loaded: OrderedDict[str, Tenant] = OrderedDict()
         self._offloaded: dict[str, Tenant] = {}
         self._folder = training.folder / "tinker" / "away"
@@ -195,7 +195,7 @@ class Tenants:
             if with_optimizer and (folder / OPTIMIZER_FILE).is_file():
                 tenant.load_optimizer(read_tensors(folder / OPTIMIZER_FILE))
 
-        check_weights(read_adapter(folder), self._provenance.fingerprint)
+        check_weights(read_adapter(folder), self._fingerprint)
         if with_optimizer:
             _check_optimizer(folder)
         self.run(id, read)

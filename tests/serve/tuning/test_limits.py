@@ -116,7 +116,7 @@ def test_a_job_starts_from_an_adapter_of_another_rank(client, monkeypatch):
 
 def test_a_job_adds_no_tokens_to_the_server_s_base(model_folder, tmp_path):
     base = load_base(str(model_folder), dtype="fp32")
-    folder = write_adapter(base.model, LoRA(rank=2), tmp_path / "op", 1)
+    folder = write_adapter(base.model, LoRA(rank=16, alpha=32), tmp_path / "op", 1)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     tokenizer.save_pretrained(folder)
