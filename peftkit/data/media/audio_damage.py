@@ -2,10 +2,10 @@
 
 - WAV: the header has the size of the samples (RFC 2361; EBU Tech 3306 for RF64).
 - Ogg (RFC 3533): each page has a checksum, and the last page of a stream is marked.
-- MP3 (ISO/IEC 11172-3, 13818-3): frames are contiguous up to the end; a Xing header has their number.
+- MP3 (ISO/IEC 11172-3, 13818-3): frames are contiguous; a Xing header has their number.
 
-The decoder of FLAC verifies its checksums. Overwritten samples of a WAV and overwritten bytes within
-a frame of an MP3 are not detected, because these formats have no checksums for them.
+The decoder of FLAC verifies its checksums. Overwritten samples of a WAV and overwritten bytes
+within a frame of an MP3 are not detected, because these formats have no checksums for them.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Limits:
     """How media are decoded for a model.
 
     Attributes:
-        max_pixels: Maximum pixels of an image or frame; larger ones are scaled down. None: no limit.
+        max_pixels: Larger images and frames are scaled down to this number of pixels, if set.
         rate: Sampling rate of audio, in hertz.
         max_seconds: Maximum length of audio; longer clips raise an error.
         video_frames: Number of evenly spaced frames of a video.
@@ -52,7 +52,7 @@ class Limits:
 
 
 class Media:
-    """An undecoded image, audio clip or video: a path, bytes (possibly memory-mapped), or a data URL.
+    """An undecoded image, audio clip or video: a path, bytes (may be mapped), or a data URL.
 
     Each kind is a subclass. After reading, the repr contains a hash of the bytes: equal files have
     equal reprs, independent of their paths.
@@ -114,7 +114,7 @@ class Media:
 
     @classmethod
     def require(cls, *more: str) -> None:
-        """Raise DataError if a package for this kind of media, or one of `more`, is not installed."""
+        """Raise DataError if a package for this kind, or one of `more`, is not installed."""
         missing = [
             name for name in (*cls.packages, *more) if importlib.util.find_spec(name) is None
         ]
@@ -550,7 +550,7 @@ class Video(Media):
 
     @classmethod
     def arguments(cls, rows: Sequence[Sequence[Any]], limits: Limits) -> dict[str, Any]:
-        """Return arguments that turn off the processor's frame sampling, which would drop frames."""
+        """Return arguments that turn off frame sampling, which would drop frames."""
         clips = [clip for row in rows for clip in row]
         metadata = [
             {

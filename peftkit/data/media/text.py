@@ -498,8 +498,8 @@ class MediaEncoder(RowEncoder):
     def inputs(self, rows: Sequence[MediaRow], width: int) -> dict[str, Tensor]:
         """Return the model's inputs except tokens and mask, for rows padded to a width.
 
-        The processor may not get the tokens of an answer. Over these tokens, inputs aligned with the
-        tokens (B, T, ...) repeat their last value.
+        The processor may not get the tokens of an answer. There, inputs aligned with the tokens
+        (B, T, ...) repeat their last value.
 
         Raises:
             DataError: The processor's tokens of a row differ from the encoded tokens.
@@ -541,7 +541,7 @@ class MediaEncoder(RowEncoder):
         return self._row(Rendered(text, spans, True), media, example.source, ends=True)
 
     def _begun(self, prompt: str) -> str:
-        """Return a prompt with the processor's marks, after the tokenizer's leading special tokens."""
+        """Return a prompt with the processor's marks and the leading special tokens."""
         if self.media_processor.takes_suffix:
             return self._template.bare(prompt)
         lead, _ = special_tokens_around(self._tokenizer, "a")
@@ -549,7 +549,7 @@ class MediaEncoder(RowEncoder):
         return text + self._template.bare(prompt)
 
     def _with_suffix(self, prompt: str, example: Completion, media: Sequence[Media]) -> MediaRow:
-        """Encode with a processor that takes the answer separately: the second segment is the target."""
+        """Encode with a processor that takes the answer separately, as a second segment."""
         processor = self.media_processor
         processor.check(media, example.source, prompt)
         read = processor.read(media)
