@@ -34,8 +34,9 @@ from peftkit.model.blocks import is_sharded, is_streamed
 from peftkit.planning.resolve import resolve_plan
 from peftkit.recipe import Recipe, check_settings
 from peftkit.record import RunRecord, facts_writer, metrics_before_training, save_result
+from peftkit.settings import BaseConfig
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.run_hooks import Reference, hooks_of
+from peftkit.tasks.run_hooks import Reference, RunHooks, hooks_of
 from peftkit.train.checkpoint_files import Checkpoints, versions
 from peftkit.train.loop import train
 from peftkit.train.metrics import require_trackers
@@ -194,13 +195,7 @@ def prepare(
     adapter, continued = _adapter(recipe, settings, base, resume, on_event)
     on_event(adapter_table(adapter))
     if plan.is_sharded:
-        from peftkit.base.sharding import local_bytes, shard_base
-
-        base = replace(base, device=select_device())
-        whole = local_bytes(base.model)["base"]
-        shard_base(base.model, base.device, offload=plan.shard == "offload")
-        sizes = f"{size(local_bytes(base.model)['base'], 2)} of {size(whole, 2)}"
-        on_event(Notice(f"The base is sharded over the processes: {sizes}."))
+        base = _sharded(base, plan, on_event)
     if warning := small_reach(adapter, base.audit):
         on_event(Notice(warning))
     data, fields = recipe.data, settings.data_fields
@@ -216,19 +211,8 @@ def prepare(
         style=None if data.names_style else style,
         on_event=on_event,
     )
-    of_base = ("quantize", "double_quant", "quantize_embeddings", "quantize_towers")
-    settings_of_base = " ".join(str(getattr(recipe.base, name)) for name in of_base)
-    key = f"{base.fingerprint} {compute_dtype(base.model)} {settings_of_base} {plan.autocast}"
-    hooks, loader = hooks_of(task), task.rows
-    if continued is None:
-        hooks.set_reference(Reference(adapter.disabled, key))
-    else:
-        state = partial(adapter.swapped_state, continued.start)
-        hooks.set_reference(Reference(state, f"{key} {continued.digest}"))
-    for folder in hooks.other_adapters:
-        from peftkit.formats.open_adapter import read_side_adapter
-
-        hooks.add_adapter(folder, read_side_adapter(folder, base))
+    _give_references(hooks_of(task), recipe.base, plan, base, adapter, continued)
+    loader = task.rows
     rows, eval_rows = loader.load_splits(loader.data)
     new_style = loader.style
     if style and new_style and replace(style, system=new_style.system) != new_style:
@@ -281,6 +265,41 @@ def _adapter(
             on_event=on_event,
         )
     return attach(base.model, method, starts=starts, fresh=not resume, seed=seed), None
+
+
+def _sharded(base: Base, plan: ExecutionPlan, on_event: Listener) -> Base:
+    """Shard the base over the processes; return it with the device of this process."""
+    from peftkit.base.sharding import local_bytes, shard_base
+
+    base = replace(base, device=select_device())
+    whole = local_bytes(base.model)["base"]
+    shard_base(base.model, base.device, offload=plan.shard == "offload")
+    sizes = f"{size(local_bytes(base.model)['base'], 2)} of {size(whole, 2)}"
+    on_event(Notice(f"The base is sharded over the processes: {sizes}."))
+    return base
+
+
+def _give_references(
+    hooks: RunHooks,
+    config: BaseConfig,
+    plan: ExecutionPlan,
+    base: Base,
+    adapter: Adapter,
+    continued: Any,
+) -> None:
+    """Pass the reference model and the task's further adapters to its hooks."""
+    names = ("quantize", "double_quant", "quantize_embeddings", "quantize_towers")
+    settings = " ".join(str(getattr(config, name)) for name in names)
+    key = f"{base.fingerprint} {compute_dtype(base.model)} {settings} {plan.autocast}"
+    if continued is None:
+        hooks.set_reference(Reference(adapter.disabled, key))
+    else:
+        state = partial(adapter.swapped_state, continued.start)
+        hooks.set_reference(Reference(state, f"{key} {continued.digest}"))
+    for folder in hooks.other_adapters:
+        from peftkit.formats.open_adapter import read_side_adapter
+
+        hooks.add_adapter(folder, read_side_adapter(folder, base))
 
 
 def _digest(rows: Sequence[Any]) -> str:

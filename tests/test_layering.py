@@ -79,13 +79,14 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
 
 MAIN_PATH = (
     *("settings", "recipe", "run", "record"),
-    *("base/load", "base/purpose", "base/request", "base/build", "base/pack"),
+    *("base/load", "base/request", "base/build", "base/pack"),
     *("quant/layers", "quant/quantize"),
-    *("model/targets", "model/places", "model/modes"),
+    *("model/targets", "model/places"),
     *("adapter", "methods/base", "methods/lora", "methods/lora_linear", "methods/lora_init"),
-    *("data/examples", "data/format", "data/chat", "data/style", "data/encode", "data/pack"),
+    *("data/examples", "data/format", "data/chat", "data/encode", "data/pack"),
     *("data/records", "data/rows/encoder", "data/rows/cache"),
-    *("forward/attention", "forward/padding_free", "forward/loss", "forward/blocks"),
+    *("forward/attention", "forward/attention_kernels", "forward/padding_free", "forward/probes"),
+    *("forward/loss", "forward/blocks"),
     *("kernels/lora", "kernels/cross_entropy"),
     *("planning/resolve", "execution/plan", "execution/state"),
     *("tasks/base", "tasks/config", "tasks/batches", "tasks/tokens"),
@@ -99,11 +100,12 @@ MAIN_PATH = (
 """The files of peftkit that a reader of a plain LoRA run has to open, in addition to cli/train."""
 
 NAMES_SUFFICE = (
-    *("base/locate", "base/pretrained", "base/skeleton", "base/fingerprint", "quant/audit"),
+    *("base/locate", "base/pretrained", "base/skeleton", "base/fingerprint", "base/purpose"),
+    *("quant/audit", "model/modes", "data/style"),
 )
 """Files on the main path whose names and signatures suffice."""
 
-MAIN_PATH_LINES = 11_800
+MAIN_PATH_LINES = 12_150
 """Maximum lines of MAIN_PATH and cli/train together. A commit may raise it only with a reason for
 the additional lines in its message."""
 
