@@ -169,7 +169,10 @@ def as_code(folder: Path) -> None:
 
 
 SPOILT: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
-    "missing weight": (remove_tensor, ("not a whole Llama", "missing: model.layers.1.mlp.up_proj")),
+    "missing weight": (
+        remove_tensor,
+        ("not a complete Llama", "missing: model.layers.1.mlp.up_proj"),
+    ),
     "other shapes": (
         lambda f: edit_config(f, intermediate_size=48),
         ("misshapen: model.layers.0.mlp.down_proj.weight is (32, 64), not (32, 48)", "and 1 more"),

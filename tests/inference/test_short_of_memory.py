@@ -66,7 +66,7 @@ def test_a_reply_that_cannot_fit_fails_without_the_others(llama, tokenizer):
     with CachedEngine(llama, tokenizer, Limits(rows=1)) as engine:
         engine.submit(long)
         other = engine.submit(short)
-        with pytest.raises(AnswerTooLarge, match=r"It has 201 tokens, and up to 5 follow\."):
+        with pytest.raises(AnswerTooLarge, match=r"It has 201 tokens, and up to 5 would follow\."):
             engine.run()
         engine.run()
     assert len(other.ids) == 5

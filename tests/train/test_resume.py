@@ -244,5 +244,5 @@ def test_the_manifest_says_where_the_run_stands(tmp_path):
 
 
 def test_a_state_that_lacks_something_is_refused():
-    with pytest.raises(CheckpointError, match="not of this version"):
+    with pytest.raises(CheckpointError, match="from another version of peftkit"):
         state_from_json({"step": 7})
