@@ -42,7 +42,7 @@ PLAIN = {
     "jamba": "LinearAttentionLayer",
     "mamba2": "Mamba2ForCausalLM.forward has no argument",
     "bloom": "BloomForCausalLM.forward has no argument",
-    "falcon_new": "Its attention",
+    "falcon_new": "does not support other implementations of attention",
     "deepseek_v3": "Its attention",  # keys are made of what is cached
 }
 
