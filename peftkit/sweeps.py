@@ -358,13 +358,11 @@ def _over_seeds(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
         if len(group) < 2:
             continue
         entry: dict[str, Any] = {"settings": json.loads(settings), "num_seeds": len(group)}
-        losses = {} if group[0].eval_loss is None else {"eval_loss": 0.0}
-        for name in (*losses, *group[0].metrics):
+        for name in ("eval_loss", *group[0].metrics):
             values = [o.eval_loss if name == "eval_loss" else o.metrics.get(name) for o in group]
             numbers = [value for value in values if value is not None]
             if len(numbers) == len(group):
-                spread = {"mean": statistics.mean(numbers), "std": statistics.stdev(numbers)}
-                entry[name] = spread
+                entry[name] = {"mean": statistics.mean(numbers), "std": statistics.stdev(numbers)}
         entries.append(entry)
     return entries
 
