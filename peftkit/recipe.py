@@ -152,6 +152,9 @@ def _of_evaluation(r: Any) -> Iterator[Conflict]:
     if r.train.evaluates and not r.data.eval:
         setting = f"train.{r.train.evaluates[0]} needs eval rows."
         yield setting, "data.eval is not set.", "Set data.eval, or leave it out."
+    if r.train.drift and (r.task.task_type != "CAUSAL_LM"):
+        reason = f"The task {r.task.type} trains no causal language model."
+        yield "train.drift has no answers or text to measure on.", reason, "Leave it out."
     generates = r.train.sample_every or r.train.eval_generate
     reason = "train.sample_every or train.eval_generate is set."
     if generates and not r.task.writes_text:

@@ -243,7 +243,10 @@ def _with_best(
     recipe: Recipe, result: Result, weights: AdapterFolder, on_event: Listener
 ) -> Result:
     """Load the best checkpoint's weights if train.keep_best is set."""
-    best = result.best_step
+    best, drift = result.best_step, recipe.train.drift
+    if recipe.train.keep_best and best is None and drift is not None and drift.limit is not None:
+        text = f"No evaluation was within train.drift.limit, {drift.limit:g} nats per token"
+        on_event(Notice(f"{text}: the adapter has the weights of the last step, {result.step}."))
     if not recipe.train.keep_best or result.best_checkpoint is None or best is None:
         return result
     metric = recipe.train.best_metric

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -97,7 +97,10 @@ def run(
             record = prepare(recipe, base=base, resume=resume, world=world, on_event=recorder)
             _warn_if_short(record, world.world_size, recorder)
             record = replace(record, events=early_events)
-            watch = _watch(record, metrics, on_event)
+            watches = {
+                "watch": _watch(record, metrics, on_event),
+                "drift": _drift(record, on_event),
+            }
             base_metrics = {} if resume else metrics_before_training(record, recorder)
         with stop_requests(message=STOPPING) as stop:
             training = new_run(
@@ -112,7 +115,7 @@ def run(
                 world=world,
             )
             weights, identity = record.adapter_folder(), record.identity()
-            result = train(training, **start, weights=weights, identity=identity, watch=watch)
+            result = train(training, **start, weights=weights, identity=identity, **watches)
         if result.is_main or is_sharded(record.base.model):  # all processes run a sharded model
             with stop_requests(message=SAVING) as stop:
                 result = replace(result, metrics={**base_metrics, **result.metrics})
@@ -291,15 +294,19 @@ def _give_references(
     names = ("quantize", "double_quant", "quantize_embeddings", "quantize_towers")
     settings = " ".join(str(getattr(config, name)) for name in names)
     key = f"{base.fingerprint} {compute_dtype(base.model)} {settings} {plan.autocast}"
-    if continued is None:
-        hooks.set_reference(Reference(adapter.disabled, key))
-    else:
-        state = partial(adapter.swapped_state, continued.start)
-        hooks.set_reference(Reference(state, f"{key} {continued.digest}"))
+    digest = "" if continued is None else f" {continued.digest}"
+    hooks.set_reference(Reference(_before(adapter, continued), key + digest))
     for folder in hooks.other_adapters:
         from peftkit.formats.open_adapter import read_side_adapter
 
         hooks.add_adapter(folder, read_side_adapter(folder, base))
+
+
+def _before(adapter: Adapter, continued: Any) -> Callable[[], AbstractContextManager[None]]:
+    """Return a factory of contexts with the model as it was before training."""
+    return (
+        adapter.disabled if continued is None else partial(adapter.swapped_state, continued.start)
+    )
 
 
 def _digest(rows: Sequence[Any]) -> str:
@@ -323,3 +330,15 @@ def _watch(record: RunRecord, metrics: Mapping[str, Any] | None, on_event: Liste
 
     assert isinstance(record.task, CompletingTask)  # see check_settings
     return TextWatch(record.base, record.task, record.eval, config, metrics, on_event)
+
+
+def _drift(record: RunRecord, on_event: Listener) -> Any:
+    """Return what measures train.drift; None if not requested."""
+    if (config := record.recipe.train.drift) is None:
+        return None
+    from peftkit.evaluation.drift import Drift
+
+    before, task = _before(record.adapter, record.continued), record.task
+    model, tokenizer = record.base.model, record.base.tokenizer
+    forget = task.layout.forget  # see check_settings: the task has tokens
+    return Drift(model, tokenizer, before, config, forget_layout=forget, on_event=on_event)

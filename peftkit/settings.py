@@ -128,6 +128,18 @@ class EarlyStopping(Config):
     """Minimum change that counts as better."""
 
 
+class DriftConfig(Config):
+    """How far training may move the model on text unrelated to the task."""
+
+    on: str = "self"
+    """self: KL from the model before training, on its own answers to 24 general prompts; text: rise
+    of the cross entropy on 12 general texts, or on a text file."""
+    tokens: int = Field(default=2048, ge=2)
+    """Maximum tokens of the text."""
+    limit: float | None = Field(default=None, gt=0)
+    """keep_best ignores evaluations with more drift, in nats per token; null: no limit."""
+
+
 class TrainConfig(Config):
     """How to train, when to evaluate and what to save."""
 
@@ -193,6 +205,9 @@ class TrainConfig(Config):
     best_metric: str = "loss"
     """Metric of the evaluations that keep_best and early_stopping compare, such as accuracy or
     f1_macro; losses and error rates are better if lower, all others if higher."""
+    drift: DriftConfig | None = None
+    """Measure drift at each evaluation: how much the model changes on unrelated text; null: not
+    measured."""
     sample_every: int | None = Field(default=None, ge=1)
     """Steps between generated samples, also before the first step and at the end; printed, and
     written to samples.jsonl and the report; null: none."""
@@ -223,7 +238,7 @@ class TrainConfig(Config):
     @property
     def evaluates(self) -> tuple[str, ...]:
         """The settings in use that need eval rows."""
-        names = ("eval_before", "eval_generate", "early_stopping", "keep_best")
+        names = ("eval_before", "eval_generate", "early_stopping", "keep_best", "drift")
         used = [name for name in names if getattr(self, name)]
         if self.sample_every is not None and not self.sample_prompts:
             used.append("sample_every, without sample_prompts,")

@@ -139,12 +139,20 @@ def evaluate(
             help="With --data: use the prompt style of the rows, such as texts for a chat adapter.",
         ),
     ] = False,
+    drift: Annotated[
+        bool,
+        typer.Option(
+            "--drift",
+            help="Also measure how far training moved the model on its answers to unrelated "
+            "prompts, in nats per token.",
+        ),
+    ] = False,
     base: Base = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Evaluate an adapter on a data file or on benchmarks."""
-    if (data is None) == (tasks is None):
+    if (data is None) == (tasks is None) and not (drift and tasks is None):
         raise DataError("eval needs either --data or --tasks.", fix="Give one of the two.")
     if tasks is not None:
         options = {"include": include, "limit": limit, "num_fewshot": fewshot}
@@ -152,10 +160,14 @@ def evaluate(
         opened = _open(adapter, base, force)
         _run_tasks(opened, names, as_json=as_json, chat_template=chat_template, **options)
         return
-    assert data is not None
-    _check_there(data)
+    if data is not None:
+        _check_there(data)
     opened = _open(adapter, base, force)
-    metrics, by_label = _measured(opened, data, run_rewards, compare, row_style)
+    metrics, by_label = dict[str, dict[str, Any]](adapter={}), dict[str, dict[str, Any]]()
+    if data is not None:
+        metrics, by_label = _measured(opened, data, run_rewards, compare, row_style)
+    if drift:
+        metrics["adapter"] |= _drift(opened)
     if as_json:
         for side, report in by_label.items():
             metrics[side] |= report
@@ -203,6 +215,24 @@ def _measured(
                     on_event=listen,
                 )
     return metrics, by_label
+
+
+def _drift(opened: Opened) -> dict[str, float]:
+    """Return the drift of an adapter; see `peftkit.evaluation.drift`."""
+    from peftkit.evaluation.drift import Drift
+    from peftkit.formats.open_adapter import before_training
+    from peftkit.settings import DriftConfig
+    from peftkit_cli.render import Renderer
+
+    if not opened.is_causal:
+        raise DataError(
+            "--drift measures causal language models.",
+            found=f"The adapter was trained for the task {opened.task.type}.",
+        )
+    before = before_training(opened.adapter, opened.file.folder)
+    model, tokenizer = opened.base.model, opened.base.tokenizer
+    with Renderer(transient=True) as on_event:
+        return Drift(model, tokenizer, before, DriftConfig(), on_event=on_event).measure()
 
 
 def _show_metrics(metrics: Mapping[str, Mapping[str, float]]) -> None:

@@ -13,9 +13,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from peftkit.config.lazy import LazyMap
 from peftkit.data.encode import DocumentEncoder
 from peftkit.data.field_names import FieldNames
 from peftkit.data.pack import Row, collate
@@ -23,7 +24,14 @@ from peftkit.data.row_text import labelled_segments
 from peftkit.events import Listener, ignore
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.batch_layout import BatchLayout
-from peftkit.forward.loss import accepted, head_of, perplexity, token_loss
+from peftkit.forward.loss import (
+    accepted,
+    head_of,
+    perplexity,
+    target_logits,
+    target_rows,
+    token_loss,
+)
 from peftkit.forward.padding_free import layout_in
 from peftkit.forward.probes import check_causal
 from peftkit.settings import CHAT, DataConfig
@@ -96,6 +104,12 @@ class TokenTask(Task):
             loss = token_loss(model, self.head, inputs, batch["target_index"], batch["targets"])
         return loss[None]
 
+    def before_head(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the head's input at targets (n, H); logits (n, V) if it cannot run alone."""
+        compute = target_logits if self.head is None else target_rows
+        with self.model_inputs(model, batch) as inputs:
+            return compute(model, inputs, batch["target_index"])
+
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         """Return the number of target tokens, without synchronizing with the GPU."""
         return batch["targets"].numel()
@@ -165,6 +179,10 @@ class CausalLM(CompletingTask, TokenTask):
         return self.layout.unpadded(collate(rows, self.pad_id, self.rows.max_length))
 
 
+VARIANTS = LazyMap[type[CausalLM]]({"anchor": "peftkit.tasks.text.anchor:AnchoredLM"})
+"""Subclasses by the setting that selects them."""
+
+
 class AnswerConfig(TaskConfig):
     """Base of the configs of causal language models that answer prompts."""
 
@@ -191,6 +209,10 @@ class CausalLMConfig(AnswerConfig):
     completion: str | None = None
     """Field with the completion, or the reply to the message; set both fields or neither."""
 
+    anchor: float | None = Field(default=None, gt=0)
+    """Weight of the KL divergence, in nats per token, from the model before training on its own
+    answers to general prompts: limits what the run changes elsewhere; null: no anchor."""
+
     @model_validator(mode="after")
     def _check_fields(self) -> CausalLMConfig:
         _ = self.fields
@@ -205,4 +227,6 @@ class CausalLMConfig(AnswerConfig):
     def task(
         model: nn.Module, tokenizer: Any, config: CausalLMConfig, data: DataConfig, **more: Any
     ) -> CausalLM:
+        if config.anchor is not None:
+            return VARIANTS["anchor"](model, tokenizer, data, config, **more)
         return CausalLM(model, tokenizer, data, config, **more)

@@ -234,6 +234,7 @@ UNBOUND = {
     "early_stopping",
     "keep_best",
     "best_metric",
+    "drift",
     "sample_every",
     "sample_prompts",
     "sample_tokens",

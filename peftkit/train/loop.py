@@ -53,6 +53,7 @@ from peftkit.train.step import Trainer
 from peftkit.train.validation import Validation
 
 if TYPE_CHECKING:
+    from peftkit.evaluation.drift import Drift
     from peftkit.evaluation.text_watch import TextWatch
 
 GIVE_BACK_EVERY = 16
@@ -115,17 +116,19 @@ def train(
     weights: Weights | None = None,
     identity: Mapping[str, Any],
     watch: TextWatch | None = None,
+    drift: Drift | None = None,
 ) -> Result:
     """Train a run to its end, in a locked folder; see `fit`.
 
     Args:
         watch: Generates samples and completions during training.
+        drift: Measures train.drift.
     """
     if overwrite:
         delete_checkpoints(run.config.output_dir)
         if run.world.is_main and (aside := set_aside(run.config.output_dir)):
             run.say(Notice(f"The previous adapter is in {aside} until the new one is saved."))
-    loop = Loop(run, weights or TrainableWeights(run.model), identity, watch)
+    loop = Loop(run, weights or TrainableWeights(run.model), identity, watch, drift)
     with loop.prepared():
         return loop.train(allow_changes if resume else None)
 
@@ -139,6 +142,7 @@ class Loop:
         weights: Weights,
         identity: Mapping[str, Any],
         watch: TextWatch | None,
+        drift: Drift | None,
     ) -> None:
         self.run, self.config, self.world = run, run.config, run.world
         size = self.world.world_size
@@ -146,7 +150,7 @@ class Loop:
         self.sampler = StatelessSampler(len(run.rows), rows_per_step, run.config.seed)
         self.num_steps = run.config.num_steps(len(run.rows), size)
         self.trainer = Trainer(run)
-        self.validation = Validation(self.trainer, self.num_steps, watch)
+        self.validation = Validation(self.trainer, self.num_steps, watch, drift)
         self.saver = Saver(self.trainer, self.sampler, weights, identity_of(run, identity))
         self._agreed_stop = 0
         self._retries = RetryWatch(self.world.device)

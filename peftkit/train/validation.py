@@ -22,6 +22,7 @@ from peftkit.train.batches import on_device
 from peftkit.train.step import Trainer
 
 if TYPE_CHECKING:
+    from peftkit.evaluation.drift import Drift
     from peftkit.evaluation.text_watch import TextWatch
 
 
@@ -106,11 +107,14 @@ class Validation:
 
     Args:
         watch: Generates samples and completions of eval rows, if requested.
+        drift: Measures train.drift, if requested.
     """
 
-    def __init__(self, trainer: Trainer, num_steps: int, watch: TextWatch | None) -> None:
+    def __init__(
+        self, trainer: Trainer, num_steps: int, watch: TextWatch | None, drift: Drift | None
+    ) -> None:
         self.trainer, self.run, self.num_steps = trainer, trainer.run, num_steps
-        self.evaluator = Evaluator(trainer)
+        self.evaluator, self.drift = Evaluator(trainer), drift
         # with a sharded base all processes generate
         generates = self.run.world.is_main or is_sharded(self.run.model)
         self.watch = watch if generates else None
@@ -134,6 +138,8 @@ class Validation:
             run.say(Notice(f"{text}. Training is not affected."))
         if metrics is None:
             return False
+        if self.drift is not None:
+            metrics |= self._measured_drift(self.drift)
         loss = metrics["loss"]
         finite = math.isfinite(loss)
         if not finite:
@@ -144,6 +150,7 @@ class Validation:
             state.best_score, state.patience_loss, state.worse_evals = None, None, 0
         lowest = state.best_loss if state.best_metric == "loss" else state.best_score
         best = state.step > 0 and math.isfinite(score) and (lowest is None or score < lowest)
+        best = best and (self.drift is None or self.drift.is_within_limit(metrics))
         if best:
             state.best_step, state.best_loss, state.best_score = state.step, loss, score
         state.evaluated_step, state.eval_loss = state.step, loss if finite else None
@@ -176,6 +183,17 @@ class Validation:
             from peftkit.base.sharding import gather
 
             gather(self.run.model)
+
+    def _measured_drift(self, drift: Drift) -> dict[str, float]:
+        """Return the mean of the processes' measurements, which training does not notice."""
+        world = self.run.world
+        before = rng.capture(world.device)
+        with self.trainer.blocks.eagerly():
+            self._gather()
+            measured = drift.measure()
+        rng.restore(before, world.device)
+        sums = world.sum(on_device([*measured.values()], world.device)) / world.world_size
+        return dict(zip(measured, sums.tolist(), strict=True))
 
     def _judge(self, score: float) -> None:
         """Count evaluations without improvement, for early stopping."""

@@ -27,17 +27,12 @@ from peftkit.events import Listener, Notice, ScoredAnswer, ignore
 from peftkit.execution.plan import compute_dtype
 from peftkit.execution.signals import Interrupted
 from peftkit.figures import size
-from peftkit.forward.loss import find_head, target_logits, target_rows, unwrapped
+from peftkit.forward.loss import unwrapped
+from peftkit.forward.shared_head import check_shared_head, divergence_of
 from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.kernels.device import free_bytes
-from peftkit.kernels.divergence import (
-    Divergence,
-    DivergenceName,
-    chunked_divergence,
-    reference_divergence,
-)
+from peftkit.kernels.divergence import Divergence, DivergenceName
 from peftkit.model.modes import evaluating
-from peftkit.model.places import unwrap_adapter
 from peftkit.model.side_adapter import SideAdapter
 from peftkit.settings import CHAT
 from peftkit.tasks.base import mean_loss, over_batches
@@ -77,7 +72,7 @@ class Distill(RolloutTask):
     """Share of answer tokens at which student and teacher agree on the most likely token."""
 
     def build(self, model: nn.Module) -> None:
-        _check_head(model)
+        check_shared_head(model, "the task distill")
         super().build(model)
         config, loader = self.config, self.rows
         loader.data = loader.data.without_packing()
@@ -269,25 +264,15 @@ class Distill(RolloutTask):
         if self._other is not None:
             return self._other.hidden(teacher_batch)
         with self._as_teacher(model):
-            return self._before_head(model, teacher_batch)
+            return self.before_head(model, teacher_batch)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the summed divergence and the number of tokens at which both agree."""
         teacher = self.teacher_hidden(model, batch)  # first: recomputed blocks need the last layout
-        student = self._before_head(model, batch)
-        if self.head is None:
-            values = reference_divergence(student.float(), teacher.float(), self.config.divergence)
-            same = student.argmax(-1) == teacher.argmax(-1)
-        else:
-            values, same = chunked_divergence(
-                student,
-                teacher,
-                self.head,
-                self.config.divergence,
-                teacher_head=None if self._other is None else self._other.head,
-                vocab_size=self.head.vocab_size,
-                chunk_bytes=self.head.chunk_bytes,
-            )
+        student = self.before_head(model, batch)
+        other = None if self._other is None else self._other.head
+        divergence = self.config.divergence
+        values, same = divergence_of(student, teacher, self.head, divergence, teacher_head=other)
         return torch.stack([values.sum(), same.sum().to(values)])
 
     def metrics(
@@ -316,29 +301,6 @@ class Distill(RolloutTask):
         student, teacher = row.documents
         prompt = [text for kind, text in super().spans(teacher) if not kind]
         return [*super().spans(student), ("the teacher reads", "".join(prompt))]
-
-    def _before_head(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        compute = target_logits if self.head is None else target_rows
-        with self.model_inputs(model, batch) as inputs:
-            return compute(model, inputs, batch["target_index"])
-
-
-def _check_head(model: nn.Module) -> None:
-    """Check that the adapter does not change the head, which teacher and student share.
-
-    Raises:
-        AdapterError: The adapter changes the head.
-    """
-    head = find_head(unwrapped(model))
-    if head is None:
-        return
-    if unwrap_adapter(head) is not head or any(p.requires_grad for p in head.parameters()):
-        raise AdapterError(
-            "the task distill cannot train an adapter on the head.",
-            found="Teacher and student share it; a tied head is also the token embedding.",
-            fix="Remove the head from method.targets and method.train_fully, and remove "
-            "method.token_rows and base.new_tokens.",
-        )
 
 
 class DistillConfig(AnswerConfig):

@@ -1,0 +1,135 @@
+"""causal_lm with an anchor: answers to general prompts stay those of the model before training.
+
+Each step also contains a few of the model's own answers to 32 general prompts, made before the
+first step. Their loss is KL(before, now) at each answer token, which adds `task.anchor` times its
+mean to the mean loss of the step's targets. The documents share the batches of the rows: the
+anchor costs their tokens and nothing else.
+
+Shapes: n targets of a batch, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.data.general import ANCHORS
+from peftkit.data.pack import Row, collate, cut_document
+from peftkit.events import Progress, Stage
+from peftkit.forward.shared_head import check_shared_head, divergence_of
+from peftkit.inference.own_answers import own_answers
+from peftkit.kernels.divergence import Divergence
+from peftkit.model.modes import adapters_off, evaluating
+from peftkit.tasks.run_hooks import Reference, RunHooks, TrainingRun
+from peftkit.tasks.tokens import CausalLM
+
+LENGTH, SEED, PER_STEP = 24, 2000, 4
+"""Maximum tokens of an answer, the seed of all answers, and answers in a step of one process."""
+OF_ROWS, OF_ANCHOR, BEFORE = "of_rows", "of_anchor", "anchor_before"
+"""Keys of a batch: indices into its targets, and what the head read (or gave) before training."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorRow(Row):
+    """A general prompt and its answer; `number` is its index."""
+
+    number: int = 0
+
+
+class AnchoredLM(RunHooks, CausalLM):
+    """Supervised fine-tuning with an anchor.
+
+    Raises:
+        AdapterError: The adapter changes the head, which both states share.
+    """
+
+    def build(self, model: nn.Module) -> None:
+        check_shared_head(model, "task.anchor")
+        super().build(model)
+        self._reference = Reference(partial(adapters_off, model))
+        self._rows: list[AnchorRow] = []
+        self._before: list[Tensor] = []
+        self._scale = 1.0
+
+    def set_reference(self, reference: Reference) -> None:
+        self._reference = reference
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """How the loss is computed, and what the anchor adds to a step."""
+        mean = sum(len(row.input_ids) for row in self._rows) / max(len(self._rows), 1)
+        anchor = f"{PER_STEP} answers a step, about {PER_STEP * mean:.0f} tokens"
+        return {**super().paths, "anchor": anchor}
+
+    def setup(self, run: TrainingRun) -> None:
+        """Answer the general prompts, and store the hidden states before the head."""
+        self.metric_names = ("anchor_kl",)
+        run.say(Stage(f"Answering {len(ANCHORS)} general prompts for task.anchor"))
+        self.layout.forget()
+        with evaluating(run.model), self._reference.state(), run.world.autocast():
+            rows = own_answers(run.model, self.tokenizer, ANCHORS, length=LENGTH, seed=SEED)
+            rows = [cut_document(row, self.rows.max_length) for row in rows]
+            rows = [row for row in rows if row.num_targets]
+            self._rows = [
+                AnchorRow(*(getattr(row, field.name) for field in fields(row)), number)
+                for number, row in enumerate(rows)
+            ]
+            for number, row in enumerate(self._rows):
+                run.say(Progress("Preparing the anchor", number, len(self._rows)))
+                batch = collate([row], self.pad_id, self.rows.max_length)
+                batch = {name: each.to(run.world.device) for name, each in batch.items()}
+                self._before.append(self.before_head(run.model, batch).cpu())
+
+    def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
+        """Add the step's anchor rows to rows; none to an evaluation."""
+        if not torch.is_grad_enabled() or not rows or not self._rows:
+            return [rows]
+        world = run.world
+        first = (run.state.step * world.world_size + world.rank) * PER_STEP
+        anchors = [self._rows[n % len(self._rows)] for n in range(first, first + PER_STEP)]
+        counts = [sum(row.num_targets for row in each) for each in (rows, anchors)]
+        targets, of_anchor = world.sum(torch.tensor(counts, device=world.device)).tolist()
+        self._scale = targets / of_anchor  # the loss is divided by the targets of the rows
+        return [[*rows, *anchors]]
+
+    def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        batch = collate(rows, self.pad_id, self.rows.max_length)
+        row_of = batch["target_index"] // batch["input_ids"].shape[1]
+        is_anchor = torch.tensor([isinstance(row, AnchorRow) for row in rows])[row_of]
+        if is_anchor.any():
+            before = [self._before[row.number] for row in rows if isinstance(row, AnchorRow)]
+            batch[BEFORE] = torch.cat(before)
+            batch[OF_ROWS], batch[OF_ANCHOR] = (
+                each.nonzero().flatten() for each in (~is_anchor, is_anchor)
+            )
+        return self.layout.unpadded(batch)
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        """Return the number of target tokens of rows, without those of the anchor."""
+        return batch[OF_ROWS if BEFORE in batch else "targets"].numel()
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss of rows and anchor, and the anchor's KL, both summed."""
+        if BEFORE not in batch:
+            loss = super().loss(model, batch)
+            return torch.cat([loss, loss.new_zeros(len(self.metric_names))])
+        now, of_rows = self.before_head(model, batch), batch[OF_ROWS]
+        values, _ = divergence_of(now[batch[OF_ANCHOR]], batch[BEFORE], self.head, Divergence())
+        divergence = values.sum() * self._scale
+        loss = self.config.anchor * divergence
+        if of_rows.numel():
+            loss = loss + self._cross_entropy(now[of_rows], batch["targets"][of_rows])
+        return torch.stack([loss, divergence.detach()])
+
+    def eval_means(self, means: Sequence[float]) -> dict[str, float]:
+        return {}  # an evaluation has no anchor rows
+
+    def _cross_entropy(self, now: Tensor, targets: Tensor) -> Tensor:
+        if self.head is None:
+            return nn.functional.cross_entropy(now.float(), targets, reduction="sum")
+        return self.head.losses(now, targets, equal_weights=True).sum()
