@@ -337,8 +337,11 @@ def _drift(record: RunRecord, on_event: Listener) -> Any:
     if (config := record.recipe.train.drift) is None:
         return None
     from peftkit.evaluation.drift import Drift
+    from peftkit.tasks.tokens import TokenTask
 
-    before, task = _before(record.adapter, record.continued), record.task
-    model, tokenizer = record.base.model, record.base.tokenizer
-    forget = task.layout.forget  # see check_settings: the task has tokens
-    return Drift(model, tokenizer, before, config, forget_layout=forget, on_event=on_event)
+    base, before, task = record.base, _before(record.adapter, record.continued), record.task
+    assert isinstance(task, TokenTask)  # see check_settings
+    forget = task.layout.forget
+    return Drift(
+        base.model, base.tokenizer, before, config, forget_layout=forget, on_event=on_event
+    )

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from peftkit.data.generation import stop_ids
 from peftkit.data.pack import Row
 from peftkit.data.rows.columns import row_digest
-from peftkit.errors import AdapterError, ConfigError
-from peftkit.events import Listener, Notice, ScoredAnswer, ignore
+from peftkit.errors import AdapterError, ConfigError, DataError
+from peftkit.events import Listener, Notice, ScoredAnswer, Stage, ignore
 from peftkit.execution.plan import compute_dtype
 from peftkit.execution.signals import Interrupted
 from peftkit.figures import size
@@ -55,6 +55,8 @@ TEACHER = "teacher_"
 NAN = float("nan")
 HIDDEN = "teacher_hidden"
 """Name of the stored hidden states of the teacher before the head (n, H)."""
+MEASURED = 16
+"""Rows on which a teacher that is shown answers is measured."""
 SHARE = 0.25
 """Maximum share of the free main memory for these hidden states."""
 DIVERGENCES = {"forward": "KL(teacher, student)", "reverse": "KL(student, teacher)", "jsd": "JSD"}
@@ -86,6 +88,7 @@ class Distill(RolloutTask):
             max_length=loader.max_length,
             limit=exact_length(model, self.tokenizer, None),
             room=None if config.answers == "data" else config.max_new_tokens,
+            shows_answer=config.teacher.answer,
         )
         self.stops = stop_ids(self.tokenizer, self.encoder.style)
         self._student = model
@@ -143,11 +146,13 @@ class Distill(RolloutTask):
 
         Raises:
             Interrupted: A signal arrived; the answers so far are stored.
-            DataError: The teacher's answers are empty.
+            DataError: The teacher's answers are empty, or too few are equal to those it is shown.
         """
         self._load_teacher(run.say)
         if self.makes_rows:
             self.check_answers(run)
+        if self.config.teacher.answer and len(run.rows):
+            self._check_demonstrations(run)
         rows = run.eval_rows if self.makes_rows else run.all_rows
         if self.config.answers != "data" and len(rows):
             self._generate_answers(rows, run)
@@ -158,23 +163,48 @@ class Distill(RolloutTask):
         is_trained = self.makes_rows and torch.is_grad_enabled()
         return self.answered_step(rows, run) if is_trained else [rows]
 
+    def _check_demonstrations(self, run: TrainingRun) -> None:
+        """Check that the teacher uses the answer in its prompt; otherwise it teaches noise.
+
+        Raises:
+            DataError: Fewer than task.teacher.min_match of its answers equal the rows'.
+        """
+        rows = [run.rows[n] for n in range(min(len(run.rows), MEASURED))]
+        prompts = [row.teacher_ids[: len(row.teacher_ids) - row.num_targets // 2] for row in rows]
+        run.say(Stage(f"The teacher answers {len(rows)} rows with their answers as examples"))
+        answers = self._teacher_answers(prompts, run)
+        texts = [self.text(answer.ids, special=False) for answer in answers]
+        share = exact_match([(t, row.reference) for t, row in zip(texts, rows, strict=True)])
+        if share < self.config.teacher.min_match:
+            raise DataError(
+                "the teacher does not use the answers that it is shown.",
+                found=f"{share:.0%} of its answers to {len(rows)} rows equal the rows' answers, "
+                f"for example: {texts[0][:200]!r}",
+                fix="Use a larger instruction-tuned base, or task: causal_lm with an anchor; "
+                "task.teacher.min_match sets the threshold.",
+            )
+        run.say(Notice(f"The teacher repeats the answers that it is shown: {share:.0%} exactly."))
+
+    def _teacher_answers(
+        self, prompts: Sequence[Sequence[int]], run: TrainingRun
+    ) -> list[SampledAnswer]:
+        """Return the teacher's greedy answers to prompts."""
+        self.layout.forget()
+        sampler = self.sampler(run.model)
+        options = {"max_new_tokens": self.config.max_new_tokens, "stops": self.stops}
+        if self._other is not None:
+            answers = sampler.answers(prompts, None, **options, model=self._other.model)
+        else:
+            with self._as_teacher(run.model):
+                answers = sampler.answers(prompts, None, **options)
+        return [one for (one,) in answers]
+
     def _generate_answers(self, rows: Sequence[Distilled], run: TrainingRun) -> None:
-        model, longest = run.model, self.config.max_new_tokens
-        sampler = self.sampler(model)
-
-        def answer(prompts: Sequence[Sequence[int]]) -> list[SampledAnswer]:
-            self.layout.forget()
-            options = {"max_new_tokens": longest, "stops": self.stops}
-            if self._other is not None:
-                answers = sampler.answers(prompts, None, **options, model=self._other.model)
-            else:
-                with self._as_teacher(model):
-                    answers = sampler.answers(prompts, None, **options)
-            return [one for (one,) in answers]
-
+        longest = self.config.max_new_tokens
         teacher = self.identity.get("teacher", "")
         key = f"{self.reference.key} {teacher} {longest} {self.stops}"
         text = partial(self.text, special=False)
+        answer = partial(self._teacher_answers, run=run)
         self._answers = teacher_answers(rows, key, answer, text, longest, run)
 
     def answered(self, row: Distilled) -> Distilled:

@@ -132,6 +132,11 @@ def _of_messages(messages: Any) -> TeacherPrompt:
 # Rows of two documents, the student's and the teacher's, that end with the same answer.
 
 
+DEMONSTRATION = (
+    "{question}\n\nThis is an example of a response to it:\n{answer}\n\n"
+    "Now answer with a response of your own."
+)
+"""The last message of the teacher's prompt if it shows the row's answer (SDFT)."""
 TOO_LONG = "too long after the teacher's prompt"
 """Reason to drop a row; see `RowEncoder.drops`."""
 Read = tuple[list[PromptExample], ParsedRow]
@@ -178,6 +183,7 @@ class DistillEncoder(RowEncoder):
     Args:
         limit: Maximum tokens of the model; rows with longer teacher documents are dropped.
         room: Tokens reserved for an answer that is generated later; None: the rows have answers.
+        shows_answer: Whether the teacher's prompt includes the row's answer as an example.
     """
 
     kind: ClassVar[type[Distilled]] = Distilled
@@ -196,15 +202,16 @@ class DistillEncoder(RowEncoder):
         max_length: int,
         limit: int,
         room: int | None,
+        shows_answer: bool = False,
     ) -> None:
         self.style = Style("chat", template)
         self._tokenizer, self._format, self._prompt = tokenizer, data.format, prompt
         self._max_length, self._limit, self._room = max_length, limit, room
-        self._encoder = Encoder(tokenizer, template)
+        self._encoder, self._shows_answer = Encoder(tokenizer, template), shows_answer
 
     def key(self, where: str) -> object:
         settings = (self.style, self._format, self._max_length, self._limit, self._room)
-        return (*tokenizer_key(self._tokenizer), *settings, self._prompt)
+        return (*tokenizer_key(self._tokenizer), *settings, self._prompt, self._shows_answer)
 
     def read(self, records: Sequence[Record], where: str) -> Read:
         require_template(self._tokenizer, self.style.chat_template)
@@ -232,8 +239,10 @@ class DistillEncoder(RowEncoder):
     def _row(self, example: PromptExample, counts: Counter[str]) -> Distilled | Dropped:
         student, teacher = (
             prompt_ids(self._tokenizer, messages, self.style, example.tools)
-            for messages in (example.messages, self._prompt.before(example.messages))
+            for messages in (example.messages, self._prompt.before(self._demonstrated(example)))
         )
+        if self._shows_answer and not example.reference:
+            return Dropped(example.source, NOTHING)
         answer = self._answer(example) if self._room is None else []
         if self._room is None and not answer:
             return Dropped(example.source, NOTHING)
@@ -244,6 +253,14 @@ class DistillEncoder(RowEncoder):
         if len(teacher) + (self._room or min(len(answer), room)) > self._limit:
             return Dropped(example.source, TOO_LONG)
         return distilled(student, teacher, answer[:room], example)
+
+    def _demonstrated(self, example: PromptExample) -> Sequence[Message]:
+        """Return the messages of a row for the teacher, with its answer as an example if set."""
+        if not (self._shows_answer and example.reference):
+            return example.messages
+        *before, last = example.messages
+        text = DEMONSTRATION.format(question=last["content"], answer=example.reference)
+        return (*before, {**last, "content": text})
 
     def _answer(self, example: PromptExample) -> list[int]:
         """Return the tokens of a row's answer, including its end token."""

@@ -7,10 +7,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from peftkit.base.request import DTYPES
@@ -36,6 +36,12 @@ class TeacherConfig(Config):
     """Folder of a LoRA on the same base; null: the base without an adapter."""
     model: str | None = None
     """Another model with the same tokenizer: hub id, folder, .gguf file or short name."""
+    answer: bool = False
+    """The teacher's prompt includes the row's own answer as an example (SDFT, arXiv:2601.19897).
+    Needs a base that learns in context: about 1.5B parameters or more."""
+    min_match: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """With `answer`: minimum share of rows that the teacher must answer exactly as the row does,
+    measured on 16 rows before the first step."""
 
     @model_validator(mode="after")
     def _has_one_teacher(self) -> TeacherConfig:
@@ -45,11 +51,11 @@ class TeacherConfig(Config):
                 found="A teacher is an adapter on the base, or another model.",
                 fix="Remove one of them; merge the adapter if it belongs to that model.",
             )
-        if not (self.prompt or self.adapter or self.model):
+        if not (self.prompt or self.adapter or self.model or self.answer):
             raise ConfigError(
                 "task.teacher is empty.",
                 found="Without any of them, the teacher equals the untrained student.",
-                fix="Set a prompt, an adapter or a model.",
+                fix="Set a prompt, an adapter or a model, or answer: true.",
             )
         return self
 

@@ -11,7 +11,7 @@ Shapes: n targets of a batch, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -76,7 +76,7 @@ class AnchoredLM(RunHooks, CausalLM):
             rows = [cut_document(row, self.rows.max_length) for row in rows]
             rows = [row for row in rows if row.num_targets]
             self._rows = [
-                AnchorRow(*(getattr(row, field.name) for field in fields(row)), number)
+                AnchorRow(row.input_ids, row.labels, row.lengths, row.source, number)
                 for number, row in enumerate(rows)
             ]
             for number, row in enumerate(self._rows):

@@ -144,3 +144,14 @@ def test_a_prompt_longer_than_the_context_leaves_no_row(model, tokenizer, tmp_pa
     (tmp_path / "prompt.md").write_text("the quick brown fox " * 500)
     with pytest.raises(DataError, match="teacher's prompt"):
         task_on(model, tokenizer, asked, write_questions(tmp_path))
+
+
+def test_a_teacher_reads_the_row_s_answer_as_an_example(model, tokenizer, tmp_path):
+    config = settings(tmp_path, teacher={"answer": True})
+    task, rows = task_on(model, tokenizer, config, write_questions(tmp_path))
+    for row, (_, answer) in zip(rows, QUESTIONS, strict=True):
+        student, teacher = (tokenizer.decode(each.input_ids) for each in row.documents)
+        assert (student.count(answer), teacher.count(answer)) == (1, 2)
+    file = write(tmp_path / "b.jsonl", [{"instruction": "the fox"}])
+    with pytest.raises(DataError, match="Nothing to learn"):
+        task_on(model, tokenizer, config, file)

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from peftkit.errors import CheckpointError, ConfigError, DataError
-from peftkit.events import EvalDone, Event, RolledOut, RunStarted, Stage, StepDone, Table
+from peftkit.events import EvalDone, Event, Notice, RolledOut, RunStarted, Stage, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.run import run
 from peftkit.tasks.distill.teacher import FILE
@@ -169,3 +169,16 @@ def test_a_quantised_base_teaches_itself(told, tmp_path):
     base, train = {"quantize": "nf4"}, {"max_steps": 12, "output_dir": str(tmp_path / "nf4")}
     losses = [step.loss for step in finished(told, base=base, train=train).of_kind(StepDone)]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("answers", ["student", "data", "teacher"])
+def test_a_teacher_that_reads_the_answer_is_measured_first(told, answers):
+    kind = {"answers": answers, "kind": "reverse"}
+    task = {**told["task"], **kind, "teacher": {"answer": True, "min_match": 0.0}}
+    done = finished({**told, "task": task}, train={"max_steps": 1})
+    (text,) = [e.text for e in done.of_kind(Notice) if "answers that it is shown" in e.text]
+    assert "0% exactly" in text  # a random model copies nothing
+    assert done.of_kind(StepDone)
+    task["teacher"] = {"answer": True}
+    with pytest.raises(DataError, match="does not use the answers"):
+        finished({**told, "task": task}, train={"max_steps": 1, "output_dir": "refused"})
