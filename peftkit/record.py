@@ -253,6 +253,8 @@ def _with_best(
     of_loss = f", {result.metrics['best_eval_loss']:.4g}" if metric == "loss" else ""
     if best != result.step:
         weights.load(result.best_checkpoint)
+        last = {n: v for n, v in result.metrics.items() if not n.startswith("eval_drift")}
+        result = replace(result, metrics=last)  # the drift is that of the last step
         text = (
             f"The adapter has the weights of step {best} with the best {metric} on the eval rows"
             f"{of_loss}. The weights of the last step, "

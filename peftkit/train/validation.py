@@ -115,6 +115,7 @@ class Validation:
     ) -> None:
         self.trainer, self.run, self.num_steps = trainer, trainer.run, num_steps
         self.evaluator, self.drift = Evaluator(trainer), drift
+        self._measured: dict[str, float] = {}
         # with a sharded base all processes generate
         generates = self.run.world.is_main or is_sharded(self.run.model)
         self.watch = watch if generates else None
@@ -139,7 +140,7 @@ class Validation:
         if metrics is None:
             return False
         if self.drift is not None:
-            metrics |= self._measured_drift(self.drift)
+            metrics |= self._measure(self.drift)
         loss = metrics["loss"]
         finite = math.isfinite(loss)
         if not finite:
@@ -164,11 +165,9 @@ class Validation:
 
     @property
     def figures(self) -> dict[str, float]:
-        """The loss of the last evaluation and its perplexity, by name; empty without one."""
+        """The last evaluation's loss, perplexity and drift, by name; empty without one."""
         loss = self.run.state.eval_loss
-        if loss is None:
-            return {}
-        return self.evaluator.figures(loss)
+        return {} if loss is None else self.evaluator.figures(loss) | self._measured
 
     def sample(self) -> None:
         """Emit completions of the sample prompts."""
@@ -184,7 +183,7 @@ class Validation:
 
             gather(self.run.model)
 
-    def _measured_drift(self, drift: Drift) -> dict[str, float]:
+    def _measure(self, drift: Drift) -> dict[str, float]:
         """Return the mean of the processes' measurements, which training does not notice."""
         world = self.run.world
         before = rng.capture(world.device)
@@ -193,7 +192,8 @@ class Validation:
             measured = drift.measure()
         rng.restore(before, world.device)
         sums = world.sum(on_device([*measured.values()], world.device)) / world.world_size
-        return dict(zip(measured, sums.tolist(), strict=True))
+        self._measured = dict(zip(measured, sums.tolist(), strict=True))
+        return self._measured
 
     def _judge(self, score: float) -> None:
         """Count evaluations without improvement, for early stopping."""

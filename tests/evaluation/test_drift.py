@@ -143,6 +143,8 @@ def test_a_run_measures_it_without_effect_on_its_weights(settings, tmp_path, pef
     assert 0 < figures[1]["drift"] < figures[3]["drift"]
     written = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert any(json.loads(line).get("metrics", {}).get("drift") for line in written.splitlines())
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert f"| eval drift | {figures[3]['drift']:.4g} |" in card
     result = peftkit("eval", str(tmp_path / "run"), "--drift", "--json")
     assert json.loads(result.out)["drift"] == pytest.approx(figures[3]["drift"], rel=1e-3)
 

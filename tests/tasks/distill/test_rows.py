@@ -148,7 +148,7 @@ def test_a_prompt_longer_than_the_context_leaves_no_row(model, tokenizer, tmp_pa
 
 def test_a_teacher_reads_the_row_s_answer_as_an_example(model, tokenizer, tmp_path):
     config = settings(tmp_path, teacher={"answer": True})
-    task, rows = task_on(model, tokenizer, config, write_questions(tmp_path))
+    _, rows = task_on(model, tokenizer, config, write_questions(tmp_path))
     for row, (_, answer) in zip(rows, QUESTIONS, strict=True):
         student, teacher = (tokenizer.decode(each.input_ids) for each in row.documents)
         assert (student.count(answer), teacher.count(answer)) == (1, 2)
