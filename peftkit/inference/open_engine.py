@@ -153,8 +153,8 @@ def generation_fallbacks(model: Any, tokenizer: Any) -> list[Fallback]:
     """
     try:
         why = why_plain(model, tokenizer)
-    except Exception as problem:
-        if not _ran_out(problem):
+    except Exception as error:
+        if not _ran_out(error):
             raise
         return [
             Fallback(
