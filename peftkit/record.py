@@ -262,7 +262,7 @@ def _with_best(
         )
         on_event(Notice(text))
     metrics = {**result.metrics, "adapter_step": float(best)}
-    loss = metrics["eval_loss"] = metrics["best_eval_loss"]
+    loss = metrics["eval_loss"] = metrics[recipe.train.name_of_best_loss]
     if "eval_perplexity" in metrics:
         metrics["eval_perplexity"] = perplexity(loss)
     return replace(result, metrics=metrics)

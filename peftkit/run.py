@@ -144,7 +144,9 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
     num_steps = recipe.train.num_steps(len(record.train))
     on_event(Notice(f"Execution plan: {plan.describe()}."))
     verdict = "Valid, but short" if _warn_if_short(record, 1, on_event) else "Ready to train"
-    on_event(Notice(f"{verdict}: {len(record.train)} rows, {num_steps} optimizer steps."))
+    evaluated = f", {len(record.eval)} to evaluate on" if record.eval else ""
+    counts = f"{len(record.train)} rows{evaluated}, {num_steps} optimizer steps"
+    on_event(Notice(f"{verdict}: {counts}."))
 
 
 def _warn_if_short(record: RunRecord, processes: int, on_event: Listener) -> bool:

@@ -236,6 +236,11 @@ class TrainConfig(Config):
         return self.shard in ("base", "offload")
 
     @property
+    def name_of_best_loss(self) -> str:
+        """The name of the best evaluation's loss, which is the lowest only by best_metric loss."""
+        return "best_eval_loss" if self.best_metric == "loss" else "eval_loss_of_best_step"
+
+    @property
     def evaluates(self) -> tuple[str, ...]:
         """The settings in use that need eval rows."""
         names = ("eval_before", "eval_generate", "early_stopping", "keep_best", "drift")

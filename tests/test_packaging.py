@@ -144,3 +144,18 @@ def test_make_refuses_an_old_python_with_a_message(target, tmp_path):
     assert done.returncode == 2
     assert "peftkit needs Python 3.11 or newer" in done.stdout
     assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("versions", "code", "text"),
+    [
+        ("oldst", 2, "VERSIONS is 'oldst'; it must be oldest, newest, or empty"),
+        ("oldest", 0, "install -qq --disable-pip-version-check -c constraints-oldest.txt"),
+        ("newest", 0, "--upgrade --upgrade-strategy eager"),
+    ],
+)
+def test_make_installs_the_requested_versions(versions, code, text):
+    command = ["make", "--dry-run", "test", f"VERSIONS={versions}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert text in done.stdout + done.stderr

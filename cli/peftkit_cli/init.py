@@ -19,7 +19,7 @@ from peftkit_cli.goals import GOALS, OTHER_NAMES, menu
 if TYPE_CHECKING:
     from peftkit_cli.survey import Survey
 
-HELD_OUT, MIN_ROWS_TO_HOLD_OUT = 0.05, 100
+HELD_OUT, MIN_HELD_OUT_ROWS, MIN_ROWS_TO_HOLD_OUT = 0.05, 16, 100
 FEW = 50
 CHARACTERS_PER_TOKEN = 4
 CHATS = ("causal_lm", "distill", "grpo", "preference", "kto", "reward")
@@ -303,7 +303,8 @@ def recipe_text(
     if not held_out and num_rows < MIN_ROWS_TO_HOLD_OUT:
         section.pop("eval", None)
     elif "eval" in section:
-        section["eval"] = _quoted(held_out) if held_out else str(HELD_OUT)
+        share = max(HELD_OUT, round(MIN_HELD_OUT_ROWS / num_rows, 2))
+        section["eval"] = _quoted(held_out) if held_out else str(share)
         comments |= {} if held_out else {"eval": "share of the rows that is held out"}
     if "max_length" in section:
         section["max_length"] = str(length)

@@ -236,7 +236,7 @@ def loader_arguments(location: Location) -> dict[str, Any]:
         raise BaseError(
             f"cannot read {location.gguf}.",
             found="GGUF files need the package gguf, which is not installed.",
-            fix='pip install "gguf>=0.17"',
+            fix='pip install "gguf>=0.18"',
         )
     # trust_remote_code: the default None would prompt at the terminal
     arguments: dict[str, Any] = {"trust_remote_code": False}

@@ -85,7 +85,8 @@ class Result:
         step: Optimizer steps, including steps before a resume.
         seconds: Wall-clock time, including the time before a resume.
         metrics: loss (`recent_mean`), epochs, num_tokens, tokens_per_second, peak_bytes; with eval
-            rows eval_loss, best_eval_loss and, for a task that predicts tokens, eval_perplexity.
+            rows eval_loss, best_eval_loss (eval_loss_of_best_step, if train.best_metric is another
+            metric) and, for a task that predicts tokens, eval_perplexity.
         checkpoint: The last checkpoint; the model has its weights.
         best_step: Step of the best evaluation.
         best_checkpoint: Checkpoint of that step.

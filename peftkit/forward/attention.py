@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.attention_kernels import Call, attend, takes_varlen
+from peftkit.forward.compat import register_attention, unregister_attention
 from peftkit.kernels.varlen import Grid, Spans, into_grid, out_of_grid
 
 PREFIX = "peftkit_"
@@ -225,8 +226,6 @@ def training_attention(
     if not _applies(model) or not (documents or plan.attention == "grouped"):
         yield None
         return
-    from transformers import AttentionInterface, AttentionMaskInterface  # slow to import
-
     before = _implementations(model.config)
     outer = _original.get(model)
     _original[model] = before
@@ -234,8 +233,7 @@ def training_attention(
     name = next(name for name in names if name not in _used_names)
     _used_names.add(name)
     attention = previous or TrainingAttention(plan)
-    AttentionInterface.register(name, attention.attend)
-    AttentionMaskInterface.register(name, attention.mask)
+    register_attention(name, attention.attend, attention.mask)
     model.set_attn_implementation({k: name if v == before[""] else v for k, v in before.items()})
     try:
         yield attention
@@ -243,8 +241,7 @@ def training_attention(
         attention.layout = None
         _original[model] = outer or {}
         model.set_attn_implementation(before)
-        for table in (AttentionInterface, AttentionMaskInterface):
-            table._global_mapping.pop(name, None)
+        unregister_attention(name)
         _used_names.discard(name)
 
 

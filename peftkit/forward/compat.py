@@ -58,6 +58,22 @@ def missing_arguments(module: nn.Module, needed: Collection[str]) -> str:
     return f"{installed('transformers')}: {forward} has no argument{plural} {', '.join(missing)}"
 
 
+def register_attention(name: str, attend: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Make an implementation of attention and its masks available to all models under a name."""
+    from transformers import AttentionInterface, AttentionMaskInterface  # slow to import
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
+
+
+def unregister_attention(name: str) -> None:
+    """Undo `register_attention`; transformers has no public function for this."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for table in (AttentionInterface, AttentionMaskInterface):
+        table._global_mapping.pop(name, None)
+
+
 def installed(name: str) -> str:
     """Return a library with its version, such as "transformers 5.24.0"."""
     try:

@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from peftkit.forward.attention import MaskKind, kind_of
 from peftkit.forward.attention_kernels import PLAIN
-from peftkit.forward.compat import with_all_methods
+from peftkit.forward.compat import register_attention, unregister_attention, with_all_methods
 from peftkit.inference.cache import Arena, Row, Span, joined
 
 _numbers = count()
@@ -372,12 +371,10 @@ class _Layer(CacheLayerMixin):
 def registered(model: Any, attention: CachedAttention) -> Iterator[None]:
     """Use this attention in a model within the context."""
     before, name = model.config._attn_implementation, f"peftkit_cached_{next(_numbers)}"
-    AttentionInterface.register(name, attention.attend)
-    AttentionMaskInterface.register(name, attention.mask)
+    register_attention(name, attention.attend, attention.mask)
     model.set_attn_implementation(name)
     try:
         yield
     finally:
         model.set_attn_implementation(before)
-        for table in (AttentionInterface, AttentionMaskInterface):
-            table._global_mapping.pop(name, None)
+        unregister_attention(name)

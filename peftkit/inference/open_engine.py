@@ -34,6 +34,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from peftkit.data.pack import padded_rows
 from peftkit.events import Fallback
 from peftkit.execution.environment import Environment, free_now
+from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.execution.plan import ExecutionPlan, compute_dtype
 from peftkit.forward.compat import missing_arguments
 from peftkit.inference.cached_engine import CachedEngine
@@ -146,8 +147,23 @@ def why_plain(model: Any, tokenizer: Any) -> str | None:
 
 
 def generation_fallbacks(model: Any, tokenizer: Any) -> list[Fallback]:
-    """Return why completions of a model are slower than those of a recorded `CachedEngine`."""
-    why = why_plain(model, tokenizer)
+    """Return why completions of a model are slower than those of a recorded `CachedEngine`.
+
+    If memory runs out for the trial of the engine, the one fallback says so.
+    """
+    try:
+        why = why_plain(model, tokenizer)
+    except Exception as error:
+        if not _ran_out(error):
+            raise
+        return [
+            Fallback(
+                path="The engine for completions could not be tried",
+                cause=f"Memory ran out for a prompt of {max(LENGTHS)} tokens.",
+                cost="The first completions repeat the trial, and fail if memory is still short.",
+                fix="Free memory on the device, or load the base with base.quantize: nf4.",
+            )
+        ]
     if why is None:
         on_gpu = ExecutionPlan.for_model(model).records_decoding
         problem = why_not_recorded(model) if on_gpu else ""
@@ -162,6 +178,10 @@ def generation_fallbacks(model: Any, tokenizer: Any) -> list[Fallback]:
             else "Keep requests of like length together; vLLM serves more architectures.",
         )
     ]
+
+
+def _ran_out(problem: Exception) -> bool:
+    return isinstance(problem, AnswerTooLarge) or is_out_of_memory(problem)
 
 
 def _by_its_class(model: Any, config: Any) -> str | None:
@@ -197,9 +217,9 @@ def _by_trying(model: Any, tokenizer: Any, config: Any) -> str | None:
             engine.ends = frozenset()
             answers = [engine.submit(Request(ids, sampling)) for ids in prompts]
             engine.run()
-    except AnswerTooLarge:  # says nothing of the model
-        raise
     except Exception as problem:  # whatever a model raises that cannot use such a cache
+        if _ran_out(problem):  # says nothing of the model
+            raise
         return f"Its attention fails over the engine's cache: {type(problem).__name__}: {problem}"
     for ids, completion in zip(prompts, answers, strict=True):
         for number, chosen in enumerate(completion.chosen):

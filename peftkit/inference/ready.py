@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from peftkit.adapter import prepared_for_serving
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.loss import find_head
-from peftkit.model.blocks import is_sharded
+from peftkit.model.blocks import is_sharded, is_streamed
 from peftkit.quant.copies import copies_kept
 
 COPY_SHARE = 0.5
@@ -28,7 +28,8 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 @contextmanager
 def ready_for_tokens(model: PreTrainedModel) -> Iterator[None]:
     """Prepare weights for many short forward passes: unpacked copies, A and B grouped."""
-    share = 0.0 if is_sharded(model) else COPY_SHARE
+    # weights of a streamed base rest on the CPU, and are used on the GPU
+    share = 0.0 if is_sharded(model) or is_streamed(model) else COPY_SHARE
     with (
         copies_kept(model, share),
         prepared_for_serving(model, ExecutionPlan.for_model(model)),

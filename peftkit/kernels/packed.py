@@ -273,7 +273,7 @@ GEMM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _has_gemm(x: Tensor, form: PackedFormat, dtype: torch.dtype) -> bool:
-    """Return whether bitsandbytes has a product that reads the packed weight.
+    """Return whether bitsandbytes' product that reads the packed weight applies.
 
     It is used on GPUs without gradients: a token's product reads half a byte per weight, instead of
     writing and reading two bytes. For many rows the operator unpacks the weight.
@@ -284,7 +284,6 @@ def _has_gemm(x: Tensor, form: PackedFormat, dtype: torch.dtype) -> bool:
         and form.shape[-1] % form.block == 0
         and x.dtype == dtype
         and dtype in GEMM_DTYPES
-        and hasattr(torch.ops.bitsandbytes, "gemm_4bit")  # since 0.50
     )
 
 

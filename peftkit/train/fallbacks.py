@@ -7,7 +7,6 @@ occur.
 from __future__ import annotations
 
 from peftkit.events import Fallback
-from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.forward.fused import why_unfused
 from peftkit.kernels.fused import TRITON
 from peftkit.train.step import Trainer
@@ -57,14 +56,8 @@ def _generation(trainer: Trainer) -> list[Fallback]:
     samples = config.sample_every is not None or config.eval_generate
     if not (isinstance(task, CompletingTask) and (samples or hasattr(task, "sampler"))):
         return []
-    from peftkit.inference.engine import AnswerTooLarge
     from peftkit.inference.open_engine import generation_fallbacks
 
     if (layout := getattr(task, "layout", None)) is not None:
         layout.forget()  # the trial of the engine must not use the layout of a training batch
-    try:
-        return generation_fallbacks(trainer.model, task.tokenizer)
-    except Exception as problem:  # no memory for the trial: the run itself may need less
-        if isinstance(problem, AnswerTooLarge) or is_out_of_memory(problem):
-            return []
-        raise
+    return generation_fallbacks(trainer.model, task.tokenizer)

@@ -377,7 +377,7 @@ class Loop:
         }
         metrics |= {f"eval_{name}": value for name, value in self.validation.figures.items()}
         if state.best_loss is not None:
-            metrics["best_eval_loss"] = state.best_loss
+            metrics[self.config.name_of_best_loss] = state.best_loss
         best = None if state.best_step is None else folder / f"step-{state.best_step}"
         last = folder / f"step-{state.step}"
         is_main = self.world.is_main

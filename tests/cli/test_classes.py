@@ -94,6 +94,8 @@ def test_the_best_step_is_chosen_by_a_metric(peftkit, classifier, tmp_path):
     evals = [e for e in map(json.loads, lines) if e["event"] == "EvalDone"]
     first, second = (e["metrics"]["f1_macro"] for e in evals)
     assert [e["best"] for e in evals] == [True, second > first]
+    assert "eval loss of best step" in done.err  # not the "best eval loss"
+    assert "best eval loss" not in done.err
     done = peftkit("train", recipe, "--overwrite", "--set", "train.best_metric=f1")
     assert done.code == 2
     assert "An evaluation of this task has: loss, accuracy, f1_macro." in done.err

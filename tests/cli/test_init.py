@@ -49,6 +49,21 @@ def test_every_recipe_is_valid_and_has_the_answers(task, on_cpu, tmp_path):
     assert text.count("  # ") >= 4
 
 
+@pytest.mark.parametrize(("num_rows", "share"), [(99, None), (100, 0.16), (200, 0.08), (400, 0.05)])
+def test_enough_rows_are_held_out_to_evaluate_on(num_rows, share, tmp_path):
+    text = recipe_text(
+        "causal_lm",
+        data="rows.jsonl",
+        model="org/m",
+        on_cpu=True,
+        num_rows=num_rows,
+        fields=["messages"],
+        base=Size(576),
+    )
+    (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
+    assert load(tmp_path / "recipe.yaml").data.eval == share
+
+
 def test_options_answer_the_questions(peftkit, tmp_path, model_folder):
     write_rows(tmp_path / "rows.jsonl", [turn("a", f"b {n}") for n in range(9)])
     args = ("--data", "rows.jsonl", "--model", str(model_folder), "--memory", "12GB")

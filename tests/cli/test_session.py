@@ -125,7 +125,10 @@ def test_check_says_that_a_run_is_too_short(project, peftkit):
     assert "--set data.packing=false --set train.batch_size=4" in done.err
     assert "Ready to train" not in done.err
     cured = peftkit("check", "recipe.yaml", *more, "--set", "train.batch_size=4")
-    assert "Ready to train: 40 rows, 30 optimizer steps." in cured.err
+    (verdict,) = [line for line in cured.err.splitlines() if "Ready to train" in line]
+    num_eval = len((project / "eval.jsonl").read_text(encoding="utf-8").splitlines())
+    counts = f"40 rows, {num_eval} to evaluate on, 30 optimizer steps"
+    assert verdict == f"note: Ready to train: {counts}."
 
 
 def test_generate_prints_the_completion_and_nothing_else(inside, trained):

@@ -22,6 +22,8 @@ from peftkit.train.loop import fit
 from tests.helpers.families import FAMILIES
 from tests.helpers.generation import MODELS
 from tests.helpers.padding_free import ROWS, task_on
+from tests.simulated_gpu.simulation import simulated
+from tests.simulated_gpu.tensors import Card
 
 Tokenizer = PreTrainedTokenizerFast
 FAST = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "mixtral", "gpt2", "gpt_neox", "mistral_swa")
@@ -78,6 +80,18 @@ def test_a_renamed_argument_is_named_as_the_cause(tokenizer, monkeypatch):
     assert "LlamaForCausalLM.forward has no argument cache, which the engine needs." in str(
         fallback.text
     )
+
+
+def test_a_trial_without_memory_is_reported_and_not_remembered(tokenizer):
+    model: Any = FAMILIES["llama"]().eval()
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    with simulated(Card(memory=size + 4096)) as card:
+        model.to("cuda")
+        (fallback,) = generation_fallbacks(model, tokenizer)
+        card.memory *= 100
+        assert generation_fallbacks(model, tokenizer) == []
+    assert fallback.path == "The engine for completions could not be tried"
+    assert fallback.cause == "Memory ran out for a prompt of 9 tokens."
 
 
 def _uncached(kind: Any) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from peftkit.inference.bank import AdapterBank
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Completion, Request
 from peftkit.inference.generate import stream
-from peftkit.inference.open_engine import why_plain
+from peftkit.inference.open_engine import generation_fallbacks, why_plain
 from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
 from tests.helpers.bank import tiny_base, write_adapter
@@ -109,11 +109,15 @@ def test_a_model_that_waits_for_the_host_is_not_recorded(caplog):
         expected = answers(engine)
     with simulated():
         engine = on_card(model)
+        assert generation_fallbacks(model, TOKENIZER) == []
         model.model.norm.register_forward_hook(lambda module, args, out: float(out.sum()) and None)
         with engine, caplog.at_level(logging.WARNING):
             assert answers(engine) == expected
         assert engine.recorder is not None
         assert (engine.recorder.is_able, engine.recorder.num_recorded) == (False, 0)
+        (fallback,) = generation_fallbacks(model, TOKENIZER)  # for later runs and servers
+    assert fallback.path == "Decoding runs without CUDA graphs"
+    assert fallback.cause == "Capturing a step has failed."
     (record,) = caplog.records
     assert "without CUDA graphs. CUDA error" in record.message
 

@@ -19,7 +19,6 @@ from peftkit.quant.weights import adopt_bitsandbytes, weight_of
 
 SHAPES = [(40, 64), (9, 41), (341, 9), (8, 96), (33, 32), (1, 5), (3, 130)]
 FORMS = [("nf4", True), ("nf4", False), ("fp4", True), ("fp4", False), ("int8", True)]
-HAS_GEMM = hasattr(torch.ops.bitsandbytes, "gemm_4bit")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -78,7 +77,6 @@ def test_unpacked_is_code_times_absmax_in_every_shape(kind, shape):
     assert torch.equal(packing(packed), expected.view(-1)[: tensor.numel()].view(shape))
 
 
-@pytest.mark.skipif(not HAS_GEMM, reason="bitsandbytes has this product since 0.50")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "double"), [form for form in FORMS if form[0] != "int8"])

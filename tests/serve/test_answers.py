@@ -285,3 +285,12 @@ def test_models_are_the_adapters_and_the_base(client):
     assert client.get("/v1/models/two").json() == listed[1]
     assert client.get("/v1/models/three").status_code == 404
     assert client.get("/health").json() == {"status": "ok", "fallbacks": []}
+
+
+def test_health_lists_the_fallbacks(bank):
+    bank.base.model.config.rope_parameters["rope_type"] = "dynamic"
+    with TestClient(app.make_app(bank), base_url=HERE) as client:
+        health = client.get("/health").json()
+    (fallback,) = health["fallbacks"]
+    assert fallback.startswith("Completions are generated batch by batch. Its positions depend")
+    assert "vLLM" in fallback

@@ -221,3 +221,24 @@ def test_a_served_base_trains_between_answers(trained, tmp_path):
         beside, answers = losses_and_answers(tmp_path / "beside", asks=True)
     assert beside == alone
     assert answers == expected * 3
+
+
+def test_a_streamed_base_completes_as_on_a_cpu_and_its_run_reports_no_graphs(tmp_path):
+    recipe = recipe_for("causal_lm", tmp_path)
+    model = recipe.base.model
+    recipe = recipe.model_copy(
+        update={
+            "base": recipe.base.model_copy(update={"quantize": "nf4", "placement": "stream"}),
+            "train": recipe.train.model_copy(update={"max_steps": 1, "eval_generate": 1}),
+        }
+    )
+    events: list[Event] = []
+    found = load_base(model, dtype="fp32", quantize="nf4", device="cpu")
+    expected = generate(found.model, found.tokenizer, PROMPTS[:2], max_new_tokens=3)
+    with simulated():
+        found = load_base(model, dtype="fp32", quantize="nf4", placement="stream", device="cuda")
+        assert generate(found.model, found.tokenizer, PROMPTS[:2], max_new_tokens=3) == expected
+        run_recipe(recipe, on_event=events.append)
+    texts = [event.text for event in events if isinstance(event, Notice)]
+    (text,) = [text for text in texts if text.startswith("Decoding runs without CUDA graphs.")]
+    assert "Its blocks wait for other processes or host memory" in text

@@ -369,5 +369,5 @@ def require_gguf() -> None:
         raise AdapterError(
             "GGUF files need the package gguf",
             found="It is not installed.",
-            fix='pip install "gguf>=0.17"',
+            fix='pip install "gguf>=0.18"',
         )
