@@ -132,6 +132,10 @@ class CachedEngine(Engine):
         for completion in list(self._waiting):
             if room <= 0 or not self._has_room(completion):
                 return
+            running = [row.owner.request.adapter for row in self._growing()]
+            running += [span.adapter for span in self._prompts]
+            if not self._can_join(completion.request.adapter, running):
+                return
             if self._begin(completion):
                 self._waiting.remove(completion)
                 room -= 1

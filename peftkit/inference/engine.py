@@ -15,7 +15,7 @@ import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -238,6 +238,7 @@ class Engine(ABC):
     Attributes:
         num_passes: Forward passes so far.
         ends: Tokens that end every completion.
+        can_mix: Returns whether a forward pass may hold rows of several adapters.
     """
 
     def __init__(
@@ -255,6 +256,7 @@ class Engine(ABC):
         self.ends = end_tokens(model, tokenizer)
         self._pad = tokenizer.pad_token_id
         self._use, self._on_fewer = use, on_fewer or log_fewer
+        self.can_mix: Callable[[], bool] = lambda: True
         self._waiting: deque[Completion] = deque()
         self._stack = ExitStack()
 
@@ -417,6 +419,10 @@ class Engine(ABC):
     def run(self) -> None:
         while not self.is_idle:
             self.step()
+
+    def _can_join(self, adapter: str | None, others: Iterable[str | None]) -> bool:
+        """Return whether an adapter may run in the forward passes of others."""
+        return {*others} <= {adapter} or self.can_mix()
 
     def _using(self, names: Sequence[str | None]) -> AbstractContextManager[None]:
         return nullcontext() if self._use is None else self._use(names)

@@ -264,6 +264,9 @@ class PlainEngine(Engine):
             longest = max(longest, row.num_tokens)
             if number and (number + 1) * longest > most:
                 break
+            adapters = [one.request.adapter for one in rows[:number]]
+            if not self._can_join(row.request.adapter, adapters):
+                break
             number += 1
         return number
 
