@@ -25,6 +25,7 @@ from torch import Tensor
 
 from peftkit.errors import DataError, RunError
 from peftkit.execution.out_of_memory import NO_ROOM, attempt, is_out_of_memory
+from peftkit.forward.row_lengths import keep_lengths_apart
 from peftkit.inference.ready import on_device, ready_for_tokens
 from peftkit.inference.sampling import (
     Chosen,
@@ -262,6 +263,7 @@ class Engine(ABC):
 
     def __enter__(self: AnEngine) -> AnEngine:
         with on_device(self.model.device), ExitStack() as stack:
+            keep_lengths_apart(self.model)
             stack.enter_context(evaluating(self.model))
             stack.enter_context(ready_for_tokens(self.model))
             self._prepare(stack)
@@ -431,7 +433,7 @@ class Engine(ABC):
 def context_length(model: Any) -> int | None:
     """Return a model's maximum context length in tokens; None: its config has no limit."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return None if limit is None else int(limit)
+    return None if limit is None or limit < 1 else int(limit)  # XLNet's is -1
 
 
 def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:

@@ -26,6 +26,7 @@ from peftkit.forward.batch_layout import BatchLayout
 from peftkit.forward.loss import accepted, head_of, perplexity, token_loss
 from peftkit.forward.padding_free import layout_in
 from peftkit.forward.probes import check_causal
+from peftkit.forward.row_lengths import limits_of
 from peftkit.settings import CHAT, DataConfig
 from peftkit.tasks.base import Task, mean_loss
 from peftkit.tasks.completions import CompletingTask
@@ -56,6 +57,8 @@ class TokenTask(Task):
     def build(self, model: nn.Module) -> None:
         super().build(model)
         self.layout = BatchLayout()
+        if limits_of(model).document and "attention_mask" not in self.input_names:
+            self.input_names = (*self.input_names, "attention_mask")  # where a row ends
         self.head = head_of(model, self.example)
         ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         self.pad_id: int = next(int(token) for token in ids if token is not None)
