@@ -213,7 +213,7 @@ def check_packing(model: nn.Module, max_length: int = 0) -> None:
     limit = limits_of(model).sequence
     if limit is not None and max_length > limit:
         raise DataError(
-            f"Cannot pack documents for {type(unwrapped(model)).__name__} into {max_length} tokens.",
+            f"Cannot pack {type(unwrapped(model)).__name__}'s documents into {max_length} tokens.",
             found=f"Its attention scales a token by its place in the row after {limit} tokens.",
             fix=f"Set data.max_length to {limit} or less, or data.packing: false.",
         )

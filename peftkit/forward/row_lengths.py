@@ -3,11 +3,11 @@
 transformers chooses the frequencies of RoPE for the longest row of a forward pass, if their type is
 `longrope` (Phi-3, LongRoPE, arXiv 2402.13753) or `dynamic` (NTK). Here each document of a batch has
 the frequencies that it has alone: the rotary module runs once for each kind of length, and each
-token takes the result for its document. Dynamic frequencies also lose the state that earlier, longer
-rows left in the module.
+token takes the result for its document. The state that earlier, longer rows left in a module with
+dynamic frequencies is reset.
 
-Llama 4 scales queries by the logarithm of their place in a row, in steps of `floor_scale` tokens. In
-a sequence of several documents a place is not a position, so that such a sequence stays shorter.
+Llama 4 scales queries by the logarithm of their place in a row, in steps of `floor_scale` tokens.
+In a sequence of several documents a place is not a position, so such a sequence must be shorter.
 
 Shapes: B rows, T tokens, D head size.
 """
@@ -77,9 +77,7 @@ def keep_lengths_apart(model: nn.Module) -> None:
 def _rope_limits(module: nn.Module) -> dict[str | None, int]:
     """Return up to which length a rotary module's frequencies are constant, by layer type."""
     rope: Any = getattr(getattr(module, "config", None), "rope_parameters", None)
-    if not rope or not any(
-        name.endswith("inv_freq") for name, _ in module.named_buffers("", False)
-    ):
+    if not rope or not any(name.endswith("inv_freq") for name in module._buffers):
         return {}
     kinds = {name: one for name, one in rope.items() if isinstance(one, Mapping)} or {None: rope}
     longest = module.config.max_position_embeddings
@@ -103,11 +101,8 @@ def _note_lengths(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _lengths(positions: Tensor | None, mask: Any) -> Tensor | None:
     """Return the length of the document of each token, (B, T) or (B, 1); None: unknown."""
     mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-    if (
-        positions is None
-        or positions.dim() != 2
-        or (mask is not None and len(positions) != len(mask))
-    ):
+    is_by_row = positions is not None and positions.dim() == 2
+    if positions is None or not is_by_row or (mask is not None and len(positions) != len(mask)):
         return None if mask is None else mask.sum(1, keepdim=True)
     document = (positions == 0).cumsum(1)  # from 0 if a cache holds the beginning
     if mask is not None and mask.shape == positions.shape:  # padding has no length

@@ -1,8 +1,8 @@
 """Which rows of a plain batch may be padded on the left: `takes_padding` probes the model.
 
 States (RWKV), blocks of linear attention (MiniMax) and attention that selects keys (DeepSeek V3.2)
-may count padding as tokens, also in transformers' `generate`. A probe compares a padded row with the
-same row alone.
+may count padding as tokens, also in transformers' `generate`. A probe compares a padded row with
+the same row alone.
 
 Shapes: B rows, T tokens of the longest, V tokens of the vocabulary.
 """

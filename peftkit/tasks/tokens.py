@@ -165,7 +165,9 @@ class CausalLM(CompletingTask, TokenTask):
 
     def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return a batch (see `peftkit.data.pack.collate`), padding-free if that is faster."""
-        return self.layout.unpadded(collate(rows, self.pad_id, self.rows.max_length))
+        # beside packed documents padding is a document: of zeros some norms have no gradient
+        pad = rows[0].input_ids[0] if self.rows.data.packing else self.pad_id
+        return self.layout.unpadded(collate(rows, pad, self.rows.max_length))
 
 
 class AnswerConfig(TaskConfig):
