@@ -84,21 +84,30 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def alone(model: Any, rows: Iterable[Row]) -> tuple[Tensor, list[Tensor | None]]:
+def alone(model: Any, rows: Iterable[Row]) -> tuple[Tensor, list[Tensor]]:
     """Return the summed loss of documents and its gradients, each in its own forward pass.
 
     Each pass runs a fresh copy of the model, without anything of peftkit's.
     """
-    total, sums = torch.zeros(()), [torch.zeros_like(p) for p in trained(model)]
+    each = []
     for document in (document for row in rows for document in row.documents):
         fresh = copy.deepcopy(model)
         logits = fresh(input_ids=torch.tensor([document.input_ids]), use_cache=False).logits[0]
         labels = torch.tensor(document.labels[1:])
         loss = functional.cross_entropy(logits[:-1].float(), labels, reduction="sum")
         grads = torch.autograd.grad(loss, trained(fresh), allow_unused=True)
-        total = total + loss.detach()
+        each.append((loss.detach(), grads))
+    return added(each, trained(model))
+
+
+def added(
+    each: Sequence[tuple[Tensor, Sequence[Tensor | None]]], parameters: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the sums of losses and of gradients."""
+    sums = [torch.zeros_like(parameter) for parameter in parameters]
+    for _, grads in each:
         sums = [s if g is None else s + g for s, g in zip(sums, grads, strict=True)]
-    return total, list(sums)
+    return torch.stack([loss for loss, _ in each]).sum(), sums
 
 
 def assert_equal(found: Sequence[Any], expected: Sequence[Any]) -> None:

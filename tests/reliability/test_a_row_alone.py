@@ -1,30 +1,43 @@
 """A row's result does not depend on its batch: on longer, shorter and packed neighbours."""
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function
 
-from peftkit.errors import PeftkitError
+from peftkit.errors import DataError, PeftkitError
+from peftkit.forward.attention import MaskKind, kind_of, window_of
 from peftkit.inference.engine import Limits, Request
 from peftkit.inference.open_engine import open_engine
 from peftkit.inference.sampling import Sampling
 from peftkit.settings import DataConfig
-from peftkit.tasks.tokens import CausalLM
-from tests.helpers.padding_free import loss_and_gradients
+from peftkit.tasks.batches import split_micro_batches
+from peftkit.tasks.text.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
+from peftkit.tasks.text.seq2seq import PairRow, Seq2Seq, Seq2SeqConfig
+from peftkit.tasks.tokens import CausalLM, TokenTask
+from tests.helpers.padding_free import loss_and_gradients, row_of
 from tests.helpers.rows_alone import (
     BATCHES,
     BY_LENGTH,
     MODELS,
+    added,
     alone,
     assert_equal,
     generated,
     is_causal,
+    trained,
 )
 
 FAST = ("llama", "gpt2", "opt", "qwen2_moe", *BY_LENGTH)
-EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
+
+
+def each(*fast: str) -> list[Any]:
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in MODELS]
+
+
 PROMPTS = [[9 + 5 * n for n in range(size)] for size in (27, 11, 6, 14, 11)]
 NUM_NEW = 7
 
@@ -40,9 +53,18 @@ def task_of(model: Any, tokenizer: Any, packing: bool) -> CausalLM:
     pytest.skip(reason)
 
 
-@pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize("packing", [False, True], ids=["rows", "packed"])
-def test_loss_and_gradients_are_the_sum_of_each_row_alone(name, packing, tokenizer):
+@pytest.mark.parametrize("name", each("llama", "phi3_longrope", "llama4_scaled"))
+def test_the_loss_of_rows_is_the_sum_of_each_alone(name, tokenizer):
+    check_loss(name, tokenizer, packing=False)
+
+
+@pytest.mark.parametrize("name", each(*FAST, "gemma3n"))
+def test_the_loss_of_packed_rows_is_the_sum_of_each_document_alone(name, tokenizer):
+    check_loss(name, tokenizer, packing=True)
+
+
+def check_loss(name: str, tokenizer: Any, *, packing: bool) -> None:
+    """Compare loss and gradients of batches, padding-free and padded, with `alone`."""
     torch.manual_seed(0)
     model: Any = MODELS[name]().eval()
     if not is_causal(model):
@@ -58,7 +80,7 @@ def test_loss_and_gradients_are_the_sum_of_each_row_alone(name, packing, tokeniz
                 assert_equal(loss_and_gradients(task, model, batch), sums)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", each(*FAST))
 def test_completions_are_those_of_each_prompt_alone(name, tokenizer):
     torch.manual_seed(0)
     model: Any = MODELS[name]().eval()
@@ -76,3 +98,74 @@ def test_completions_are_those_of_each_prompt_alone(name, tokenizer):
     for completion, (tokens, log_probs) in zip(completions, expected, strict=True):
         assert completion.ids == tokens
         assert completion.log_probs == pytest.approx(log_probs, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", each("bert", "t5"))
+def test_rows_of_encoders_are_each_alone(name, tokenizer):
+    torch.manual_seed(0)
+    model: Any = MODELS[name]().eval()
+    kind = type(model).__name__
+    task: TokenTask
+    if "ForMaskedLM" in kind:
+        own = copy.deepcopy(tokenizer)
+        own.mask_token = "<unk>"
+        task = MaskedLM(model, own, MaskedLMConfig(), DataConfig(train="", max_length=32))
+        rows = [MaskedRow(ids, tuple(range(len(ids))), "") for ids in map(tuple, PROMPTS)]
+    elif model.config.is_encoder_decoder and model.main_input_name == "input_ids":
+        task = Seq2Seq(model, tokenizer, Seq2SeqConfig(max_target_length=8), DataConfig(train=""))
+        rows = [PairRow(tuple(p), tuple(p[:0:-3]), "", "") for p in PROMPTS]
+    else:
+        pytest.skip("is no text encoder")
+    each = [loss_and_gradients(task, model, task.collate([row])) for row in rows]
+    expected = added(each, trained(model))
+    for context in (task.training(model), nullcontext()):
+        with context:
+            parts = split_micro_batches(rows, task.num_positions, 8, bucket_key=task.bucket_key)
+            found = [loss_and_gradients(task, model, task.collate(part)) for part in parts]
+            assert_equal(added(found, trained(model)), expected)
+    if isinstance(task, Seq2Seq):
+        texts = task.texts(model, rows)
+        assert texts == [task.texts(model, [row])[0] for row in rows]
+        assert name != "t5" or len(set(texts)) > 1
+
+
+def test_documents_longer_than_a_scale_of_llama_4_are_not_packed(tokenizer):
+    model: Any = MODELS["llama4_scaled"]()
+    for layer in model.model.layers:
+        layer.self_attn.floor_scale = 32
+    data = DataConfig(train="", max_length=32, packing=True)
+    with pytest.raises(DataError, match=r"after 31 tokens(.|\n)*data.packing: false"):
+        CausalLM(model, tokenizer, data)
+    CausalLM(model, tokenizer, data.model_copy(update={"max_length": 31}))
+
+
+@pytest.mark.parametrize("chunk", [8, 3000, 8192])
+def test_chunks_of_any_size_are_recognised(chunk):
+    config = MODELS["llama4_chunked"]().config
+    config.attention_chunk_size = chunk
+    function = chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.long))
+    assert kind_of(function, window_of(config)) is None
+    assert kind_of(causal_mask_function, window_of(config)) == MaskKind(True, None)
+
+
+@pytest.mark.slow
+def test_documents_beyond_a_long_chunk_are_each_alone(tokenizer):
+    torch.manual_seed(0)
+    model: Any = MODELS["llama4_chunked"]().eval()
+    model.config.attention_chunk_size = 1100
+    model.config.max_position_embeddings = 2048
+    rows = [row_of(1500), row_of(40)]
+    expected = alone(model, rows)
+    task = CausalLM(model, tokenizer, DataConfig(train="", max_length=2048, packing=False))
+    with task.training(model):
+        batch = task.collate(rows)
+        assert "grid_tokens" in batch
+        assert_equal(loss_and_gradients(task, model, batch), expected)
+    prompts = [list(rows[0].input_ids), list(rows[1].input_ids)]
+    expected_tokens = [generated(model, prompt, 3) for prompt in prompts]
+    with open_engine(model, tokenizer) as engine:
+        engine.ends = frozenset()
+        groups = engine.answers(prompts, Sampling(max_new_tokens=3), n=2)
+    assert [one.ids for of in groups for one in of] == [
+        ids for ids, _ in expected_tokens for _ in range(2)
+    ]
