@@ -210,11 +210,11 @@ def check_packing(model: nn.Module, max_length: int = 0) -> None:
     Raises:
         DataError: They do not.
     """
-    limit = limits_of(model).sequence
+    limit = limits_of(model).packed
     if limit is not None and max_length > limit:
         raise DataError(
             f"Cannot pack {type(unwrapped(model)).__name__}'s documents into {max_length} tokens.",
-            found=f"Its attention scales a token by its place in the row after {limit} tokens.",
+            found=f"After {limit} tokens its attention depends on a token's place in the row.",
             fix=f"Set data.max_length to {limit} or less, or data.packing: false.",
         )
     with evaluating(model):

@@ -32,10 +32,13 @@ class Limits(NamedTuple):
     Attributes:
         document: Of a document; longer ones have other frequencies.
         sequence: Of a sequence with several documents.
+        packed: Of a packed row, whose documents transformers isolates: it counts chunks of
+            attention from the row's first token.
     """
 
     document: int | None = None
     sequence: int | None = None
+    packed: int | None = None
 
     def allow(self, longest: int, sequence: int) -> bool:
         """Return whether documents up to a length may share a sequence of a length."""
@@ -45,7 +48,7 @@ class Limits(NamedTuple):
     @property
     def batch(self) -> int | None:
         """The length of a padded batch up to which its rows generate what they generate alone."""
-        return min((limit for limit in self if limit is not None), default=None)
+        return _lowest(self.document, self.sequence)
 
 
 def limits_of(model: nn.Module) -> Limits:
@@ -56,7 +59,15 @@ def limits_of(model: nn.Module) -> Limits:
         for module in model.modules()
         if getattr(module, "attn_temperature_tuning", None) and hasattr(module, "floor_scale")
     ]
-    return Limits(min(ropes, default=None), min(scales, default=None))
+    config: Any = getattr(model, "config", None)
+    text = None if config is None else config.get_text_config()
+    is_chunked = "chunked_attention" in (getattr(text, "layer_types", None) or ())
+    chunk = getattr(text, "attention_chunk_size", None) if is_chunked else None
+    return Limits(_lowest(*ropes), _lowest(*scales), _lowest(*scales, chunk))
+
+
+def _lowest(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def keep_lengths_apart(model: nn.Module) -> None:

@@ -129,14 +129,20 @@ def test_rows_of_encoders_are_each_alone(name, tokenizer):
         assert name != "t5" or len(set(texts)) > 1
 
 
-def test_documents_longer_than_a_scale_of_llama_4_are_not_packed(tokenizer):
+@pytest.mark.parametrize(
+    ("chunk", "scale", "limit"), [(64, 32, 31), (48, 1 << 13, 48)], ids=["scale", "chunk"]
+)
+def test_rows_longer_than_a_chunk_or_scale_of_llama_4_are_not_packed(
+    chunk, scale, limit, tokenizer
+):
     model: Any = MODELS["llama4_scaled"]()
+    model.config.attention_chunk_size = chunk
     for layer in model.model.layers:
-        layer.self_attn.floor_scale = 32
-    data = DataConfig(train="", max_length=32, packing=True)
-    with pytest.raises(DataError, match=r"after 31 tokens(.|\n)*data.packing: false"):
+        layer.self_attn.floor_scale = scale
+    data = DataConfig(train="", max_length=limit + 1, packing=True)
+    with pytest.raises(DataError, match=rf"After {limit} tokens(.|\n)*data.packing: false"):
         CausalLM(model, tokenizer, data)
-    CausalLM(model, tokenizer, data.model_copy(update={"max_length": 31}))
+    CausalLM(model, tokenizer, data.model_copy(update={"max_length": limit}))
 
 
 @pytest.mark.parametrize("chunk", [8, 3000, 8192])
