@@ -88,16 +88,17 @@ def keep_lengths_apart(model: nn.Module) -> None:
 def _rope_limits(module: nn.Module) -> dict[str | None, int]:
     """Return up to which length a rotary module's frequencies are constant, by layer type."""
     rope: Any = getattr(getattr(module, "config", None), "rope_parameters", None)
-    if not rope or not any(name.endswith("inv_freq") for name in module._buffers):
+    is_rope = any(name.endswith("inv_freq") for name in module._buffers)
+    if not isinstance(rope, Mapping) or not is_rope:
         return {}
     kinds = {name: one for name, one in rope.items() if isinstance(one, Mapping)} or {None: rope}
-    longest = module.config.max_position_embeddings
     found: dict[str | None, int] = {}
     for name, one in kinds.items():
-        if one.get("rope_type") == "longrope":
-            found[name] = int(one.get("original_max_position_embeddings") or longest)
-        elif one.get("rope_type") == "dynamic":
-            found[name] = int(getattr(module, "original_max_seq_len", longest))
+        if one.get("rope_type") in ("longrope", "dynamic"):
+            longest = module.config.max_position_embeddings
+            is_long = one["rope_type"] == "longrope"
+            own = one.get("original_max_position_embeddings") if is_long else None
+            found[name] = int(own or getattr(module, "original_max_seq_len", longest))
     return found
 
 
