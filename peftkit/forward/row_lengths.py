@@ -54,9 +54,10 @@ class Limits(NamedTuple):
 def limits_of(model: nn.Module) -> Limits:
     """Return the limits of a model's documents and sequences."""
     ropes = [limit for module in model.modules() for limit in _rope_limits(module).values()]
+    modules: list[Any] = list(model.modules())
     scales = [
         int(module.floor_scale) - 1  # the first place with another scale
-        for module in model.modules()
+        for module in modules
         if getattr(module, "attn_temperature_tuning", None) and hasattr(module, "floor_scale")
     ]
     config: Any = getattr(model, "config", None)
@@ -85,7 +86,7 @@ def keep_lengths_apart(model: nn.Module) -> None:
                 rope.register_forward_hook(_by_length, with_kwargs=True)
 
 
-def _rope_limits(module: nn.Module) -> dict[str | None, int]:
+def _rope_limits(module: Any) -> dict[str | None, int]:
     """Return up to which length a rotary module's frequencies are constant, by layer type."""
     rope: Any = getattr(getattr(module, "config", None), "rope_parameters", None)
     is_rope = any(name.endswith("inv_freq") for name in module._buffers)
@@ -123,7 +124,7 @@ def _lengths(positions: Tensor | None, mask: Any) -> Tensor | None:
     return longest.scatter_reduce(1, document, positions, "amax").gather(1, document) + 1
 
 
-def _by_length(rope: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def _by_length(rope: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Return the cosines and sines (B, T, D) of a batch, each token's for its document's length."""
     named = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
     lengths, kind = getattr(rope, LENGTHS), named.get("layer_type")
