@@ -26,7 +26,7 @@ def keep_padding_out(model: nn.Module) -> bool:
     Returns:
         Whether the model has such norms.
     """
-    norms = [
+    norms: list[tuple[nn.Module, Any]] = [
         (owner, norm)
         for owner in model.modules()
         for norm in owner.children()
@@ -35,13 +35,8 @@ def keep_padding_out(model: nn.Module) -> bool:
     if not norms or getattr(model, "main_input_name", "") != "input_values":
         return False
 
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask")
-        for _, norm in norms:
-            setattr(norm, LENGTHS, None if mask is None else mask.sum(-1))
-
     if not any(LENGTHS in vars(norm) for _, norm in norms):
-        model.register_forward_pre_hook(note, with_kwargs=True)
+        model.register_forward_pre_hook(_note_samples, with_kwargs=True)
         for owner, norm in norms:
             setattr(norm, LENGTHS, None)
             conv = _conv_of(owner)
@@ -49,6 +44,13 @@ def keep_padding_out(model: nn.Module) -> bool:
             norm._peftkit_conv = conv.kernel_size[0], conv.stride[0]
             norm.register_forward_hook(_normalised)
     return True
+
+
+def _note_samples(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    mask = kwargs.get("attention_mask")
+    for module in model.modules():
+        if LENGTHS in vars(module):
+            setattr(module, LENGTHS, None if mask is None else mask.sum(-1))
 
 
 def _conv_of(owner: nn.Module) -> nn.Conv1d | None:

@@ -391,7 +391,9 @@ def registered(model: Any, attention: CachedAttention) -> Iterator[None]:
     before, name = model.config._attn_implementation, f"peftkit_cached_{next(_numbers)}"
     scaled = [m for m in model.modules() if getattr(m, "attn_temperature_tuning", None)]
     attention.scaled = {layer for layer in scaled if not getattr(layer, "use_rope", True)}
-    values = [(layer, layer.attn_temperature_tuning) for layer in attention.scaled]
+    values: list[tuple[Any, Any]] = [
+        (layer, layer.attn_temperature_tuning) for layer in attention.scaled
+    ]
     for layer, _ in values:
         layer.attn_temperature_tuning = False
     AttentionInterface.register(name, attention.attend)

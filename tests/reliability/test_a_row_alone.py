@@ -32,12 +32,17 @@ from tests.helpers.rows_alone import (
 )
 
 FAST = ("llama", "gpt2", "opt", "qwen2_moe", *BY_LENGTH)
-
-
-def each(*fast: str) -> list[Any]:
-    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in MODELS]
-
-
+ROWS = [
+    pytest.param(
+        n, marks=() if n in ("llama", "phi3_longrope", "llama4_scaled") else pytest.mark.slow
+    )
+    for n in MODELS
+]
+PACKED = [
+    pytest.param(n, marks=() if n in (*FAST, "gemma3n") else pytest.mark.slow) for n in MODELS
+]
+GENERATED = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in MODELS]
+ENCODERS = [pytest.param(n, marks=() if n in ("bert", "t5") else pytest.mark.slow) for n in MODELS]
 PROMPTS = [[9 + 5 * n for n in range(size)] for size in (27, 11, 6, 14, 11)]
 NUM_NEW = 7
 
@@ -53,12 +58,12 @@ def task_of(model: Any, tokenizer: Any, packing: bool) -> CausalLM:
     pytest.skip(reason)
 
 
-@pytest.mark.parametrize("name", each("llama", "phi3_longrope", "llama4_scaled"))
+@pytest.mark.parametrize("name", ROWS)
 def test_the_loss_of_rows_is_the_sum_of_each_alone(name, tokenizer):
     check_loss(name, tokenizer, packing=False)
 
 
-@pytest.mark.parametrize("name", each(*FAST, "gemma3n"))
+@pytest.mark.parametrize("name", PACKED)
 def test_the_loss_of_packed_rows_is_the_sum_of_each_document_alone(name, tokenizer):
     check_loss(name, tokenizer, packing=True)
 
@@ -80,7 +85,7 @@ def check_loss(name: str, tokenizer: Any, *, packing: bool) -> None:
                 assert_equal(loss_and_gradients(task, model, batch), sums)
 
 
-@pytest.mark.parametrize("name", each(*FAST))
+@pytest.mark.parametrize("name", GENERATED)
 def test_completions_are_those_of_each_prompt_alone(name, tokenizer):
     torch.manual_seed(0)
     model: Any = MODELS[name]().eval()
@@ -100,7 +105,7 @@ def test_completions_are_those_of_each_prompt_alone(name, tokenizer):
         assert completion.log_probs == pytest.approx(log_probs, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", each("bert", "t5"))
+@pytest.mark.parametrize("name", ENCODERS)
 def test_rows_of_encoders_are_each_alone(name, tokenizer):
     torch.manual_seed(0)
     model: Any = MODELS[name]().eval()
