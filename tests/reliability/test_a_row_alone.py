@@ -43,19 +43,27 @@ PACKED = [
 ]
 GENERATED = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in MODELS]
 ENCODERS = [pytest.param(n, marks=() if n in ("bert", "t5") else pytest.mark.slow) for n in MODELS]
+NOT_PACKED = {
+    *("opt", "bloom", "mpt", "xglm", "openai_gpt"),  # positions or distances of their own
+    *("minimax", "mamba", "mamba2", "jamba", "lfm2", "qwen3_next", "recurrent_gemma", "rwkv"),
+    *("gpt_oss", "llama4", "llama4_chunked", "llama4_scaled"),
+}
+"""Packing may be refused for these, with the reason."""
 PROMPTS = [[9 + 5 * n for n in range(size)] for size in (27, 11, 6, 14, 11)]
 NUM_NEW = 7
 
 
-def task_of(model: Any, tokenizer: Any, packing: bool) -> CausalLM:
+def task_of(name: str, model: Any, tokenizer: Any, packing: bool) -> CausalLM:
+    """Return the task, or skip the test if the model is known to be refused."""
     try:
         most = getattr(model.config, "max_position_embeddings", 32)
-        data = DataConfig(train="", max_length=32 if most < 0 else min(most, 32), packing=packing)
+        data = DataConfig(train="", max_length=max(min(most, 32), 8), packing=packing)
         return CausalLM(model, tokenizer, data)
     except PeftkitError as error:
-        reason = error.found
-    assert reason, "refused without a reason"
-    pytest.skip(reason)
+        problem = error
+    if name != "xlnet" and not (packing and name in NOT_PACKED):
+        raise problem
+    pytest.skip(f"is refused: {problem.found}")
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -77,7 +85,7 @@ def check_loss(name: str, tokenizer: Any, *, packing: bool) -> None:
     expected = {
         kind: alone(model, rows) for kind, rows in BATCHES.items() if packing or kind != "packed"
     }
-    task = task_of(model, tokenizer, packing)
+    task = task_of(name, model, tokenizer, packing)
     for context in (task.training(model), nullcontext()):
         with context:
             for kind, sums in expected.items():
