@@ -8,13 +8,17 @@ import pytest
 import torch
 from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function
 
+from peftkit.data.pack import padded_rows
 from peftkit.errors import DataError, PeftkitError
+from peftkit.events import ignore
 from peftkit.forward.attention import MaskKind, kind_of, window_of
+from peftkit.forward.loss import head_of
 from peftkit.inference.engine import Limits, Request
 from peftkit.inference.open_engine import open_engine
 from peftkit.inference.sampling import Sampling
 from peftkit.settings import DataConfig
 from peftkit.tasks.batches import split_micro_batches
+from peftkit.tasks.distill.teacher import other_model
 from peftkit.tasks.text.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
 from peftkit.tasks.text.seq2seq import PairRow, Seq2Seq, Seq2SeqConfig
 from peftkit.tasks.tokens import CausalLM, TokenTask
@@ -140,6 +144,19 @@ def test_rows_of_encoders_are_each_alone(name, tokenizer):
         texts = task.texts(model, rows)
         assert texts == [task.texts(model, [row])[0] for row in rows]
         assert name != "t5" or len(set(texts)) > 1
+
+
+def test_another_model_as_teacher_reads_each_row_alone(tokenizer, tmp_path):
+    torch.manual_seed(0)
+    model: Any = MODELS["phi3_longrope"]().eval()
+    expected = [copy.deepcopy(model).model(torch.tensor([prompt]))[0][0] for prompt in PROMPTS]
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    teacher = other_model(str(tmp_path), model, tokenizer, head_of(model), ignore)
+    ids, mask = padded_rows(PROMPTS, 0)
+    index = mask.flatten().nonzero().flatten()
+    found = teacher.hidden({"input_ids": ids, "attention_mask": mask, "target_index": index})
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
