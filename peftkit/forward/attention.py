@@ -50,10 +50,11 @@ class TrainingAttention:
         is_causal: Whether every layer is causal over all previous tokens; documents in separate
             rows then need no mask.
         takes_spans: Whether all layers support documents as spans of a row.
+        can_share: Whether documents may share a sequence, by the longest and the total length.
     """
 
-    def __init__(self, plan: ExecutionPlan) -> None:
-        self.plan = plan
+    def __init__(self, plan: ExecutionPlan, can_share: Callable[[int, int], bool]) -> None:
+        self.plan, self.can_share = plan, can_share
         self.layout: Layout = None
         self.is_causal = self.takes_spans = False
         self._kinds: dict[int, MaskKind | None] | None = None
@@ -95,8 +96,7 @@ class TrainingAttention:
             mask = sdpa_mask(**{**options, **no_skip})
             assert mask is not None
             self._masks.append(mask)  # keeps its address unique
-            window = getattr(options.get("config"), "sliding_window", None)
-            self._kinds[mask.data_ptr()] = kind_of(mask_function, window)
+            self._kinds[mask.data_ptr()] = kind_of(mask_function, window_of(options.get("config")))
             return mask
         layout = self.layout
         if layout is not None and not self.needs_mask:
@@ -180,13 +180,19 @@ def _grid_mask(
     return visible | torch.eye(len(place), dtype=torch.bool, device=visible.device)
 
 
+def window_of(config: Any) -> int | None:
+    """Return the size of a model's windows or chunks of attention, the larger one; None: none."""
+    sizes = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return max((size for size in sizes if size), default=None)
+
+
 def kind_of(mask_function: Callable[..., Tensor], window: int | None) -> MaskKind | None:
     """Return the kind of a mask function of transformers, or None for another kind.
 
     The function is evaluated for near and far queries; it must not depend on the batch.
 
     Args:
-        window: The model's window, if any; keys far beyond it are evaluated.
+        window: See `window_of`; keys far beyond it are evaluated.
     """
     reach = 2 * (window or 0) + 1024
     queries = torch.tensor([0, 1, 7, reach // 2, reach - 9, reach - 1])[:, None]
@@ -226,13 +232,15 @@ def training_attention(
     if not _applies(model) or not (documents or plan.attention == "grouped"):
         yield None
         return
+    from peftkit.forward.row_lengths import limits_of
+
     before = _implementations(model.config)
     outer = _original.get(model)
     _original[model] = before
     names = (f"{PREFIX}attention" + (f"_{n}" if n else "") for n in range(len(_used_names) + 1))
     name = next(name for name in names if name not in _used_names)
     _used_names.add(name)
-    attention = previous or TrainingAttention(plan)
+    attention = previous or TrainingAttention(plan, limits_of(model).allow)
     register_attention(name, attention.attend, attention.mask)
     model.set_attn_implementation({k: name if v == before[""] else v for k, v in before.items()})
     try:

@@ -65,20 +65,22 @@ class BatchLayout:
     def num_positions(self, rows: Sequence[Any]) -> int:
         """Return how many tokens the model reads for rows in one batch, with padding if any."""
         as_padded = len(rows) * padded(*rows)
-        if self.attention is None:
-            return as_padded
         lengths = [n for row in rows for n in getattr(row, "lengths", (padded(row),))]
+        if self.attention is None or not self.attention.can_share(max(lengths), sum(lengths)):
+            return as_padded
         if self.attention.takes_spans:
             return sum(lengths)
         return min(as_padded, num_positions(lengths))
 
     def unpadded(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a padded batch as a padding-free one where that is faster."""
+        """Return a padded batch as a padding-free one where that is faster and changes no row."""
         if self.attention is None:
             return batch
-        if self.attention.takes_spans:
-            return unpadded(batch, share=self.share, spans=True)
-        return faster(batch, unpadded(batch, share=self.share))
+        found = unpadded(batch, share=self.share, spans=self.attention.takes_spans)
+        longest = int(found["position_ids"].max()) + 1
+        if not self.attention.can_share(longest, found["input_ids"].shape[1]):
+            return batch
+        return found if self.attention.takes_spans else faster(batch, found)
 
     def inputs(self, batch: Mapping[str, Tensor]) -> Mapping[str, Any]:
         """Return the model's inputs, and set the attention's layout; see `laid_out`."""

@@ -23,6 +23,7 @@ from peftkit.execution.plan import compute_dtype
 from peftkit.forward.attention import TrainingAttention
 from peftkit.forward.loss import accepted, unwrapped
 from peftkit.forward.padding_free import laid_out, unpadded
+from peftkit.forward.row_lengths import limits_of
 from peftkit.kernels.device import forked_generators
 from peftkit.model.modes import evaluating
 from peftkit.model.places import num_virtual
@@ -200,12 +201,22 @@ def check_causal_answer(
         )
 
 
-def check_packing(model: nn.Module) -> None:
+def check_packing(model: nn.Module, max_length: int = 0) -> None:
     """Check that restarting position_ids isolate packed documents in this model.
+
+    Args:
+        max_length: Tokens of a packed row.
 
     Raises:
         DataError: They do not.
     """
+    limit = limits_of(model).packed
+    if limit is not None and max_length > limit:
+        raise DataError(
+            f"Cannot pack {type(unwrapped(model)).__name__}'s documents into {max_length} tokens.",
+            found=f"After {limit} tokens its attention depends on a token's place in the row.",
+            fix=f"Set data.max_length to {limit} or less, or data.packing: false.",
+        )
     with evaluating(model):
         if not _isolates(model):
             raise DataError(

@@ -38,6 +38,7 @@ from peftkit.inference.bank_layer import BankLinear, Routing, make_update
 from peftkit.inference.engine import MAX_ROWS, Engine, Limits
 from peftkit.inference.generate import decoded
 from peftkit.inference.open_engine import open_engine
+from peftkit.inference.row_order import rows_in_order
 from peftkit.inference.sampling import Sampling
 from peftkit.methods.base import ADAPTER_DTYPES
 from peftkit.model.lift import lifted, take_off
@@ -78,6 +79,7 @@ class AdapterBank:
         self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._layers: dict[str, BankLinear] = {}
         self._is_lifted = False
+        self._in_order: dict[str, bool] | None = None
         self._files: dict[str, AdapterFile] = {}
         if any(unwrap_adapter(module) is not module for module in base.model.modules()):
             raise AdapterError(
@@ -190,6 +192,8 @@ class AdapterBank:
                 batch has another number of rows.
         """
         routing = Routing(self._active, rows)
+        if routing.is_mixed:
+            routing.in_order = self._rows_in_order()
         for name in routing.names:
             self._require(name)
         return routing
@@ -255,9 +259,21 @@ class AdapterBank:
 
     def engine(self, limits: Limits | None = None) -> Engine:
         """Return an engine, a context manager, whose requests name their adapters."""
+        self._rows_in_order()
         engine = open_engine(self.base.model, self.base.tokenizer, limits, self.use)
+        engine.can_mix = self._can_mix
         self._engines.add(engine)
         return engine
+
+    def _rows_in_order(self) -> dict[str, bool]:
+        """Return `rows_in_order` of the base, which runs once."""
+        if self._in_order is None:
+            self._in_order = rows_in_order(self.base.model)
+        return self._in_order
+
+    def _can_mix(self) -> bool:
+        """Return whether all adapted layers find the rows of a mixed batch."""
+        return all(self._rows_in_order().get(path, True) for path in self._layers)
 
     def _require(self, name: str) -> None:
         if name not in self._files:

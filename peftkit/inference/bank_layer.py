@@ -5,7 +5,7 @@ Shapes: M rows of the batch, T tokens, r rank; in, out features of the layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -85,6 +85,7 @@ class Routing:
     Args:
         active: Stack of the bank's entered routings; the last one applies.
         rows: One adapter for all rows, or one for each. None: the bare base.
+        in_order: See `rows_in_order`.
 
     Attributes:
         name: The adapter of all rows; None: no adapter, or rows differ.
@@ -92,8 +93,13 @@ class Routing:
         stacks: Each layer's stacked updates.
     """
 
-    def __init__(self, active: list[Routing], rows: str | Sequence[str | None] | None) -> None:
-        self._active = active
+    def __init__(
+        self,
+        active: list[Routing],
+        rows: str | Sequence[str | None] | None,
+        in_order: Mapping[str, bool] | None = None,
+    ) -> None:
+        self._active, self.in_order = active, in_order or {}
         self.name: str | None = None
         self.rows: tuple[str | None, ...] | None = None
         if rows is None or isinstance(rows, str):
@@ -168,24 +174,26 @@ class BankLinear(FrozenWrapper):
             return out
         routing = self._active[-1]
         if routing.rows is not None:
-            self._check_rows(x, routing.rows, routing.is_mixed)
+            self._check_rows(x, routing.rows, routing)
         if routing.is_mixed:
             return self._by_row(out, x, routing)
         update = self.updates.get(routing.name) if routing.name is not None else None
         return out if update is None else self._for_all(out, x, update)
 
-    def _check_rows(self, x: Tensor, rows: Sequence[str | None], is_mixed: bool) -> None:
-        if is_mixed and x.dim() < 3:
-            raise AdapterError(
-                f"{self.path} cannot separate the rows of a mixed batch",
-                found=f"its input has the shape {tuple(x.shape)}: the model has flattened the rows",
-                fix="Use one adapter for the whole batch.",
-            )
-        if x.dim() > 2 and x.shape[0] != len(rows):
+    def _check_rows(self, x: Tensor, rows: Sequence[str | None], routing: Routing) -> None:
+        is_flat = x.dim() < 3
+        if not is_flat and x.shape[0] != len(rows):
             raise AdapterError(
                 f"the batch has {x.shape[0]} rows, and adapters were given for {len(rows)}",
                 fix="Give one entry for each row; with beams, or several answers to a prompt, "
                 "repeat each prompt's entry as many times.",
+            )
+        in_order = routing.in_order.get(self.path, not is_flat)
+        if routing.is_mixed and (not in_order or (is_flat and len(x) % len(rows))):
+            raise AdapterError(
+                f"{self.path} cannot separate the rows of a mixed batch",
+                found=f"its input has the shape {tuple(x.shape)}: the model mixes the rows",
+                fix="Use one adapter for the whole batch.",
             )
 
     def _for_all(self, out: Tensor, x: Tensor, update: Update) -> Tensor:
@@ -204,7 +212,9 @@ class BankLinear(FrozenWrapper):
         if stack.a.dtype != out.dtype or stack.a.device != out.device:  # moved or cast since
             routing.stacks[self] = stack = self._stack(routing, out)
             assert stack is not None
-        flat_x, flat_out = (t.flatten(1, -2) for t in (x, out))  # (M, T, ...)
+        assert routing.rows is not None
+        # (M, T, ...), from (M, ..., in) or (M * T, in)
+        flat_x, flat_out = (t.reshape(len(routing.rows), -1, t.shape[-1]) for t in (x, out))
         changed = add_lora_by_row(flat_out, flat_x, stack.a, stack.b, stack.ranks).view(out.shape)
         if stack.gain is None:
             return changed

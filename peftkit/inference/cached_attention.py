@@ -298,16 +298,20 @@ class CachedAttention(Cache):
     """The cache and the attention of one model while an engine runs it.
 
     Args:
-        window: The model's sliding window, if any.
+        window: See `window_of`.
 
     Attributes:
         now: The current forward pass.
+        positions: Its positions (B, T).
+        scaled: Layers whose queries are scaled by position; see `_scale_by_position`.
     """
 
     def __init__(self, num_layers: int, window: int | None) -> None:
         layer: Any = _Layer  # which methods are abstract depends on transformers' version
         super().__init__(layers=[layer() for _ in range(num_layers)])
         self.now: Prefill | Decode | None = None
+        self.positions: Tensor | None = None
+        self.scaled: set[nn.Module] = set()
         self._window, self._layer = window, 0
 
     def update(
@@ -344,8 +348,21 @@ class CachedAttention(Cache):
             raise RuntimeError(f"attention has unsupported arguments: {sorted(unknown)}")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         scores = Scores(scale, softcap, s_aux)
+        if module in self.scaled:
+            assert self.positions is not None
+            query = _scale_by_position(module, query, self.positions)
         out = self.now.attend(self._layer, query.contiguous(), attention_mask, scores)
         return out.transpose(1, 2).contiguous(), None
+
+
+def _scale_by_position(layer: Any, query: Tensor, positions: Tensor) -> Tensor:
+    """Return queries (B, H, T, D) scaled by their positions (B, T), as Llama 4's layers do.
+
+    The layers themselves would take the place in the forward pass for the position.
+    """
+    steps = torch.floor((positions.float() + 1.0) / layer.floor_scale)
+    scales = torch.log1p(steps) * layer.attn_scale + 1.0
+    return (query * scales[:, None, :, None]).to(query.dtype)
 
 
 @with_all_methods
@@ -371,6 +388,13 @@ class _Layer(CacheLayerMixin):
 def registered(model: Any, attention: CachedAttention) -> Iterator[None]:
     """Use this attention in a model within the context."""
     before, name = model.config._attn_implementation, f"peftkit_cached_{next(_numbers)}"
+    scaled = [m for m in model.modules() if getattr(m, "attn_temperature_tuning", None)]
+    attention.scaled = {layer for layer in scaled if not getattr(layer, "use_rope", True)}
+    values: list[tuple[Any, Any]] = [
+        (layer, layer.attn_temperature_tuning) for layer in attention.scaled
+    ]
+    for layer, _ in values:
+        layer.attn_temperature_tuning = False
     register_attention(name, attention.attend, attention.mask)
     model.set_attn_implementation(name)
     try:
@@ -378,3 +402,5 @@ def registered(model: Any, attention: CachedAttention) -> Iterator[None]:
     finally:
         model.set_attn_implementation(before)
         unregister_attention(name)
+        for layer, value in values:
+            layer.attn_temperature_tuning = value

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from peftkit.execution.plan import ExecutionPlan
+from peftkit.forward.attention import window_of
 from peftkit.forward.compat import cache_name
 from peftkit.inference.cache import (
     MIN_READ,
@@ -63,8 +64,7 @@ class CachedEngine(Engine):
 
     def _prepare(self, stack: ExitStack) -> None:
         config = self.model.config.get_text_config()
-        window = getattr(config, "sliding_window", None)
-        self._attention = CachedAttention(config.num_hidden_layers, window)
+        self._attention = CachedAttention(config.num_hidden_layers, window_of(config))
         stack.enter_context(registered(self.model, self._attention))
         stack.callback(self._steps.clear)
 
@@ -131,6 +131,10 @@ class CachedEngine(Engine):
         room = self.limits.rows - self.num_running
         for completion in list(self._waiting):
             if room <= 0 or not self._has_room(completion):
+                return
+            running = [row.owner.request.adapter for row in self._growing()]
+            running += [span.adapter for span in self._prompts]
+            if not self._can_join(completion.request.adapter, running):
                 return
             if self._begin(completion):
                 self._waiting.remove(completion)
@@ -413,13 +417,13 @@ class CachedEngine(Engine):
         using: AbstractContextManager[None],
     ) -> Tensor:
         """Return the logits of the last column."""
-        self._attention.now = now
         device = self.model.device
+        self._attention.now, self._attention.positions = now, positions.to(device)
         try:
             with using:
                 out = self.model(
                     input_ids=ids.to(device),
-                    position_ids=positions.to(device),
+                    position_ids=self._attention.positions,
                     use_cache=True,
                     logits_to_keep=1,
                     **{str(cache_name(self.model)): self._attention},

@@ -15,7 +15,7 @@ import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from peftkit.errors import DataError, RunError
 from peftkit.execution.out_of_memory import NO_ROOM, attempt, is_out_of_memory
+from peftkit.forward.row_lengths import keep_lengths_apart
 from peftkit.inference.ready import on_device, ready_for_tokens
 from peftkit.inference.sampling import (
     Chosen,
@@ -238,6 +239,7 @@ class Engine(ABC):
     Attributes:
         num_passes: Forward passes so far.
         ends: Tokens that end every completion.
+        can_mix: Returns whether a forward pass may hold rows of several adapters.
     """
 
     def __init__(
@@ -255,11 +257,13 @@ class Engine(ABC):
         self.ends = end_tokens(model, tokenizer)
         self._pad = tokenizer.pad_token_id
         self._use, self._on_fewer = use, on_fewer or log_fewer
+        self.can_mix: Callable[[], bool] = lambda: True
         self._waiting: deque[Completion] = deque()
         self._stack = ExitStack()
 
     def __enter__(self: AnEngine) -> AnEngine:
         with on_device(self.model.device), ExitStack() as stack:
+            keep_lengths_apart(self.model)
             stack.enter_context(evaluating(self.model))
             stack.enter_context(ready_for_tokens(self.model))
             self._prepare(stack)
@@ -418,6 +422,10 @@ class Engine(ABC):
         while not self.is_idle:
             self.step()
 
+    def _can_join(self, adapter: str | None, others: Iterable[str | None]) -> bool:
+        """Return whether an adapter may run in the forward passes of others."""
+        return {*others} <= {adapter} or self.can_mix()
+
     def _using(self, names: Sequence[str | None]) -> AbstractContextManager[None]:
         return nullcontext() if self._use is None else self._use(names)
 
@@ -425,7 +433,7 @@ class Engine(ABC):
 def context_length(model: Any) -> int | None:
     """Return a model's maximum context length in tokens; None: its config has no limit."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return None if limit is None else int(limit)
+    return None if limit is None or limit < 1 else int(limit)  # XLNet's is -1
 
 
 def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:

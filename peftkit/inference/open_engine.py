@@ -3,7 +3,8 @@
 `PlainEngine` serves models whose cache cannot be split by rows: states or convolutions,
 encoder-decoders, virtual tokens, custom positions, and prompts with media. It runs a batch until
 its last row has ended; later requests wait for the next batch. Each row still has separate
-settings, seed, adapter and end tokens.
+settings, seed, adapter and end tokens, and completes its prompt as it does alone: rows are padded
+only if the model's numbers do not depend on it (`takes_padding`, `limits_of`).
 
 Shapes: B rows, T tokens of the longest prompt, V tokens of the vocabulary.
 """
@@ -37,6 +38,7 @@ from peftkit.execution.environment import Environment, free_now
 from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.execution.plan import ExecutionPlan, compute_dtype
 from peftkit.forward.compat import missing_arguments
+from peftkit.forward.row_lengths import limits_of
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import (
     AnswerTooLarge,
@@ -49,6 +51,7 @@ from peftkit.inference.engine import (
     masked,
     table_of,
 )
+from peftkit.inference.left_padding import takes_padding
 from peftkit.inference.ready import on_device
 from peftkit.inference.recorder import unrecorded, why_not_recorded
 from peftkit.inference.sampling import Sampling
@@ -243,6 +246,7 @@ class PlainEngine(Engine):
         stack.callback(setattr, self.model, "generation_config", self.model.generation_config)
         # Empty: transformers fills in from the model's own what a config does not set.
         self.model.generation_config = GenerationConfig()
+        self._limit = limits_of(self.model).batch
 
     @property
     def num_running(self) -> int:
@@ -284,8 +288,23 @@ class PlainEngine(Engine):
             longest = max(longest, row.num_tokens)
             if number and (number + 1) * longest > most:
                 break
+            if not self._can_pad([*rows[:number], row]):
+                break
+            adapters = [one.request.adapter for one in rows[:number]]
+            if not self._can_join(row.request.adapter, adapters):
+                break
             number += 1
         return number
+
+    def _can_pad(self, rows: Sequence[Completion]) -> bool:
+        """Return whether rows in one batch have the completions that they have alone."""
+        lengths = {len(row.tokens) for row in rows}
+        if len(lengths) == 1:
+            return True
+        # a row that has ended grows with the others
+        width = max(lengths) + max(row.max_new_tokens - len(row.ids) for row in rows)
+        fits = self._limit is None or width <= self._limit
+        return fits and takes_padding(self.model, self._pad or 0)
 
     def answer(self, rows: Sequence[Completion], inputs: Mapping[str, Tensor]) -> None:
         """Run a batch until its last row has ended.

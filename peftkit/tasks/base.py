@@ -81,7 +81,9 @@ class Task(ABC):
         Raises:
             PeftkitError: The model or the settings do not suit the task.
         """
-        return None
+        from peftkit.forward.row_lengths import keep_lengths_apart
+
+        keep_lengths_apart(model)
 
     def load(self, where: str) -> LazyRows:
         """Read a file or data set as rows; see `RowLoader.load`."""

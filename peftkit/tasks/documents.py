@@ -68,9 +68,10 @@ class DocumentTask(RunHooks, CompletingTask, TokenTask):
             shared: Repeated tokens of common prefixes.
         """
         padded = len(lengths) * rounded_up(max(lengths))
-        if self.layout.attention is None:
+        attention = self.layout.attention
+        if attention is None or not attention.can_share(max(lengths), sum(lengths)):
             return padded
-        if self.layout.attention.takes_spans:
+        if attention.takes_spans:
             return sum(lengths) - shared
         return min(padded, num_positions(lengths) - shared)
 

@@ -29,7 +29,7 @@ class PackingLoader(RowLoader):
         if not self.data.packing:
             return
         try:
-            check_packing(model)
+            check_packing(model, self.max_length)
         except PeftkitError as error:
             if self.data.packing_is_explicit:
                 raise

@@ -34,6 +34,7 @@ from peftkit.forward.loss import (
 )
 from peftkit.forward.padding_free import layout_in
 from peftkit.forward.probes import check_causal
+from peftkit.forward.row_lengths import limits_of
 from peftkit.settings import CHAT, DataConfig
 from peftkit.tasks.base import Task, mean_loss
 from peftkit.tasks.completions import CompletingTask
@@ -64,6 +65,8 @@ class TokenTask(Task):
     def build(self, model: nn.Module) -> None:
         super().build(model)
         self.layout = BatchLayout()
+        if limits_of(model).document and "attention_mask" not in self.input_names:
+            self.input_names = (*self.input_names, "attention_mask")  # where a row ends
         self.head = head_of(model, self.example)
         ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         self.pad_id: int = next(int(token) for token in ids if token is not None)
@@ -176,7 +179,9 @@ class CausalLM(CompletingTask, TokenTask):
 
     def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return a batch (see `peftkit.data.pack.collate`), padding-free if that is faster."""
-        return self.layout.unpadded(collate(rows, self.pad_id, self.rows.max_length))
+        # beside packed documents padding is a document: of zeros some norms have no gradient
+        pad = rows[0].input_ids[0] if self.rows.data.packing else self.pad_id
+        return self.layout.unpadded(collate(rows, pad, self.rows.max_length))
 
 
 VARIANTS = LazyMap[type[CausalLM]]({"anchor": "peftkit.tasks.text.anchor:AnchoredLM"})

@@ -209,6 +209,12 @@ def test_hostile_images_are_named_with_their_row(name, tmp_path):
         assert caught.value.fix
 
 
+def test_a_path_of_an_unknown_user_is_named_with_its_row():
+    record = Record({}, "a.jsonl:7")
+    with pytest.raises(DataError, match=r"image 1 of a.jsonl:7(.|\n)*~nosuchuser/x.png"):
+        media.media_of(Picture, "~nosuchuser/x.png", record, "a.jsonl", "image 1")
+
+
 def test_absent_and_long_images_are_named(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"image of a:1(.|\n)*gone.png"):
         Picture(tmp_path / "gone.png", "a:1").decode()

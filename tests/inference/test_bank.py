@@ -26,6 +26,7 @@ from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from tests.helpers.bank import tiny_base, write_adapter
 from tests.helpers.families import FAMILIES
+from tests.helpers.generation import MODELS
 
 TOLERANCE = 2e-5
 """float32 sums in another order; logits are of order one."""
@@ -39,6 +40,11 @@ METHODS: dict[str, LoRA] = {
     "pissa": LoRA(rank=2, alpha=2, init="pissa", targets=("o",)),
     "dora": DoRA(rank=3, alpha=6, targets=("q", "o", "down")),
 }
+FLATTENING: dict[str, tuple[str, ...]] = {
+    "opt": ("up", "down"),
+    "qwen2_moe": ("q", "shared_router"),
+}
+"""Families whose feed-forward layers read (B * T, D), and the layers to adapt."""
 BATCHES: dict[str, list[str | None]] = {
     "each its own": ["plain", "twin"],
     "one for all": ["rslora", "rslora", "rslora"],
@@ -276,10 +282,56 @@ def test_wrong_row_counts_fail(rows, bank, model):
         logits(model, some_ids(3))
 
 
-def test_rows_that_the_model_has_flattened_are_refused(bank, model):
+@pytest.mark.parametrize("family", FLATTENING)
+def test_rows_that_the_model_flattens_keep_their_adapters(family, tmp_path):
+    model, targets = MODELS[family]().eval(), FLATTENING[family]
+    methods = {
+        "one": LoRA(rank=1, alpha=4, targets=targets),
+        "dora": DoRA(rank=1, alpha=6, targets=targets),
+    }
+    paths = {n: write_adapter(model, methods[n], tmp_path / n, s) for s, n in enumerate(methods)}
+    rows: list[str | None] = ["one", None, "dora", "one"]
+    ids = some_ids(len(rows), 5)
+    expected = rows_alone(model, paths, rows, ids)
+    bank = AdapterBank(tiny_base(model), paths)
+    with bank.use(rows):
+        outputs = logits(model, ids)
+    torch.testing.assert_close(outputs, expected, atol=TOLERANCE, rtol=1e-5)
+
+
+class Routed(nn.Module):
+    """A feed-forward layer that reads the tokens of a batch in another order."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x.flatten(0, 1).flip(0)).flip(0).view(x.shape)
+
+
+def test_rows_that_the_model_reorders_are_answered_adapter_by_adapter(model, tokenizer, tmp_path):
+    model.model.layers[1].mlp = Routed(model.model.layers[1].mlp)
+    paths = {n: write_adapter(model, LoRA(rank=2, alpha=8), tmp_path / n, ord(n)) for n in "ab"}
+    bank = AdapterBank(tiny_base(model, tokenizer), paths)
+    with bank.use(["a", "b"]), pytest.raises(AdapterError, match="cannot separate the rows"):
+        logits(model, some_ids(2))
+    prompts, names = [[7, 8, 9], [9, 41, 77, 130], [55, 6]] * 2, ["a", "b", None, "b", "a", "b"]
+    sampling = Sampling(max_new_tokens=5)
+    with bank.engine() as engine:
+        found = [one.ids for (one,) in engine.answers(prompts, sampling, adapters=names)]
+        alone = [
+            engine.answers([prompt], sampling, adapters=[name])[0][0].ids
+            for prompt, name in zip(prompts, names, strict=True)
+        ]
+    assert found == alone
+    assert len(set(map(tuple, found))) > 4
+
+
+def test_rows_that_no_probe_has_seen_are_refused(bank, model):
     layer = model.model.layers[0].mlp.down_proj
     with bank.use(["plain", "ffn"]), pytest.raises(AdapterError, match="cannot separate the rows"):
-        layer(torch.zeros(2, 64))
+        layer(torch.zeros(3, 64))
 
 
 def test_an_adapter_of_other_weights_needs_force(model, tmp_path):

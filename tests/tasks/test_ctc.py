@@ -98,6 +98,28 @@ def test_padding_changes_no_loss(family, rows):
     torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")
+@pytest.mark.parametrize("family", ["Wav2Vec2", "Hubert", "WavLM"])
+def test_padding_changes_no_loss_where_norms_run_over_time(family, rows):
+    model, processor = wav2vec2(family=family)
+    assert model.config.feat_extract_norm == "group"
+    processor.feature_extractor.return_attention_mask = False  # as wav2vec2-base has it
+    task = task_on((model, processor))
+    read = task.load(str(rows))
+    losses = []
+    for part in ([read[0]], [read[1]], [read[2]], list(read)):
+        inputs = task.collate(part)
+        loss = task.loss(model, inputs)[0]
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        losses.append((loss, [g for g in gradients if g is not None]))
+    (*alone, (together, gradients)) = losses
+    torch.testing.assert_close(together, sum(loss for loss, _ in alone), rtol=1e-4, atol=1e-3)
+    largest = max(float(gradient.abs().max()) for gradient in gradients)
+    for found, *expected in zip(gradients, *(g for _, g in alone), strict=True):
+        torch.testing.assert_close(found, sum(expected), rtol=1e-3, atol=1e-4 * largest)
+
+
 def test_what_cannot_be_said_is_named(tmp_path):
     path = write_speech_rows(
         tmp_path, [{"audio": [440.0], "text": "FOX"}, {"audio": [440.0], "text": "a"}]

@@ -242,7 +242,7 @@ def media_of(
         where: The data file; paths are relative to its folder.
 
     Raises:
-        DataError: The value is a URL.
+        DataError: The value is a URL, or a path in the home of an unknown user.
     """
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
@@ -258,7 +258,14 @@ def media_of(
             found=f"It is a URL, {shown(value)}, and nothing is fetched.",
             fix="Download it and give the path of the file.",
         )
-    path = Path(value).expanduser()
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError as problem:
+        raise DataError(
+            f"Cannot use {which} of {record.source}.",
+            found=f"{shown(value)}: {problem}",
+            fix="Give the path of the file.",
+        ) from None
     folder = Path(where).expanduser().parent
     return cls(path if path.is_absolute() else folder / path, record.source, which)
 

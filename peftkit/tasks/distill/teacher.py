@@ -19,6 +19,7 @@ from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, Notice, Progress, Stage, Table
 from peftkit.execution.signals import Interrupted
 from peftkit.forward.loss import Head, accepted, head_of, target_rows
+from peftkit.forward.row_lengths import keep_lengths_apart, limits_of
 from peftkit.inference.generate import SampledAnswer
 from peftkit.tasks.distill.rows import Distilled
 from peftkit.tasks.metrics import exact_match, rouge_l
@@ -82,6 +83,8 @@ class OtherModel:
     def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return its hidden states before the head (n, H) at the targets of a padded batch."""
         inputs = {"input_ids": batch["input_ids"], "use_cache": False}
+        if limits_of(self.model).document:
+            inputs["attention_mask"] = batch["attention_mask"]  # where a row ends
         return target_rows(self.model, accepted(self.model, inputs), batch["target_index"])
 
 
@@ -117,6 +120,7 @@ def other_model(
             found=f"Rows of their heads: {sizes[0]} and {sizes[1]}.",
             fix="Use a teacher whose head has as many rows.",
         )
+    keep_lengths_apart(loaded.model)
     return OtherModel(loaded.model, teacher_head, loaded.fingerprint)
 
 

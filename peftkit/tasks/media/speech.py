@@ -24,6 +24,7 @@ from peftkit.data.rows.columns import StoredRows
 from peftkit.errors import BaseError, DataError
 from peftkit.files.strict_json import shown
 from peftkit.forward.loss import in_dtype_of, unwrapped
+from peftkit.forward.masked_norm import keep_padding_out
 from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.classes.labels import RecordEncoder, field_of
@@ -73,6 +74,7 @@ class Hearing:
         names = [name for name in LENGTHS if hasattr(self._model, name)]
         self._count: Any = getattr(self._model, names[0]) if names else None
         self._of_samples = self._positions_of_samples()
+        self._needs_mask = self._of_samples is not None and keep_padding_out(self._model)
         self._of_frames = dict[int, int]()
 
     @property
@@ -120,7 +122,7 @@ class Hearing:
         if "padding" in takes:  # Whisper's pads to 30 s by default, others not at all
             default = takes["padding"].default
             options["padding"] = default if isinstance(default, str) else True
-        if self._has_masks:
+        if self._has_masks or self._needs_mask:
             options["return_attention_mask"] = True
         arguments = {"sampling_rate": self.rate, "return_tensors": "pt", **options}
         return dict(self.extractor(list(arrays), **arguments))

@@ -33,6 +33,8 @@ from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.forward.batch_layout import BatchLayout
 from peftkit.forward.loss import perplexity, target_logits, unwrapped
+from peftkit.forward.probes import logits_of, rms_difference
+from peftkit.model.modes import evaluating
 from peftkit.model.places import unwrap_adapter
 from peftkit.tasks.base import Task, over_batches
 from peftkit.tasks.config import TaskConfig
@@ -124,6 +126,25 @@ def num_chosen(row: MaskedRow, share: float) -> int:
     return max(1, round(share * len(row.maskable)))
 
 
+@torch.no_grad()
+def reads_padding(model: nn.Module, pad_id: int) -> bool:
+    """Return whether the logits of a row change with padding after it, despite its mask.
+
+    Funnel Transformers pool a row's last token with the padding.
+    """
+    vocab = unwrapped(model).config.get_text_config().vocab_size
+    rows = [[(3 + n) * 7 % vocab for n in range(size)] for size in (11, 7, 5)]
+
+    def logits(some: Sequence[Sequence[int]]) -> Tensor:
+        ids, mask = (tensor.to(unwrapped(model).device) for tensor in padded_rows(some, pad_id))
+        return logits_of(model, ids, {"attention_mask": mask})
+
+    with evaluating(model):
+        together, alone = logits(rows), [logits([row])[0] for row in rows]
+    padded = [found[: len(row)] for found, row in zip(together, rows, strict=True)]
+    return not rms_difference(padded, alone) <= 5e-2 * rms_difference(alone, None)
+
+
 class MaskedLM(TokenTask):
     """A loss over masked tokens.
 
@@ -156,6 +177,10 @@ class MaskedLM(TokenTask):
         rows.encoder = MaskedEncoder(tokenizer, config, rows.data.format, rows.max_length)
         embedding: Any = unwrap_adapter(unwrapped(model).get_input_embeddings())
         self._num_words = min(len(tokenizer), embedding.num_embeddings)
+        self._reads_padding = reads_padding(model, self.pad_id)
+
+    def bucket_key(self, row: MaskedRow) -> int | None:
+        return len(row.input_ids) if self._reads_padding else None
 
     def collate(self, rows: Sequence[MaskedRow]) -> dict[str, Tensor]:
         """Return a batch with tokens masked, padded or in one row.
