@@ -110,7 +110,7 @@ def serve(
         from peftkit.serve.app import LEFT_TO_TRAIN  # needs the extra
 
         left = 0.0 if train is None else LEFT_TO_TRAIN
-        if (tokens := tokens_that_fit(bank.base.model, left=left)) is not None:
+        if (tokens := tokens_that_fit(bank.base.model, bank.base.tokenizer, left=left)) is not None:
             reserved = f" {left:.0%} of the free memory is reserved for training." if left else ""
             note(f"Memory for {tokens:,} tokens of concurrent prompts and answers.{reserved}")
         for fallback in generation_fallbacks(bank.base.model, bank.base.tokenizer):

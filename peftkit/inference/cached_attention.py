@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
 from peftkit.forward.attention import MaskKind, kind_of
 from peftkit.forward.attention_kernels import PLAIN
-from peftkit.forward.compat import with_all_methods
+from peftkit.forward.compat import cache_name, with_all_methods
 from peftkit.inference.cache import Arena, Row, Span, joined
+from peftkit.inference.states import DecodeStates, PassStates, PrefillStates, StateCache
 
 _numbers = count()
 
@@ -64,19 +65,40 @@ class LayerMask:
 
 
 class Prefill:
-    """A forward pass over the next tokens of some spans, padded on the right.
+    """A forward pass over the next tokens of some spans.
 
     Args:
         chunks: The span of each row, and the number of tokens to compute.
+        pads_left: Whether shorter rows are padded on the left. Padding on the right would change
+            states, and padding on the left only leaves those of an empty span unchanged.
+
+    Attributes:
+        columns: The columns of each row that are not padding.
+        states: The states of the spans.
     """
 
-    def __init__(self, chunks: Sequence[tuple[Span, int]]) -> None:
+    def __init__(self, chunks: Sequence[tuple[Span, int]], *, pads_left: bool = False) -> None:
         self._chunks = chunks
+        self._width = max(size for _, size in chunks)
+        starts = [self._width - size if pads_left else 0 for _, size in chunks]
+        self.columns = [
+            slice(start, start + size) for start, (_, size) in zip(starts, chunks, strict=True)
+        ]
+        self.states: PassStates = PrefillStates([span.states for span, _ in chunks])
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The tokens that are not padding, (B, T), if some rows are padded on the left."""
+        if not any(columns.start for columns in self.columns):
+            return None
+        mask = torch.zeros(len(self.columns), self._width, dtype=torch.long)
+        for row, columns in enumerate(self.columns):
+            mask[row, columns] = 1
+        return mask
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        for row, (span, size) in enumerate(self._chunks):
-            at = slice(row, row + 1)
-            span.write(layer, keys[at, :, :size], values[at, :, :size])
+        for row, ((span, _), at) in enumerate(zip(self._chunks, self.columns, strict=True)):
+            span.write(layer, keys[row : row + 1, :, at], values[row : row + 1, :, at])
 
     def attend(self, layer: int, query: Tensor, layer_mask: LayerMask, scores: Scores) -> Tensor:
         out = query.new_zeros((*query.shape[:3], self._chunks[0][0].layers[layer][1].shape[-1]))
@@ -84,13 +106,15 @@ class Prefill:
             spans = [span] if span.base is None else [span.base, span]
             lengths = [*(before.filled for before in spans[:-1]), span.filled + size]
             keys, values = joined(spans, layer, lengths)
-            q, mask = query[row : row + 1, :, :size], None
+            q, mask = query[row : row + 1, :, self.columns[row]], None
             if keys.shape[2] > size or not (layer_mask.is_causal and scores.are_plain):
                 if row not in layer_mask.cache:
                     positions = torch.arange(keys.shape[2], device=q.device)
                     layer_mask.cache[row] = layer_mask(positions[-size:, None], positions, q.dtype)
                 mask = layer_mask.cache[row]
-            out[row, :, :size] = _full_attention(q.contiguous(), keys, values, mask, scores)[0]
+            out[row, :, self.columns[row]] = _full_attention(
+                q.contiguous(), keys, values, mask, scores
+            )[0]
         return out
 
 
@@ -112,6 +136,7 @@ class Decode:
 
     Attributes:
         rows: The rows of the batch: arena by arena, slot by slot; None: an empty slot.
+        states: The states of the slots.
         tokens: The next input tokens, (B, 1).
     """
 
@@ -127,6 +152,9 @@ class Decode:
         self._numbers = torch.zeros(3, len(slots), dtype=torch.long, device=device)
         self._lengths, self._starts = self._numbers[0], self._numbers[1]
         self.tokens = self._numbers[2, :, None]
+        self.states: PassStates = DecodeStates(
+            [(block.arena.states, block.num_slots) for block in blocks]
+        )
         self.fill()
 
     def fill(self) -> None:
@@ -295,7 +323,7 @@ def _full_attention(
     return part.normalised(sinks).to(q.dtype)
 
 
-class CachedAttention(Cache):
+class CachedAttention(StateCache):
     """The cache and the attention of one model while an engine runs it.
 
     Args:
@@ -309,15 +337,59 @@ class CachedAttention(Cache):
         layer: Any = _Layer  # which methods are abstract depends on transformers' version
         super().__init__(layers=[layer() for _ in range(num_layers)])
         self.now: Prefill | Decode | None = None
-        self._window, self._layer = window, 0
+        self._window = window
+        self._layer: int | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> CachedAttention:
+        config = model.config.get_text_config()
+        return cls(config.num_hidden_layers, getattr(config, "sliding_window", None))
+
+    def run(
+        self,
+        model: Any,
+        now: Prefill | Decode,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Run a model in which this attention is `registered`; return the logits (B, V).
+
+        Args:
+            ids, positions: (B, T); the logits are those of the last column.
+            mask: See `Prefill.mask`.
+        """
+        device = model.device
+        padding = {} if mask is None else {"attention_mask": mask.to(device)}
+        self.now = now
+        try:
+            with now.states:
+                out = model(
+                    input_ids=ids.to(device),
+                    position_ids=positions.to(device),
+                    use_cache=True,
+                    logits_to_keep=1,
+                    **{str(cache_name(model)): self},
+                    **padding,
+                )
+        finally:
+            self.now = None
+        logits: Tensor = out.logits[:, -1]
+        return logits
+
+    @property
+    def states(self) -> PassStates:
+        assert self.now is not None
+        return self.now.states
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values; attention reads them from the cache."""
-        assert self.now is not None
+        """Note the layer; `attend` writes the keys and values that it receives.
+
+        Models with latent attention give the cache a latent, from which they compute both.
+        """
         self._layer = layer_idx
-        self.now.write(layer_idx, key_states, value_states)
         return key_states, value_states
 
     def mask(self, *, mask_function: Callable[..., Tensor], **_: Any) -> LayerMask:
@@ -345,7 +417,11 @@ class CachedAttention(Cache):
             raise RuntimeError(f"attention has unsupported arguments: {sorted(unknown)}")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         scores = Scores(scale, softcap, s_aux)
-        out = self.now.attend(self._layer, query.contiguous(), attention_mask, scores)
+        layer, self._layer = self._layer, None
+        if layer is None:
+            raise RuntimeError("attention reads keys that its layer has not given to the cache")
+        self.now.write(layer, key, value)
+        out = self.now.attend(layer, query.contiguous(), attention_mask, scores)
         return out.transpose(1, 2).contiguous(), None
 
 
