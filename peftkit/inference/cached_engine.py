@@ -36,7 +36,7 @@ from peftkit.inference.cached_attention import (
     registered,
 )
 from peftkit.inference.engine import FEWEST_TOKENS, Completion, Engine, Limits
-from peftkit.inference.footprint import state_tokens
+from peftkit.inference.footprint import Footprint, footprint
 from peftkit.inference.recorder import Batch, Recorder, Step, static_block, why_not_recorded
 from peftkit.inference.states import copied, has_states
 
@@ -65,12 +65,17 @@ class CachedEngine(Engine):
         self._recent: deque[Completion] = deque(maxlen=32 if self.limits.prefix_tokens else 0)
 
     def _prepare(self, stack: ExitStack) -> None:
-        if self._has_states and self.limits.tokens is not None:
-            self._state_tokens = state_tokens(self.model)
-            self._prefixes = Prefixes(self.limits.prefix_tokens, self._state_tokens)
         self._attention = CachedAttention.of(self.model)
         stack.enter_context(registered(self.model, self._attention))
         stack.callback(self._steps.clear)
+        if self._has_states and self.limits.tokens is not None:
+            self._state_tokens = self.footprint().state_tokens
+            self._prefixes = Prefixes(self.limits.prefix_tokens, self._state_tokens)
+
+    @torch.no_grad()
+    def footprint(self) -> Footprint:
+        """Return the memory of its cache per token and row."""
+        return footprint(self.model, self._attention)
 
     @property
     def num_running(self) -> int:

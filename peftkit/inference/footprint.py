@@ -13,9 +13,7 @@ import torch
 
 from peftkit.execution.plan import compute_dtype
 from peftkit.inference.cache import Span
-from peftkit.inference.cached_attention import CachedAttention, Prefill, registered
-from peftkit.inference.ready import on_device
-from peftkit.model.modes import evaluating
+from peftkit.inference.cached_attention import CachedAttention, Prefill
 
 _footprints: weakref.WeakKeyDictionary[Any, dict[torch.dtype, Footprint]]
 _footprints = weakref.WeakKeyDictionary()
@@ -39,27 +37,27 @@ class Footprint(NamedTuple):
         return -(-self.row // max(self.token, 1))
 
 
-def footprint(model: Any) -> Footprint:
-    """Return the footprint of a model that a `CachedEngine` can run, measured once per dtype."""
+def footprint(model: Any, attention: CachedAttention) -> Footprint:
+    """Return the footprint of a model in which an attention is registered.
+
+    It is measured once per dtype, by a forward pass.
+    """
     known = _footprints.setdefault(model, {})
     dtype = compute_dtype(model)
     if dtype not in known:
-        known[dtype] = measured(model)
+        span, token = Span([0], None), torch.zeros(1, 1, dtype=torch.long)
+        attention.run(model, Prefill([(span, 1)]), token, token)
+        known[dtype] = footprint_of(span)
     return known[dtype]
 
 
-def state_tokens(model: Any) -> int:
-    """Return `Footprint.state_tokens` of a model."""
-    return footprint(model).state_tokens
-
-
-@torch.no_grad()
-def measured(model: Any) -> Footprint:
-    """Measure a model's footprint by a forward pass."""
-    span, attention = Span([0], None), CachedAttention.of(model)
-    token = torch.zeros(1, 1, dtype=torch.long)
-    with on_device(model.device), evaluating(model), registered(model, attention):
-        attention.run(model, Prefill([(span, 1)]), token, token)
+def footprint_of(span: Span) -> Footprint:
+    """Return the footprint by a span of one token."""
     layers = [keys.nbytes + values.nbytes for keys, values in span.layers.values()]
     states = sum(state.nbytes for state in span.states.values())
     return Footprint(sum(layers) + max(layers, default=0), states)
+
+
+def known_footprint(model: Any) -> Footprint:
+    """Return the footprint that an engine of this model has measured."""
+    return _footprints[model][compute_dtype(model)]

@@ -55,7 +55,7 @@ from peftkit.inference.engine import (
     masked,
     table_of,
 )
-from peftkit.inference.footprint import Footprint, footprint
+from peftkit.inference.footprint import Footprint, known_footprint
 from peftkit.inference.ready import on_device
 from peftkit.inference.recorder import unrecorded, why_not_recorded
 from peftkit.inference.sampling import Sampling
@@ -135,7 +135,7 @@ def cache_footprint(model: Any, tokenizer: Any) -> Footprint | None:
     None: the config lacks the sizes.
     """
     if why_plain(model, tokenizer) is None:
-        return footprint(model)
+        return known_footprint(model)
     return estimated_footprint(model.config.get_text_config(), compute_dtype(model))
 
 
@@ -250,6 +250,7 @@ def _by_trying(model: Any, tokenizer: Any, config: Any) -> str | None:
                 engine.ends = frozenset()
                 answers = [engine.submit(Request(ids, sampling)) for ids in prompts]
                 engine.run()
+                engine.footprint()  # measured here, for the memory limit
         except AnswerTooLarge:  # says nothing of the model
             raise
         except Exception as problem:  # whatever a model raises that cannot use such a cache
