@@ -285,6 +285,9 @@ class CachedEngine(Engine):
         if self.num_passes % 2:
             spans.sort(key=lambda span: span.num_left)
         width = min(spans[0].num_left, max_tokens)
+        if self._has_states and not spans[0].end:  # longer ones join it whole: a rest costs a pass
+            new = [span.num_left for span in spans if not span.end]
+            width = max((n for n in new if n <= min(2 * width, max_tokens)), default=width)
         chunks: list[tuple[Span, int]] = []
         for span in spans:
             size = min(span.num_left, width)
