@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate, count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +116,18 @@ class Prefill:
                 q.contiguous(), keys, values, mask, scores
             )[0]
         return out
+
+
+class Pass(Protocol):
+    """A forward pass, of which `CachedAttention` computes the attention."""
+
+    states: PassStates
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store a layer's new keys and values (B, K, T, D)."""
+
+    def attend(self, layer: int, query: Tensor, layer_mask: LayerMask, scores: Scores) -> Tensor:
+        """Return the attention (B, H, T, D) of queries over a layer's stored keys."""
 
 
 class Block(NamedTuple):
@@ -336,7 +348,7 @@ class CachedAttention(StateCache):
     def __init__(self, num_layers: int, window: int | None) -> None:
         layer: Any = _Layer  # which methods are abstract depends on transformers' version
         super().__init__(layers=[layer() for _ in range(num_layers)])
-        self.now: Prefill | Decode | None = None
+        self.now: Pass | None = None
         self._window = window
         self._layer: int | None = None
 
@@ -348,7 +360,7 @@ class CachedAttention(StateCache):
     def run(
         self,
         model: Any,
-        now: Prefill | Decode,
+        now: Pass,
         ids: Tensor,
         positions: Tensor,
         mask: Tensor | None = None,

@@ -10,10 +10,11 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from peftkit.execution.plan import compute_dtype
-from peftkit.inference.cache import Span
-from peftkit.inference.cached_attention import CachedAttention, Prefill
+from peftkit.inference.cached_attention import CachedAttention
+from peftkit.inference.states import PassStates, PrefillStates, States
 
 _footprints: weakref.WeakKeyDictionary[Any, dict[torch.dtype, Footprint]]
 _footprints = weakref.WeakKeyDictionary()
@@ -37,25 +38,38 @@ class Footprint(NamedTuple):
         return -(-self.row // max(self.token, 1))
 
 
-def footprint(model: Any, attention: CachedAttention) -> Footprint:
-    """Return the footprint of a model in which an attention is registered.
+class _Measurement:
+    """A forward pass over one token that counts the bytes of its keys and values."""
 
-    It is measured once per dtype, by a forward pass.
-    """
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+        self.row: States = {}
+        self.states: PassStates = PrefillStates([self.row])
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self.layers.append(keys.nbytes + values.nbytes)
+        self._size = values.shape[-1]
+
+    def attend(self, layer: int, query: Tensor, layer_mask: Any, scores: Any) -> Tensor:
+        return query.new_zeros((*query.shape[:3], self._size))
+
+
+@torch.no_grad()
+def measured(model: Any, attention: CachedAttention) -> Footprint:
+    """Run one token through a model, with data or without, in which an attention is registered."""
+    now, token = _Measurement(), torch.zeros(1, 1, dtype=torch.long)
+    attention.run(model, now, token, token)
+    states = sum(state.nbytes for state in now.row.values())
+    return Footprint(sum(now.layers) + max(now.layers, default=0), states)
+
+
+def footprint(model: Any, attention: CachedAttention) -> Footprint:
+    """Return what `measured` returns, measured once per dtype."""
     known = _footprints.setdefault(model, {})
     dtype = compute_dtype(model)
     if dtype not in known:
-        span, token = Span([0], None), torch.zeros(1, 1, dtype=torch.long)
-        attention.run(model, Prefill([(span, 1)]), token, token)
-        known[dtype] = footprint_of(span)
+        known[dtype] = measured(model, attention)
     return known[dtype]
-
-
-def footprint_of(span: Span) -> Footprint:
-    """Return the footprint by a span of one token."""
-    layers = [keys.nbytes + values.nbytes for keys, values in span.layers.values()]
-    states = sum(state.nbytes for state in span.states.values())
-    return Footprint(sum(layers) + max(layers, default=0), states)
 
 
 def known_footprint(model: Any) -> Footprint:

@@ -189,7 +189,7 @@ def why_plain(model: Any, tokenizer: Any) -> str | None:
     reasons = _reasons.setdefault(model, {})
     dtype = compute_dtype(model)
     if dtype not in reasons:
-        reasons[dtype] = _by_its_class(model, config) or _by_trying(model, tokenizer, config)
+        reasons[dtype] = why_plain_class(model) or _by_trying(model, tokenizer, config)
     return reasons[dtype]
 
 
@@ -212,7 +212,9 @@ def generation_fallbacks(model: Any, tokenizer: Any) -> list[Fallback]:
     ]
 
 
-def _by_its_class(model: Any, config: Any) -> str | None:
+def why_plain_class(model: Any) -> str | None:
+    """Return why models of this class and config need `PlainEngine`; None: a trial decides."""
+    config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         return "The model is an encoder-decoder."
     if missing := missing_arguments(model, ("position_ids", "cache", "logits_to_keep")):
