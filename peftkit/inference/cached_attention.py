@@ -24,22 +24,15 @@ from peftkit.forward.attention import MaskKind, kind_of
 from peftkit.forward.attention_kernels import PLAIN
 from peftkit.forward.compat import cache_name, with_all_methods
 from peftkit.inference.cache import Arena, Row, Span, joined
+from peftkit.inference.partial_attention import (
+    PartialAttention,
+    Scores,
+    full_attention,
+    partial_attention,
+)
 from peftkit.inference.states import DecodeStates, PassStates, PrefillStates, StateCache
 
 _numbers = count()
-
-
-class Scores(NamedTuple):
-    """The scores of a layer: scale, soft cap, and one attention sink (H,) per head."""
-
-    scale: float
-    softcap: float | None
-    sinks: Tensor | None
-
-    @property
-    def are_plain(self) -> bool:
-        """Whether torch's SDPA supports them."""
-        return self.softcap is None and self.sinks is None
 
 
 class LayerMask:
@@ -112,7 +105,7 @@ class Prefill:
                     positions = torch.arange(keys.shape[2], device=q.device)
                     layer_mask.cache[row] = layer_mask(positions[-size:, None], positions, q.dtype)
                 mask = layer_mask.cache[row]
-            out[row, :, self.columns[row]] = _full_attention(
+            out[row, :, self.columns[row]] = full_attention(
                 q.contiguous(), keys, values, mask, scores
             )[0]
         return out
@@ -219,7 +212,7 @@ class Decode:
                 for q, k, v, mask in blocks
             ]
             return (out[0] if len(out) == 1 else torch.cat(out)).view((*query.shape[:3], -1))
-        parts = [_partial_attention(*block, scores) for block in blocks]
+        parts = [partial_attention(*block, scores) for block in blocks]
         partial = PartialAttention(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
         grouped = query.view(len(query), partial.top.shape[1], -1, query.shape[-1])
         for span, rows in self._prefixes:
@@ -261,78 +254,10 @@ class Decode:
                 mask = layer_mask(self.positions[rows], positions, query.dtype)
                 layer_mask.cache[span] = mask.repeat_interleave(group, 0)
             mask = layer_mask.cache[span]
-        part = _partial_attention(q, keys, values, mask, scores)
+        part = partial_attention(q, keys, values, mask, scores)
         return PartialAttention(
             *(t.view(heads, count, group, t.shape[-1]).transpose(0, 1) for t in part)
         )
-
-
-class PartialAttention(NamedTuple):
-    """Attention over some of the keys, not divided by the sum of weights; float32.
-
-    Attributes:
-        out: (B, K, G, D), the weighted sum of the values.
-        top: (B, K, G, 1), the highest score.
-        total: (B, K, G, 1), the sum of exp(score - top).
-    """
-
-    out: Tensor
-    top: Tensor
-    total: Tensor
-
-    def add(self, rows: Tensor, other: PartialAttention) -> None:
-        """Add the attention of some rows over other keys, in place."""
-        before = PartialAttention(*(t[rows] for t in self))
-        top = torch.maximum(before.top, other.top)
-        scale, other_scale = (before.top - top).exp(), (other.top - top).exp()
-        self.out[rows] = before.out * scale + other.out * other_scale
-        self.total[rows] = before.total * scale + other.total * other_scale
-        self.top[rows] = top
-
-    def normalised(self, sinks: Tensor | None) -> Tensor:
-        """Return the weighted mean of the values; sinks (H,) are scores without a value."""
-        if sinks is None:
-            return self.out / self.total
-        sinks = sinks.float().reshape(self.top.shape[1], self.top.shape[2], 1)
-        top = torch.maximum(self.top, sinks)
-        weight = (self.top - top).exp()
-        return self.out * weight / (self.total * weight + (sinks - top).exp())
-
-
-def _partial_attention(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores
-) -> PartialAttention:
-    """Attend to some of the keys: q (b, K, M, D), keys and values (b, K, L, D)."""
-    products = torch.matmul(q, keys.transpose(2, 3)).float() * scores.scale
-    if scores.softcap is not None:
-        products = (products / scores.softcap).tanh() * scores.softcap
-    if mask is not None:
-        products = products + mask
-    top = products.amax(-1, keepdim=True)
-    weights = (products - top).exp()
-    out = torch.matmul(weights.to(values.dtype), values).float()
-    return PartialAttention(out, top, weights.sum(-1, keepdim=True))
-
-
-def _full_attention(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores
-) -> Tensor:
-    """Attend to all keys: q (1, H, T, D), keys and values (1, K, L, D); without a mask: causal."""
-    heads, length = keys.shape[1], q.shape[2]
-    grouped = q.view(heads, -1, length, q.shape[-1])  # (K, G, T, D)
-    group = grouped.shape[1]
-    if scores.are_plain:
-        keys, values = (t[0, :, None].expand(-1, group, -1, -1) for t in (keys, values))
-        out = functional.scaled_dot_product_attention(
-            grouped, keys, values, mask, is_causal=mask is None, scale=scores.scale
-        )
-        return out.reshape(1, q.shape[1], length, -1)
-    assert mask is not None
-    flat = grouped.reshape(1, heads, group * length, -1)
-    part = _partial_attention(flat, keys, values, mask.repeat(group, 1), scores)
-    part = PartialAttention(*(t.view(1, heads * group, length, -1) for t in part))
-    sinks = None if scores.sinks is None else scores.sinks.view(-1, 1).expand(-1, length)
-    return part.normalised(sinks).to(q.dtype)
 
 
 class CachedAttention(StateCache):

@@ -239,7 +239,7 @@ def _by_trying(model: Any, tokenizer: Any, config: Any) -> str | None:
     """Return why the likeliest tokens of `CachedEngine` and of the model itself differ, if so."""
     parts = "states and attention" if has_states(config) else "attention"
     sampling = Sampling(max_new_tokens=2, top_logprobs=TOP)
-    trials = [(LENGTHS, Limits(prefill=4))]
+    trials: list[tuple[Sequence[int], Limits]] = [(LENGTHS, Limits(prefill=4))]
     if has_states(config):
         trials.append((PADDED_LENGTHS, Limits()))
     for lengths, limits in trials:

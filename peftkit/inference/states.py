@@ -21,11 +21,11 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 
 class StateKey(NamedTuple):
-    """The kind of a state, its layer, and its index among those of its kind in the layer."""
+    """The kind of a state, its layer, and its number among those of its kind in the layer."""
 
     kind: Literal["conv", "recurrent"]
     layer: int
-    index: int
+    number: int
 
 
 States = dict[StateKey, Tensor]
