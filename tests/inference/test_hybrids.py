@@ -7,10 +7,12 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from peftkit.adapter import attach
 from peftkit.events import Fallback
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Completion, Limits, Request
+from peftkit.inference.generate import ModelSampler
 from peftkit.inference.open_engine import (
     cache_footprint,
     generation_fallbacks,
@@ -21,6 +23,7 @@ from peftkit.inference.open_engine import (
 from peftkit.inference.sampling import Sampling
 from peftkit.inference.states import SlotStates, StateKey, has_states
 from peftkit.methods.lora import LoRA
+from tests.helpers.adapters import perturb
 from tests.helpers.bank import tiny_base, write_adapter
 from tests.helpers.families import _GROUPED, _HEADS, EOS, VOCAB, _builder
 from tests.helpers.generation import MODELS
@@ -168,6 +171,21 @@ def test_a_completion_continues_from_its_kept_states():
     assert sum(computed) < 9
     assert continued.ids == alone.ids
     assert continued.log_probs == pytest.approx(alone.log_probs, abs=1e-4)
+
+
+def test_rollouts_of_a_model_in_training_depend_on_the_seed_alone():
+    model = built("granitemoehybrid")
+    adapter = attach(model, LoRA(rank=3))
+    perturb(adapter.parameters(), seed=1)
+    model.train()
+    prompts, seeds = PROMPTS[6:9], [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    runs = [
+        ModelSampler(model, TOKENIZER, rows).answers(prompts, seeds, max_new_tokens=6, stops=())
+        for rows in (2, 9)
+    ]
+    assert runs[0] == runs[1]
+    assert len({answer.ids for answers in runs[0] for answer in answers}) == 9
+    assert model.training
 
 
 def test_a_slot_forgets_the_states_of_its_last_row():
