@@ -5,6 +5,7 @@
     python -m benchmarks.generation --layers 10 --repeats 3   # quick
     python -m benchmarks.generation --scenario mixed    # answers of 8 to 256 tokens
     python -m benchmarks.generation --scenario forks    # 8 answers to each of 8 prompts of 500
+    python -m benchmarks.generation --families          # hybrids, see benchmarks/engines.py
 
 Both sides run in turn in one process: the same adapter (random, on all linear layers), the
 quickstart's orders as prompts with its chat template, the same numbers of new tokens. PEFT's side
@@ -30,6 +31,7 @@ import peft
 import torch
 import transformers
 
+from benchmarks import engines
 from benchmarks.limits import Sizes, limits
 from benchmarks.orders import make_rows
 from benchmarks.report import Spread, table
@@ -190,7 +192,10 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--layers", type=int, help="only so many blocks")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--families", nargs="*", choices=engines.SHAPES, help="see engines.py")
     args = parser.parse_args()
+    if args.families is not None:
+        return engines.compare(args, DTYPES[args.dtype], random_adapter)
     base = load_base(args.model, dtype=args.dtype, quantize=args.quantize)
     if args.layers:
         del base.model.model.layers[args.layers :]

@@ -96,7 +96,11 @@ def serve(
             fix="Add --train DIR. Without it, the base is loaded as the adapters were trained.",
         )
     folders = named_adapters(runs if options is None else runs[1:])
-    from peftkit.inference.open_engine import generation_fallbacks, tokens_that_fit
+    from peftkit.inference.open_engine import (
+        cache_footprint,
+        generation_fallbacks,
+        tokens_that_fit,
+    )
     from peftkit.serve.server import serve_adapters, vllm_command
     from peftkit_cli.render import Renderer
 
@@ -110,9 +114,12 @@ def serve(
         from peftkit.serve.app import LEFT_TO_TRAIN  # needs the extra
 
         left = 0.0 if train is None else LEFT_TO_TRAIN
-        if (tokens := tokens_that_fit(bank.base.model, left=left)) is not None:
+        if (tokens := tokens_that_fit(bank.base.model, bank.base.tokenizer, left=left)) is not None:
             reserved = f" {left:.0%} of the free memory is reserved for training." if left else ""
             note(f"Memory for {tokens:,} tokens of concurrent prompts and answers.{reserved}")
+            size = cache_footprint(bank.base.model, bank.base.tokenizer)
+            if size is not None and size.state_tokens:
+                note(f"The states of an answer count as {size.state_tokens:,} tokens.")
         for fallback in generation_fallbacks(bank.base.model, bank.base.tokenizer):
             note(fallback.text)
         if train is not None:

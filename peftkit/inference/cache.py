@@ -1,4 +1,4 @@
-"""The key-value cache of concurrent completions.
+"""The cache of concurrent completions: keys and values, and states of hybrids.
 
 Prompts are computed in chunks, each in a `Span` of exactly its size. A shared prefix stays in its
 span, which several completions read. Other spans move into an `Arena`, in whose slots
@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from peftkit.inference.states import SlotStates, States, copied
 
 Pair = tuple[Tensor, Tensor]
 SMALLEST = 128
@@ -43,6 +45,7 @@ class Span:
         start: Position of the first token.
         filled: Number of tokens whose keys and values are written.
         layers: Layer to keys and values (1, K, P, D); allocated by the first write.
+        states: The states after the last written token.
         base: The span that it continues, without a copy.
         is_read: Whether completions read it in place, instead of copying it.
         num_users: Number of completions that read it.
@@ -54,6 +57,7 @@ class Span:
     start: int = 0
     filled: int = 0
     layers: dict[int, Pair] = field(default_factory=dict)
+    states: States = field(default_factory=dict)
     base: Span | None = None
     is_read: bool = False
     num_users: int = 0
@@ -87,6 +91,7 @@ class Span:
         """Copy the tokens of another span with the same start."""
         for layer, (keys, values) in other.layers.items():
             self.write(layer, keys[:, :, : other.filled], values[:, :, : other.filled])
+        self.states = copied(other.states)
         self.filled = other.filled
 
 
@@ -127,7 +132,8 @@ class Row:
             for layer, (keys, values) in self.arena.layers.items()
         }
         adapter = self.owner.request.adapter
-        return Span(tokens, adapter, self.start, self.length, layers, self.base)
+        states = self.arena.states.of(self.slot)
+        return Span(tokens, adapter, self.start, self.length, layers, states, self.base)
 
     @property
     def has_room(self) -> bool:
@@ -147,12 +153,14 @@ class Arena:
     Attributes:
         num_slots, capacity: S and C.
         layers: Layer to keys and values (S, K, C, D).
+        states: The states of its rows.
     """
 
     def __init__(self) -> None:
         self.num_slots, self.capacity = 0, 0
         self.rows: list[Row] = []
         self.layers: dict[int, Pair] = {}
+        self.states = SlotStates()
 
     @property
     def is_full(self) -> bool:
@@ -165,6 +173,7 @@ class Arena:
         for layer in self.layers:
             keys, values = self.layers[layer]
             self.layers[layer] = self._resized(keys), self._resized(values)
+        self.states.resize(num_slots, len(self.rows))
 
     def _resized(self, old: Tensor) -> Tensor:
         # zeros: NaN in unused slots would survive the mask
@@ -173,10 +182,11 @@ class Arena:
         new[:slots, :, :length] = old[:slots, :, :length]
         return new
 
-    def add(self, row: Row, layers: dict[int, Pair]) -> None:
-        """Assign the next slot to a row, and copy its layers, each (1, K, >= length, D)."""
+    def add(self, row: Row, span: Span) -> None:
+        """Assign the next slot to a row, and copy the tokens and states of its span."""
         row.arena, row.slot = self, len(self.rows)
-        for layer, pair in layers.items():
+        self.states.put(row.slot, span.states)
+        for layer, pair in span.layers.items():
             for cache, new in zip(self._tensors(layer, pair), pair, strict=True):
                 cache[row.slot, :, : row.length] = new[0, :, : row.length]
         self.rows.append(row)
@@ -189,6 +199,7 @@ class Arena:
         for pair in self.layers.values():
             for cache in pair:
                 cache[row.slot, :, : last.length] = cache[last.slot, :, : last.length]
+        self.states.move(last.slot, row.slot)
         self.rows[row.slot], last.slot = last, row.slot
 
     def write(self, layer: int, index: Pair, keys: Tensor, values: Tensor) -> Pair:
@@ -261,16 +272,20 @@ class Prefixes:
 
     Args:
         max_tokens: Maximum tokens of unused prefixes to keep; the least recently used are dropped.
+        state_tokens: Tokens that need as much memory as the states of a row.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, state_tokens: int = 0) -> None:
         self._spans: list[Span] = []
-        self._max_tokens = max_tokens
+        self._max_tokens, self._state_tokens = max_tokens, state_tokens
         self._clock = count(1)
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(span.tokens) for span in self._spans)
+        return self._size_of(self._spans)
+
+    def _size_of(self, spans: Iterable[Span]) -> int:
+        return sum(len(span.tokens) + self._state_tokens for span in spans)
 
     def add(self, span: Span) -> None:
         """Add a span, computed or not."""
@@ -292,7 +307,7 @@ class Prefixes:
     def trim(self, waiting: Iterable[Sequence[int]]) -> None:
         """Drop prefixes beyond `max_tokens` that neither completions nor queued prompts use."""
         idle = [span for span in self._spans if not span.num_users and span.is_ready]
-        spare = sum(len(span.tokens) for span in idle) - self._max_tokens
+        spare = self._size_of(idle) - self._max_tokens
         if spare <= 0:
             return
         prompts = [list(tokens) for tokens in waiting]
@@ -300,7 +315,7 @@ class Prefixes:
             size = len(span.tokens)
             if spare > 0 and not any(tokens[:size] == span.tokens for tokens in prompts):
                 self._spans.remove(span)
-                spare -= size
+                spare -= size + self._state_tokens
 
     def drop(self) -> None:
         """Drop all unused prefixes."""

@@ -12,32 +12,31 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate, count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
-from peftkit.forward.attention import MaskKind, kind_of
+from peftkit.forward.attention import MaskKind, kind_of, window_of
 from peftkit.forward.attention_kernels import PLAIN
-from peftkit.forward.compat import register_attention, unregister_attention, with_all_methods
+from peftkit.forward.compat import (
+    cache_name,
+    register_attention,
+    unregister_attention,
+    with_all_methods,
+)
 from peftkit.inference.cache import Arena, Row, Span, joined
+from peftkit.inference.partial_attention import (
+    PartialAttention,
+    Scores,
+    full_attention,
+    partial_attention,
+)
+from peftkit.inference.states import DecodeStates, PassStates, PrefillStates, StateCache
 
 _numbers = count()
-
-
-class Scores(NamedTuple):
-    """The scores of a layer: scale, soft cap, and one attention sink (H,) per head."""
-
-    scale: float
-    softcap: float | None
-    sinks: Tensor | None
-
-    @property
-    def are_plain(self) -> bool:
-        """Whether torch's SDPA supports them."""
-        return self.softcap is None and self.sinks is None
 
 
 class LayerMask:
@@ -63,19 +62,40 @@ class LayerMask:
 
 
 class Prefill:
-    """A forward pass over the next tokens of some spans, padded on the right.
+    """A forward pass over the next tokens of some spans.
 
     Args:
         chunks: The span of each row, and the number of tokens to compute.
+        pads_left: Whether shorter rows are padded on the left. Padding on the right would change
+            states, and padding on the left only leaves those of an empty span unchanged.
+
+    Attributes:
+        columns: The columns of each row that are not padding.
+        states: The states of the spans.
     """
 
-    def __init__(self, chunks: Sequence[tuple[Span, int]]) -> None:
+    def __init__(self, chunks: Sequence[tuple[Span, int]], *, pads_left: bool = False) -> None:
         self._chunks = chunks
+        self._width = max(size for _, size in chunks)
+        starts = [self._width - size if pads_left else 0 for _, size in chunks]
+        self.columns = [
+            slice(start, start + size) for start, (_, size) in zip(starts, chunks, strict=True)
+        ]
+        self.states: PassStates = PrefillStates([span.states for span, _ in chunks])
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The tokens that are not padding, (B, T), if some rows are padded on the left."""
+        if not any(columns.start for columns in self.columns):
+            return None
+        mask = torch.zeros(len(self.columns), self._width, dtype=torch.long)
+        for row, columns in enumerate(self.columns):
+            mask[row, columns] = 1
+        return mask
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        for row, (span, size) in enumerate(self._chunks):
-            at = slice(row, row + 1)
-            span.write(layer, keys[at, :, :size], values[at, :, :size])
+        for row, ((span, _), at) in enumerate(zip(self._chunks, self.columns, strict=True)):
+            span.write(layer, keys[row : row + 1, :, at], values[row : row + 1, :, at])
 
     def attend(self, layer: int, query: Tensor, layer_mask: LayerMask, scores: Scores) -> Tensor:
         out = query.new_zeros((*query.shape[:3], self._chunks[0][0].layers[layer][1].shape[-1]))
@@ -83,14 +103,28 @@ class Prefill:
             spans = [span] if span.base is None else [span.base, span]
             lengths = [*(before.filled for before in spans[:-1]), span.filled + size]
             keys, values = joined(spans, layer, lengths)
-            q, mask = query[row : row + 1, :, :size], None
+            q, mask = query[row : row + 1, :, self.columns[row]], None
             if keys.shape[2] > size or not (layer_mask.is_causal and scores.are_plain):
                 if row not in layer_mask.cache:
                     positions = torch.arange(keys.shape[2], device=q.device)
                     layer_mask.cache[row] = layer_mask(positions[-size:, None], positions, q.dtype)
                 mask = layer_mask.cache[row]
-            out[row, :, :size] = _full_attention(q.contiguous(), keys, values, mask, scores)[0]
+            out[row, :, self.columns[row]] = full_attention(
+                q.contiguous(), keys, values, mask, scores
+            )[0]
         return out
+
+
+class Pass(Protocol):
+    """A forward pass, of which `CachedAttention` computes the attention."""
+
+    states: PassStates
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store a layer's new keys and values (B, K, T, D)."""
+
+    def attend(self, layer: int, query: Tensor, layer_mask: LayerMask, scores: Scores) -> Tensor:
+        """Return the attention (B, H, T, D) of queries over a layer's stored keys."""
 
 
 class Block(NamedTuple):
@@ -111,6 +145,7 @@ class Decode:
 
     Attributes:
         rows: The rows of the batch: arena by arena, slot by slot; None: an empty slot.
+        states: The states of the slots.
         tokens: The next input tokens, (B, 1).
     """
 
@@ -126,6 +161,9 @@ class Decode:
         self._numbers = torch.zeros(3, len(slots), dtype=torch.long, device=device)
         self._lengths, self._starts = self._numbers[0], self._numbers[1]
         self.tokens = self._numbers[2, :, None]
+        self.states: PassStates = DecodeStates(
+            [(block.arena.states, block.num_slots) for block in blocks]
+        )
         self.fill()
 
     def fill(self) -> None:
@@ -178,7 +216,7 @@ class Decode:
                 for q, k, v, mask in blocks
             ]
             return (out[0] if len(out) == 1 else torch.cat(out)).view((*query.shape[:3], -1))
-        parts = [_partial_attention(*block, scores) for block in blocks]
+        parts = [partial_attention(*block, scores) for block in blocks]
         partial = PartialAttention(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
         grouped = query.view(len(query), partial.top.shape[1], -1, query.shape[-1])
         for span, rows in self._prefixes:
@@ -220,81 +258,13 @@ class Decode:
                 mask = layer_mask(self.positions[rows], positions, query.dtype)
                 layer_mask.cache[span] = mask.repeat_interleave(group, 0)
             mask = layer_mask.cache[span]
-        part = _partial_attention(q, keys, values, mask, scores)
+        part = partial_attention(q, keys, values, mask, scores)
         return PartialAttention(
             *(t.view(heads, count, group, t.shape[-1]).transpose(0, 1) for t in part)
         )
 
 
-class PartialAttention(NamedTuple):
-    """Attention over some of the keys, not divided by the sum of weights; float32.
-
-    Attributes:
-        out: (B, K, G, D), the weighted sum of the values.
-        top: (B, K, G, 1), the highest score.
-        total: (B, K, G, 1), the sum of exp(score - top).
-    """
-
-    out: Tensor
-    top: Tensor
-    total: Tensor
-
-    def add(self, rows: Tensor, other: PartialAttention) -> None:
-        """Add the attention of some rows over other keys, in place."""
-        before = PartialAttention(*(t[rows] for t in self))
-        top = torch.maximum(before.top, other.top)
-        scale, other_scale = (before.top - top).exp(), (other.top - top).exp()
-        self.out[rows] = before.out * scale + other.out * other_scale
-        self.total[rows] = before.total * scale + other.total * other_scale
-        self.top[rows] = top
-
-    def normalised(self, sinks: Tensor | None) -> Tensor:
-        """Return the weighted mean of the values; sinks (H,) are scores without a value."""
-        if sinks is None:
-            return self.out / self.total
-        sinks = sinks.float().reshape(self.top.shape[1], self.top.shape[2], 1)
-        top = torch.maximum(self.top, sinks)
-        weight = (self.top - top).exp()
-        return self.out * weight / (self.total * weight + (sinks - top).exp())
-
-
-def _partial_attention(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores
-) -> PartialAttention:
-    """Attend to some of the keys: q (b, K, M, D), keys and values (b, K, L, D)."""
-    products = torch.matmul(q, keys.transpose(2, 3)).float() * scores.scale
-    if scores.softcap is not None:
-        products = (products / scores.softcap).tanh() * scores.softcap
-    if mask is not None:
-        products = products + mask
-    top = products.amax(-1, keepdim=True)
-    weights = (products - top).exp()
-    out = torch.matmul(weights.to(values.dtype), values).float()
-    return PartialAttention(out, top, weights.sum(-1, keepdim=True))
-
-
-def _full_attention(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores
-) -> Tensor:
-    """Attend to all keys: q (1, H, T, D), keys and values (1, K, L, D); without a mask: causal."""
-    heads, length = keys.shape[1], q.shape[2]
-    grouped = q.view(heads, -1, length, q.shape[-1])  # (K, G, T, D)
-    group = grouped.shape[1]
-    if scores.are_plain:
-        keys, values = (t[0, :, None].expand(-1, group, -1, -1) for t in (keys, values))
-        out = functional.scaled_dot_product_attention(
-            grouped, keys, values, mask, is_causal=mask is None, scale=scores.scale
-        )
-        return out.reshape(1, q.shape[1], length, -1)
-    assert mask is not None
-    flat = grouped.reshape(1, heads, group * length, -1)
-    part = _partial_attention(flat, keys, values, mask.repeat(group, 1), scores)
-    part = PartialAttention(*(t.view(1, heads * group, length, -1) for t in part))
-    sinks = None if scores.sinks is None else scores.sinks.view(-1, 1).expand(-1, length)
-    return part.normalised(sinks).to(q.dtype)
-
-
-class CachedAttention(Cache):
+class CachedAttention(StateCache):
     """The cache and the attention of one model while an engine runs it.
 
     Args:
@@ -309,18 +279,63 @@ class CachedAttention(Cache):
     def __init__(self, num_layers: int, window: int | None) -> None:
         layer: Any = _Layer  # which methods are abstract depends on transformers' version
         super().__init__(layers=[layer() for _ in range(num_layers)])
-        self.now: Prefill | Decode | None = None
-        self.positions: Tensor | None = None
+        self.now: Pass | None = None
+        self._window = window
+        self._layer: int | None = None
+        self._positions: Tensor | None = None
         self.scaled: set[nn.Module] = set()
-        self._window, self._layer = window, 0
+
+    @classmethod
+    def of(cls, model: Any) -> CachedAttention:
+        config = model.config.get_text_config()
+        return cls(config.num_hidden_layers, window_of(config))
+
+    def run(
+        self,
+        model: Any,
+        now: Pass,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Run a model in which this attention is `registered`; return the logits (B, V).
+
+        Args:
+            ids, positions: (B, T); the logits are those of the last column.
+            mask: See `Prefill.mask`.
+        """
+        device = model.device
+        self._positions = positions.to(device)
+        padding = {} if mask is None else {"attention_mask": mask.to(device)}
+        self.now = now
+        try:
+            with now.states:
+                out = model(
+                    input_ids=ids.to(device),
+                    position_ids=self._positions,
+                    use_cache=True,
+                    logits_to_keep=1,
+                    **{str(cache_name(model)): self},
+                    **padding,
+                )
+        finally:
+            self.now = None
+        logits: Tensor = out.logits[:, -1]
+        return logits
+
+    @property
+    def states(self) -> PassStates:
+        assert self.now is not None
+        return self.now.states
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values; attention reads them from the cache."""
-        assert self.now is not None
+        """Note the layer; `attend` writes the keys and values that it receives.
+
+        Models with latent attention give the cache a latent, from which they compute both.
+        """
         self._layer = layer_idx
-        self.now.write(layer_idx, key_states, value_states)
         return key_states, value_states
 
     def mask(self, *, mask_function: Callable[..., Tensor], **_: Any) -> LayerMask:
@@ -349,9 +364,13 @@ class CachedAttention(Cache):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         scores = Scores(scale, softcap, s_aux)
         if module in self.scaled:
-            assert self.positions is not None
-            query = _scale_by_position(module, query, self.positions)
-        out = self.now.attend(self._layer, query.contiguous(), attention_mask, scores)
+            assert self._positions is not None
+            query = _scale_by_position(module, query, self._positions)
+        layer, self._layer = self._layer, None
+        if layer is None:
+            raise RuntimeError("attention reads keys that its layer has not given to the cache")
+        self.now.write(layer, key, value)
+        out = self.now.attend(layer, query.contiguous(), attention_mask, scores)
         return out.transpose(1, 2).contiguous(), None
 
 

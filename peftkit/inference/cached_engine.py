@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from peftkit.execution.plan import ExecutionPlan
-from peftkit.forward.attention import window_of
-from peftkit.forward.compat import cache_name
 from peftkit.inference.cache import (
     MIN_READ,
     SMALLEST,
@@ -38,7 +36,9 @@ from peftkit.inference.cached_attention import (
     registered,
 )
 from peftkit.inference.engine import FEWEST_TOKENS, Completion, Engine, Limits
+from peftkit.inference.footprint import Footprint, footprint
 from peftkit.inference.recorder import Batch, Recorder, Step, static_block, why_not_recorded
+from peftkit.inference.states import copied, has_states
 
 MAX_RECORDED = 32
 """Maximum CUDA graphs of decoding steps; the oldest is dropped."""
@@ -59,14 +59,23 @@ class CachedEngine(Engine):
         records = plan.records_decoding and not why_not_recorded(self.model)
         self.recorder = Recorder(self.model) if records else None
         self._steps: dict[Any, Step] = {}
+        config = self.model.config.get_text_config()
+        self._has_states, self._state_tokens = has_states(config), 0
         self._prefixes = Prefixes(self.limits.prefix_tokens)
         self._recent: deque[Completion] = deque(maxlen=32 if self.limits.prefix_tokens else 0)
 
     def _prepare(self, stack: ExitStack) -> None:
-        config = self.model.config.get_text_config()
-        self._attention = CachedAttention(config.num_hidden_layers, window_of(config))
+        self._attention = CachedAttention.of(self.model)
         stack.enter_context(registered(self.model, self._attention))
         stack.callback(self._steps.clear)
+        if self._has_states and self.limits.tokens is not None:
+            self._state_tokens = self.footprint().state_tokens
+            self._prefixes = Prefixes(self.limits.prefix_tokens, self._state_tokens)
+
+    @torch.no_grad()
+    def footprint(self) -> Footprint:
+        """Return the memory of its cache per token and row."""
+        return footprint(self.model, self._attention)
 
     @property
     def num_running(self) -> int:
@@ -112,7 +121,7 @@ class CachedEngine(Engine):
         running = self._running()
         self._prompts, self._arenas, self._batch, self._steps = {}, {}, None, {}
         self._kept = {}
-        self._prefixes = Prefixes(self.limits.prefix_tokens)
+        self._prefixes = Prefixes(self.limits.prefix_tokens, self._state_tokens)
         return [one for one in running if one.ended_by is None]
 
     def _lower_limits(self, num_running: int) -> Limits | None:
@@ -159,10 +168,13 @@ class CachedEngine(Engine):
         base = self._base_of(completion)
         start = 0 if base is None or not base.is_read else len(base.tokens)
         length = slot_length(completion.num_tokens - start)
-        return self._num_tokens(length, shrunk=shrunk) + len(completion.tokens) - start
+        tokens = self._num_tokens(length, shrunk=shrunk) + len(completion.tokens) - start
+        return tokens + self._state_tokens
 
     def _num_tokens(self, *further: int, shrunk: bool = False) -> int:
         """Return the tokens for which the cache allocates memory after all prompts have slots.
+
+        The states of a row count as `_state_tokens`.
 
         Args:
             further: Final slot lengths of further completions.
@@ -172,15 +184,16 @@ class CachedEngine(Engine):
         for length in further:
             lengths.setdefault(power_of_two(length), []).append(length)
         total = self._prefixes.num_tokens
-        total += sum(len(span.tokens) for span, one in self._prompts.items() if one is not None)
-        total += sum(len(span.tokens) for span in self._kept.values())
+        spans = [span for span, one in self._prompts.items() if one is not None]
+        spans += self._kept.values()
+        total += sum(len(span.tokens) + self._state_tokens for span in spans)
         for size in lengths.keys() | self._arenas.keys():
             group, arena = lengths.get(size, []), self._arenas.get(size)
             num_slots, longest = len(group), max(group, default=0)
             if arena is not None and not shrunk:
                 num_slots = max(num_slots, arena.num_slots)
                 longest = max(longest, arena.capacity)
-            total += num_slots * longest
+            total += num_slots * (longest + self._state_tokens)
         return total
 
     def _final_lengths(self) -> dict[int, list[int]]:
@@ -218,7 +231,8 @@ class CachedEngine(Engine):
         ]
         size, users = worth_sharing(target, others)
         max_tokens = self.limits.tokens
-        has_room = max_tokens is None or self._tokens_with(completion) + size <= max_tokens
+        prefix = size + self._state_tokens
+        has_room = max_tokens is None or self._tokens_with(completion) + prefix <= max_tokens
         if has_room and size > (0 if base is None else len(base.tokens)):
             self._share(target[:size], request.adapter, base, users)
             return False
@@ -227,6 +241,7 @@ class CachedEngine(Engine):
         self._recent.append(completion)
         if base is not None and base.is_read:
             span = Span(target[len(base.tokens) :], request.adapter, len(base.tokens), base=base)
+            span.states = copied(base.states)
             base.num_users += 1
         else:
             span = Span(target, request.adapter)
@@ -253,11 +268,12 @@ class CachedEngine(Engine):
         width = max(size for _, size in chunks)
         ids = torch.zeros(len(chunks), width, dtype=torch.long)
         positions = torch.zeros_like(ids)
-        for row, (span, size) in enumerate(chunks):
-            ids[row, :size] = torch.tensor(span.tokens[span.filled : span.filled + size])
-            positions[row, :size] = torch.arange(span.end, span.end + size)
+        now = Prefill(chunks, pads_left=self._has_states)
+        for row, ((span, size), at) in enumerate(zip(chunks, now.columns, strict=True)):
+            ids[row, at] = torch.tensor(span.tokens[span.filled : span.filled + size])
+            positions[row, at] = torch.arange(span.end, span.end + size)
         using = self._using([span.adapter for span, _ in chunks])
-        self._run(Prefill(chunks), ids, positions, using)
+        self._run(now, ids, positions, using, now.mask)
         for span, size in chunks:
             span.filled += size
         self._finish_prompts()
@@ -273,29 +289,34 @@ class CachedEngine(Engine):
         if self.num_passes % 2:
             spans.sort(key=lambda span: span.num_left)
         width = min(spans[0].num_left, max_tokens)
+        if self._has_states and not spans[0].end:  # longer ones join it whole: a rest costs a pass
+            new = [span.num_left for span in spans if not span.end]
+            width = max((n for n in new if n <= min(2 * width, max_tokens)), default=width)
         chunks: list[tuple[Span, int]] = []
         for span in spans:
             size = min(span.num_left, width)
             if (len(chunks) + 1) * width <= max(max_tokens, width) and 2 * size >= width:
                 chunks.append((span, size))
-        return chunks
+        if self._has_states:  # only new rows can be padded, see `Prefill`
+            width = min((size for span, size in chunks if span.end), default=width)
+        return [(span, min(size, width)) for span, size in chunks]
 
     def _finish_prompts(self) -> None:
         """Move completions with computed prompts into arenas."""
         for span in [span for span in self._prompts if span.is_ready]:
             completion = self._prompts.pop(span)
             if completion is not None:
-                self._place(Row(completion, span.base, span.filled), span.layers)
+                self._place(Row(completion, span.base, span.filled), span)
                 self._batch = None
 
     # ------------------------------------------------------------- answers
 
-    def _place(self, row: Row, layers: dict[int, tuple[Tensor, Tensor]]) -> None:
+    def _place(self, row: Row, span: Span) -> None:
         size = power_of_two(row.final_length)
         arena = self._arenas.setdefault(size, Arena())
         if arena.is_full or row.length >= arena.capacity:
             self._resize(arena, [*arena.rows, row])
-        arena.add(row, layers)
+        arena.add(row, span)
 
     def _resize(self, arena: Arena, rows: list[Row]) -> None:
         """Grow an arena for some rows; slots and lengths double up to the rows' needs."""
@@ -315,7 +336,8 @@ class CachedEngine(Engine):
         joining = [row.final_length for row in rows if row.arena is None]
         running = self._final_lengths().get(power_of_two(rows[0].final_length), []) + joining
         spare = self.limits.tokens - self._num_tokens(*joining)
-        return min(self.limits.rows, len(running) + spare // max(capacity, *running))
+        slot = max(capacity, *running) + self._state_tokens
+        return min(self.limits.rows, len(running) + spare // slot)
 
     def _shrink(self) -> None:
         """Free empty slots, and lengths that no row needs."""
@@ -415,20 +437,8 @@ class CachedEngine(Engine):
         ids: Tensor,
         positions: Tensor,
         using: AbstractContextManager[None],
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Return the logits of the last column."""
-        device = self.model.device
-        self._attention.now, self._attention.positions = now, positions.to(device)
-        try:
-            with using:
-                out = self.model(
-                    input_ids=ids.to(device),
-                    position_ids=self._attention.positions,
-                    use_cache=True,
-                    logits_to_keep=1,
-                    **{str(cache_name(self.model)): self._attention},
-                )
-        finally:
-            self._attention.now = None
-        logits: Tensor = out.logits[:, -1]
-        return logits
+        with using:
+            return self._attention.run(self.model, now, ids, positions, mask)

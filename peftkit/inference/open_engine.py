@@ -1,10 +1,10 @@
 """The engine of a model: `CachedEngine`, or `PlainEngine` over `model.generate`.
 
-`PlainEngine` serves models whose cache cannot be split by rows: states or convolutions,
-encoder-decoders, virtual tokens, custom positions, and prompts with media. It runs a batch until
-its last row has ended; later requests wait for the next batch. Each row still has separate
-settings, seed, adapter and end tokens, and completes its prompt as it does alone: rows are padded
-only if the model's numbers do not depend on it (`takes_padding`, `limits_of`).
+`PlainEngine` serves models whose cache cannot be split by rows: encoder-decoders, virtual tokens,
+caches of their own classes, custom positions, and prompts with media. It runs a batch until its
+last row has ended; later requests wait for the next batch. Each row still has separate settings,
+seed, adapter and end tokens, and completes its prompt as it does alone: rows are padded only if the
+model's numbers do not depend on it (`takes_padding`, `limits_of`).
 
 Shapes: B rows, T tokens of the longest prompt, V tokens of the vocabulary.
 """
@@ -30,7 +30,14 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from peftkit.data.pack import padded_rows
 from peftkit.events import Fallback
@@ -51,10 +58,12 @@ from peftkit.inference.engine import (
     masked,
     table_of,
 )
+from peftkit.inference.footprint import Footprint, known_footprint
 from peftkit.inference.left_padding import takes_padding
 from peftkit.inference.ready import on_device
 from peftkit.inference.recorder import unrecorded, why_not_recorded
 from peftkit.inference.sampling import Sampling
+from peftkit.inference.states import has_states
 from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import evaluating
 from peftkit.model.places import num_virtual
@@ -66,9 +75,21 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 TOLERANCE_16_BIT = 0.1
 """Difference of logits, as a share of their standard deviation; a wrong mask makes it about 1."""
 LENGTHS = (9, 6)
-"""Of the prompts that a model is tried with."""
+"""Of the prompts that a model is tried with, in pieces."""
+PADDED_LENGTHS = (9, 6, 1)
+"""Of the prompts that a model with states is tried with, in one padded pass."""
 TOP = 16
 """Likeliest tokens that are compared."""
+
+CACHE_LAYERS = {
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    DummyLayer,  # a layer that is only feed-forward
+}
+"""Layers of transformers' caches whose methods the engine's cache has."""
 
 PLAIN_ROWS = 16
 """Rows of a plain batch, which all run until the last one has ended."""
@@ -92,22 +113,34 @@ def open_engine(
     """
     limits = limits or Limits()
     if limits.tokens is None and not is_sharded(model):  # all processes must decide alike
-        limits = replace(limits, tokens=tokens_that_fit(model))
+        limits = replace(limits, tokens=tokens_that_fit(model, tokenizer))
     kind = CachedEngine if why_plain(model, tokenizer) is None else PlainEngine
     return kind(model, tokenizer, limits, use, on_fewer)
 
 
-def tokens_that_fit(model: Any, *, left: float = 0.0) -> int | None:
+def tokens_that_fit(model: Any, tokenizer: Any, *, left: float = 0.0) -> int | None:
     """Return for how many tokens keys and values fit into memory; None: unknown.
+
+    The engine counts the states of a row as `Footprint.state_tokens`.
 
     Args:
         left: Share of the free memory that is reserved for other uses.
     """
+    size = cache_footprint(model, tokenizer)
     environment = free_now(model.device)
-    size = bytes_per_token(model.config.get_text_config(), compute_dtype(model))
     if environment.memory is None or size is None:
         return None
-    return cache_tokens(environment, size, int(left * environment.usable))
+    return cache_tokens(environment, size.token, int(left * environment.usable))
+
+
+def cache_footprint(model: Any, tokenizer: Any) -> Footprint | None:
+    """Return the bytes of a model's cache: measured, or estimated for `PlainEngine`.
+
+    None: the config lacks the sizes.
+    """
+    if why_plain(model, tokenizer) is None:
+        return known_footprint(model)
+    return estimated_footprint(model.config.get_text_config(), compute_dtype(model))
 
 
 def cache_tokens(environment: Environment, size: int, taken: int = 0) -> int:
@@ -121,17 +154,32 @@ def cache_tokens(environment: Environment, size: int, taken: int = 0) -> int:
     return int(share * max(environment.usable - taken, 0)) // size
 
 
-def bytes_per_token(config: Any, dtype: torch.dtype) -> int | None:
-    """Return the bytes of a token's keys and values; None: the config lacks the sizes.
+def estimated_footprint(config: Any, dtype: torch.dtype) -> Footprint | None:
+    """Return the bytes of a token's keys and values by a config; None: it lacks the sizes."""
+    sizes = [_bytes_in_layer(layer, dtype) for layer in _layers_with_keys(config)]
+    known = [size for size in sizes if size is not None]
+    if not known or len(known) < len(sizes):
+        return None
+    return Footprint(sum(known) + max(known))
 
-    One layer is counted twice, since its copy exists while the cache grows.
-    """
+
+def _layers_with_keys(config: Any) -> list[Any]:
+    """Return the config of each layer with keys; in some models their heads differ."""
+    configs = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    layers = DynamicCache(config=config).layers
+    if len(layers) != len(configs):
+        return list(configs)
+    pairs = zip(configs, layers, strict=True)
+    return [one for one, layer in pairs if isinstance(layer, DynamicLayer)]
+
+
+def _bytes_in_layer(config: Any, dtype: torch.dtype) -> int | None:
     query_heads = getattr(config, "num_attention_heads", None)
     heads = getattr(config, "num_key_value_heads", None) or query_heads
     if not (isinstance(heads, int) and isinstance(query_heads, int)):
         return None
     size = getattr(config, "head_dim", None) or config.hidden_size // query_heads
-    return int(2 * (config.num_hidden_layers + 1) * heads * size * dtype.itemsize)
+    return int(2 * heads * size * dtype.itemsize)
 
 
 def why_plain(model: Any, tokenizer: Any) -> str | None:
@@ -145,7 +193,7 @@ def why_plain(model: Any, tokenizer: Any) -> str | None:
     reasons = _reasons.setdefault(model, {})
     dtype = compute_dtype(model)
     if dtype not in reasons:
-        reasons[dtype] = _by_its_class(model, config) or _by_trying(model, tokenizer, config)
+        reasons[dtype] = why_plain_class(model) or _by_trying(model, tokenizer, config)
     return reasons[dtype]
 
 
@@ -187,7 +235,9 @@ def _ran_out(problem: Exception) -> bool:
     return isinstance(problem, AnswerTooLarge) or is_out_of_memory(problem)
 
 
-def _by_its_class(model: Any, config: Any) -> str | None:
+def why_plain_class(model: Any) -> str | None:
+    """Return why models of this class and config need `PlainEngine`; None: a trial decides."""
+    config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         return "The model is an encoder-decoder."
     if missing := missing_arguments(model, ("position_ids", "cache", "logits_to_keep")):
@@ -202,7 +252,7 @@ def _by_its_class(model: Any, config: Any) -> str | None:
     layers = DynamicCache(config=config).layers
     if len(layers) != config.num_hidden_layers:
         return "Some of its layers share a cache."
-    kinds = {type(layer) for layer in layers} - {DynamicLayer, DynamicSlidingWindowLayer}
+    kinds = {type(layer) for layer in layers} - CACHE_LAYERS
     if kinds:
         return f"Its cache has {', '.join(sorted(kind.__name__ for kind in kinds))}."
     return None
@@ -210,20 +260,38 @@ def _by_its_class(model: Any, config: Any) -> str | None:
 
 def _by_trying(model: Any, tokenizer: Any, config: Any) -> str | None:
     """Return why the likeliest tokens of `CachedEngine` and of the model itself differ, if so."""
-    prompts = [
-        [(3 + index) * (7 + size) % config.vocab_size for index in range(size)] for size in LENGTHS
-    ]
+    parts = "states and attention" if has_states(config) else "attention"
     sampling = Sampling(max_new_tokens=2, top_logprobs=TOP)
+    trials: list[tuple[Sequence[int], Limits]] = [(LENGTHS, Limits(prefill=4))]
+    if has_states(config):
+        trials.append((PADDED_LENGTHS, Limits()))
+    for lengths, limits in trials:
+        prompts = [
+            [(3 + index) * (7 + size) % config.vocab_size for index in range(size)]
+            for size in lengths
+        ]
+        try:
+            with CachedEngine(model, tokenizer, limits) as engine:
+                engine.ends = frozenset()
+                answers = [engine.submit(Request(ids, sampling)) for ids in prompts]
+                engine.run()
+                engine.footprint()  # measured here, for the memory limit
+        except Exception as problem:  # whatever a model raises that cannot use such a cache
+            if _ran_out(problem):  # says nothing of the model
+                raise
+            return (
+                f"Its {parts} failed over the engine's cache: {type(problem).__name__}: {problem}"
+            )
+        if not _have_right_logits(model, prompts, answers):
+            return f"Its {parts} computed other logits over the engine's cache."
+    return None
+
+
+def _have_right_logits(
+    model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Completion]
+) -> bool:
+    """Return whether the likeliest tokens of completions are those of full forward passes."""
     tolerance = TOLERANCE.get(compute_dtype(model), TOLERANCE_16_BIT)
-    try:
-        with CachedEngine(model, tokenizer, Limits(prefill=4)) as engine:
-            engine.ends = frozenset()
-            answers = [engine.submit(Request(ids, sampling)) for ids in prompts]
-            engine.run()
-    except Exception as problem:  # whatever a model raises that cannot use such a cache
-        if _ran_out(problem):  # says nothing of the model
-            raise
-        return f"Its attention fails over the engine's cache: {type(problem).__name__}: {problem}"
     for ids, completion in zip(prompts, answers, strict=True):
         for number, chosen in enumerate(completion.chosen):
             with on_device(model.device), evaluating(model):
@@ -232,8 +300,8 @@ def _by_trying(model: Any, tokenizer: Any, config: Any) -> str | None:
             expected = logits.log_softmax(-1).tolist()
             error = max(abs(expected[token] - log_prob) for token, log_prob in chosen.top)
             if not error <= tolerance * float(logits.std()):
-                return "Its attention computes other logits over the engine's cache."
-    return None
+                return False
+    return True
 
 
 class PlainEngine(Engine):

@@ -76,6 +76,8 @@ def _reads_on_host(model: Any) -> bool:
     """Return whether torch reads the rows of each expert on the host (ATen's GroupedBlas.cpp)."""
     if getattr(model.config.get_text_config(), "_experts_implementation", "") != "grouped_mm":
         return False
+    if not any(hasattr(module, "is_transposed") for module in model.modules()):
+        return False  # dense models of such a class
     major, _ = torch.cuda.get_device_capability(model.device)
     return major not in GROUPED_ON_CARD or model.dtype != torch.bfloat16
 

@@ -20,9 +20,8 @@ from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
 from peftkit.execution.environment import gpu_of_size, this_machine
 from peftkit.execution.plan import ExecutionPlan, plan_of
-from peftkit.inference.cache import slot_length
-from peftkit.inference.open_engine import bytes_per_token, cache_tokens
 from peftkit.kernels.device import local_gpu
+from peftkit.planning.completions import num_completions
 from peftkit.planning.memory import CARDS, LINK, STEP, DeviceEstimate, MemoryEstimator, Strategy
 from peftkit.planning.resolve import as_continued, config_of
 from peftkit.recipe import Recipe, load
@@ -157,7 +156,9 @@ def plan_run(
         num_tokens=num_tokens,
         run_tokens=run_tokens,
         seconds_here=work / local_rate if measure else None,
-        answers=_answers(estimator),
+        answers=num_completions(
+            recipe, config, environment, steps.dtype, steps.weights, ANSWER_LENGTHS
+        ),
         seconds_on={
             card.name: max(
                 card.seconds(work, 2 * batches * steps.weights),
@@ -224,16 +225,6 @@ def _execution(estimator: MemoryEstimator, chosen: Strategy) -> ExecutionPlan:
     if chosen.fits or plan.tokens is None:
         return plan if chosen.fits else replace(plan, rows=max(chosen.most_rows, 1))
     return replace(plan, tokens=max(chosen.most_rows, 1) * estimator.length)
-
-
-def _answers(estimator: MemoryEstimator) -> dict[int, int]:
-    """Return the number of concurrent completions of each length, as the engine counts them."""
-    config, environment = estimator.config.get_text_config(), estimator.environment
-    size = bytes_per_token(config, estimator.steps.dtype)
-    if size is None:
-        return {}
-    tokens = cache_tokens(environment, size, taken=estimator.steps.weights)
-    return {length: tokens // slot_length(length) for length in ANSWER_LENGTHS}
 
 
 def _data(recipe: Recipe, length: int) -> tuple[int | None, int | None]:

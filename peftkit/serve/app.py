@@ -81,7 +81,9 @@ def make_app(
         bank,
         limits=EngineLimits(
             rows=limits.max_batch,
-            tokens=tokens_that_fit(bank.base.model, left=LEFT_TO_TRAIN if training else 0.0),
+            tokens=tokens_that_fit(
+                bank.base.model, bank.base.tokenizer, left=LEFT_TO_TRAIN if training else 0.0
+            ),
             prefill=PREFILL_TOKENS,
             prefix_tokens=PREFIX_TOKENS,
         ),

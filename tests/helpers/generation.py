@@ -6,8 +6,9 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.helpers.families import ARCHITECTURES, EOS, FAMILIES, FURTHER
+from tests.helpers.hybrids import HYBRIDS, RECENT
 
-MODELS = {**FAMILIES, **ARCHITECTURES, **FURTHER}
+MODELS = {**HYBRIDS, **RECENT, **FAMILIES, **ARCHITECTURES, **FURTHER}
 
 
 def greedy_tokens(

@@ -85,9 +85,9 @@ def test_a_waiting_row_resumes(llama, tokenizer, monkeypatch):
     computed: list[int] = []
     start = Prefill.__init__
 
-    def counted(self: Prefill, chunks: Sequence[Any]) -> None:
+    def counted(self: Prefill, chunks: Sequence[Any], **how: Any) -> None:
         computed.extend(size for _, size in chunks)
-        start(self, chunks)
+        start(self, chunks, **how)
 
     monkeypatch.setattr(Prefill, "__init__", counted)
     found, with_cache = answers(llama, tokenizer), sum(computed)

@@ -36,14 +36,13 @@ LIMITS = {
 }
 CACHED = [
     *("llama", "mistral_swa", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "mixtral", "gpt_oss"),
-    *("qwen3", "qwen3_moe", "opt", "gemma3n"),
+    *("qwen3", "qwen3_moe", "opt", "gemma3n", "deepseek_v3"),
 ]
 PLAIN = {
-    "jamba": "LinearAttentionLayer",
+    "jamba": "Its states and attention computed other logits",
     "mamba2": "Mamba2ForCausalLM.forward has no argument",
     "bloom": "BloomForCausalLM.forward has no argument",
     "falcon_new": "does not support other implementations of attention",
-    "deepseek_v3": "Its attention",  # keys are made of what is cached
 }
 
 

@@ -119,6 +119,23 @@ class Graph:
 
     def __init__(self) -> None:
         self._recorded: list[tuple[Any, Any, Any, Any]] = []
+        self._before: dict[int, tuple[Any, Any]] = {}
+
+    def keep(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Keep what an operator is about to overwrite."""
+        given = dict(zip((one.name for one in func._schema.arguments), args, strict=False))
+        for one in func._schema.arguments:
+            if one.alias_info is not None and one.alias_info.is_write:
+                for tensor in tensors._tensors({**given, **kwargs}.get(one.name)):
+                    plain = tensor.values if isinstance(tensor, CudaTensor) else tensor
+                    storage = plain.untyped_storage()
+                    self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+
+    def restore(self) -> None:
+        """What is recorded has not run: all that it overwrites is as before."""
+        for storage, before in self._before.values():
+            storage.copy_(before)
+        self._before = {}
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record an operator."""
@@ -166,6 +183,7 @@ class Recording:
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         tensors.CARD.graph = None
+        self._graph.restore()
         if kind is not None:
             raise torch.AcceleratorError(
                 "CUDA error: operation failed due to a previous error during capture"

@@ -457,6 +457,8 @@ class Kernels(TorchDispatchMode):
         self._note_waits(name, args, kwargs, ours)
         if name in ASKED and isinstance(args[0].values, FakeTensor):
             return True if name != "_local_scalar_dense" else _read(args[0].values)
+        if CARD.graph is not None:
+            CARD.graph.keep(func, args, kwargs)
         out = _run(func, name, args, kwargs, ours, place)
         if CARD.graph is not None:
             CARD.graph.note(func, args, kwargs, out)

@@ -150,6 +150,17 @@ def test_a_recording_that_breaks_off_leaves_the_thread_on_its_stream(card):
     assert torch.cuda.current_stream() is not before
 
 
+def test_a_recording_runs_nothing_until_it_is_replayed(card):
+    state, graph = torch.ones(3, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        state.mul_(2)
+        state[1:] += 1
+    assert on_cpu(state).tolist() == [1, 1, 1]
+    graph.replay()
+    graph.replay()
+    assert on_cpu(state).tolist() == [4, 7, 7]
+
+
 def test_pinned_memory_is_rounded_up_kept_and_limited(card):
     kept = [torch.empty(300, pin_memory=True)]
     assert card.pinned.held == 2048
