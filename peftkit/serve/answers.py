@@ -37,7 +37,8 @@ def error_fields(error: PeftkitError) -> dict[str, Any]:
     """Return an error in OpenAI's format."""
     status = status_of(error)
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    is_clients = status < 500 or status == 507  # 507: the client stores too much
+    kind = kinds.get(status, "invalid_request_error" if is_clients else "server_error")
     return {
         "error": {
             "message": str(error),
@@ -51,8 +52,12 @@ def error_fields(error: PeftkitError) -> dict[str, Any]:
 def refusal(error: PeftkitError) -> JSONResponse:
     """Return the response for an error."""
     status = status_of(error)
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}.get(status)
-    return JSONResponse(error_fields(error), status, headers)
+    headers = {
+        401: {"WWW-Authenticate": "Bearer"},
+        408: {"Connection": "close"},
+        429: {"Retry-After": "1"},
+    }
+    return JSONResponse(error_fields(error), status, headers.get(status))
 
 
 @dataclass(frozen=True, slots=True)

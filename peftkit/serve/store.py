@@ -23,6 +23,7 @@ CREATE TABLE IF NOT EXISTS documents (
     number INTEGER PRIMARY KEY, kind TEXT NOT NULL, id TEXT NOT NULL, owner TEXT NOT NULL,
     parent TEXT NOT NULL, body TEXT NOT NULL, UNIQUE (kind, id));
 CREATE INDEX IF NOT EXISTS of_parent ON documents (kind, parent);
+CREATE INDEX IF NOT EXISTS of_owner ON documents (kind, owner);
 CREATE TABLE IF NOT EXISTS entries (
     number INTEGER PRIMARY KEY, parent TEXT NOT NULL, body TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS entries_of ON entries (parent);
@@ -126,6 +127,26 @@ class Store:
         with self._lock:
             rows = self._run(f"{query} ORDER BY number", values).fetchall()
         return [json.loads(body) for (body,) in rows]
+
+    def count(self, kinds: Sequence[str], owner: str) -> int:
+        """Return the number of an owner's documents of some kinds."""
+        marks = ", ".join("?" * len(kinds))
+        query = f"SELECT COUNT(*) FROM documents WHERE kind IN ({marks}) AND owner = ?"
+        with self._lock:
+            return int(self._run(query, (*kinds, owner)).fetchone()[0])
+
+    def total(self, kind: str, owner: str, field: str) -> int:
+        """Return the sum of a numeric field over an owner's documents of a kind."""
+        query = "SELECT SUM(json_extract(body, ?)) FROM documents WHERE kind = ? AND owner = ?"
+        with self._lock:
+            return int(self._run(query, (f"$.{field}", kind, owner)).fetchone()[0] or 0)
+
+    def delete_oldest(self, kind: str, owner: str, number: int) -> None:
+        """Remove an owner's oldest documents of a kind."""
+        oldest = "SELECT number FROM documents WHERE kind = ? AND owner = ? ORDER BY number LIMIT ?"
+        with self._lock:
+            query = f"DELETE FROM documents WHERE number IN ({oldest})"
+            self._run(query, (kind, owner, number))
 
     def delete(self, kind: str, id: str) -> None:
         """Remove a document if it exists."""

@@ -2,9 +2,10 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -97,6 +98,7 @@ def serving(
     keys: Sequence[str] = (),
     dtype: Any = "fp32",
     quantize: Any = "none",
+    limits: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Iterator[Client]:
     """Serve a base that trains."""
@@ -104,8 +106,8 @@ def serving(
     settings = BaseConfig(model=str(model), dtype=dtype, quantize=quantize)
     bank = AdapterBank(load_base(str(model), dtype=dtype, quantize=quantize))
     options = {"folder": folder, "base": settings, "say": told.append, **options}
-    limits = Limits(max_new_tokens=8)
-    app = make_app(bank, keys=keys, limits=limits, training=TrainingOptions(**options))
+    bounds = Limits(**{"max_new_tokens": 8, **limits})
+    app = make_app(bank, keys=keys, limits=bounds, training=TrainingOptions(**options))
     with Client(app, base_url=HERE) as client:
         client.told, client.folder = told, folder
         yield client

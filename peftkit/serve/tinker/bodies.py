@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from peftkit.errors import first_few
 from peftkit.files.strict_json import parse_json
+from peftkit.serve.limits import Limits
 from peftkit.serve.requests import MAX_TOKENS, RequestError, StopText, errors_of
 
 B = TypeVar("B", bound="Body")
@@ -260,6 +261,20 @@ class RequestContext:
     size: int
     fields: Mapping[str, Any] = field(default_factory=dict)
     key: str = ""
+
+
+def check_metadata(metadata: Mapping[str, Any], limits: Limits) -> None:
+    """Raise if a client's metadata is too long.
+
+    Raises:
+        RequestError: It has more characters in JSON than `metadata_bytes`.
+    """
+    if (size := len(json.dumps(metadata))) > limits.metadata_bytes:
+        raise RequestError(
+            f"the metadata has {size:,} characters.",
+            found=f"The limit is {limits.metadata_bytes:,}.",
+            fix="Send less metadata.",
+        )
 
 
 def fields_of(data: bytes) -> dict[str, Any]:

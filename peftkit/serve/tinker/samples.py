@@ -5,6 +5,7 @@ Shapes: N prompt tokens, K top tokens, V vocabulary.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,6 +47,7 @@ class Completions:
 
     def __init__(self, body: Sample, pending: PendingResult) -> None:
         self._num_top, self._pending = body.topk_sample_logprobs, pending
+        self.owner = pending.owner
         self.message = MESSAGES["Sampled"]()
         self._outputs: list[list[Output]] = [[] for _ in range(body.num_samples)]
 
@@ -84,7 +86,7 @@ class Samplers:
     ) -> None:
         self._training, self._store, self._weights = training, training.store, weights
         self._learner, self._futures = learner, futures
-        self._replies: ReplyCache[Reply] = ReplyCache()
+        self._replies: defaultdict[str, ReplyCache[Reply]] = defaultdict(ReplyCache)
 
     def add(self, session: str, number: int, owner: str, base_model: str, path: str | None) -> str:
         """Create a sampler, unless a retry has created it; return its id.
@@ -97,8 +99,10 @@ class Samplers:
         """
         id = f"{session}:sample:{number}"
         sampler = {"sampler_id": id, "base_model": base_model, "model_path": path}
-        if self._store.get(SAMPLER, id) not in (None, sampler):
+        if (previous := self._store.get(SAMPLER, id)) not in (None, sampler):
             raise RequestError(f"another sampler has the id {id}.", status=409)
+        if previous is None:
+            self._training.quotas.check_record(owner)
         self._store.put(SAMPLER, id, sampler, owner=owner, parent=session)
         return id
 
@@ -117,7 +121,8 @@ class Samplers:
         """Start to sample; return the id of the pending result."""
         key, adapter = (body.sampling_session_id, body.seq_id), None
         path = self.get(context.owner, body.sampling_session_id)["model_path"]
-        if (reply := self._replies.get(key, context.digest)) is not None:
+        replies = self._replies[context.owner]
+        if (reply := replies.get(key, context.digest)) is not None:
             return reply
         if path is not None:
             self._weights.get(path, context.owner)
@@ -132,7 +137,7 @@ class Samplers:
             pending.finish(error)
         names = [f"{pending.id}:{number}" for number in range(body.num_samples)]
         reply = {"request_id": pending.id, "sample_sequence_ids": names}
-        self._replies.put(key, context.digest, reply)
+        replies.put(key, context.digest, reply)
         return reply
 
     def _submit(self, body: Sample, adapter: str | None, pending: PendingResult) -> None:
@@ -192,6 +197,7 @@ def _generations(
             completions.sender(number),
             texts,
             keeps_end=True,
+            owner=completions.owner,
         )
         for number, seed in enumerate(seeds)
     ]

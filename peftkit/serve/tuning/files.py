@@ -14,18 +14,14 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from peftkit.files.disk import is_disk_full, replacing, write_bytes_atomic
 from peftkit.files.multipart import Form, FormError
-from peftkit.serve.limits import DEFAULTS
+from peftkit.serve.quotas import FILE
 from peftkit.serve.requests import RequestError
 from peftkit.serve.store import new_id
 from peftkit.serve.training import Training
 from peftkit.serve.tuning.documents import JOB
 from peftkit.serve.tuning.pages import Page
 
-KIND, PURPOSE, RESULTS = "file", "fine-tune", "fine-tune-results"
-MAX_UPLOAD = DEFAULTS.upload_bytes
-"""Most bytes of an uploaded file."""
-MAX_FILES = 1000
-"""Most files of one owner."""
+KIND, PURPOSE, RESULTS = FILE, "fine-tune", "fine-tune-results"
 
 
 class Files:
@@ -33,6 +29,7 @@ class Files:
 
     def __init__(self, training: Training) -> None:
         self._store, self.folder = training.store, training.folder.resolve() / "files"
+        self._quotas, self._max_bytes = training.quotas, training.limits.upload_bytes
         self.folder.mkdir(exist_ok=True)
 
     def tidy(self) -> None:
@@ -82,13 +79,12 @@ class Files:
 
     async def upload(self, request: Request) -> Response:
         owner = request.state.owner
-        if len(await asyncio.to_thread(self._store.all, KIND, owner)) >= MAX_FILES:
-            raise RequestError(f"there are {MAX_FILES} files already.", fix="Delete a file first.")
+        await asyncio.to_thread(self._quotas.check_file, owner)
         id = new_id("file-")
         with _report_full_disk(), ExitStack() as stack:
-            file = stack.enter_context(replacing(self.path(id), MAX_UPLOAD))
+            file = stack.enter_context(replacing(self.path(id), self._max_bytes))
             try:
-                form = Form(request.headers.get("content-type", ""), file, MAX_UPLOAD)
+                form = Form(request.headers.get("content-type", ""), file, self._max_bytes)
                 async for chunk in request.stream():
                     form.feed(chunk)
                 form.close()
@@ -100,6 +96,7 @@ class Files:
                     error.problem, found=error.found, status=status, param=error.part
                 ) from None
             _check_fields(form.fields)
+            await asyncio.to_thread(self._quotas.check_bytes, owner, form.num_bytes)
             await asyncio.to_thread(stack.close)  # syncs the file to the disk
         file_fields = form.num_bytes, form.filename or "", PURPOSE, owner
         return JSONResponse(await asyncio.to_thread(self._put, id, *file_fields))

@@ -34,7 +34,6 @@ from peftkit.formats.folders import CONFIG, NOTES, RECIPE, TENSORS
 from peftkit.recipe import Recipe
 from peftkit.report.history import read_history
 from peftkit.run import run
-from peftkit.serve.limits import DEFAULTS
 from peftkit.serve.requests import RequestError
 from peftkit.serve.store import StoreError, full_disk_as_store_error, new_id
 from peftkit.serve.training import Training
@@ -64,10 +63,6 @@ ACTIONS = {
 """Actions of clients: the new status of the job, and the statuses that allow the action."""
 
 _LOG = logging.getLogger(__name__)
-MAX_JOBS = 64
-"""Most jobs of one owner that wait or run."""
-MAX_DEATHS = DEFAULTS.job_deaths
-"""Times that the process may end during a job, since its last checkpoint, before the job fails."""
 OF_BASE = tuple(name for name in BaseConfig.model_fields if name not in ("store", "placement"))
 """Base settings that affect a job's weights."""
 START = "start"
@@ -85,6 +80,7 @@ class Jobs:
 
     def __init__(self, training: Training, files: Files) -> None:
         self._training, self._store, self._files = training, training.store, files
+        self._limits = training.limits
         base = training.bank.base
         self._server_base = {"model": base.name, "fingerprint": base.fingerprint}
         self._validation = threading.Lock()  # validates the rows of one job at a time
@@ -116,6 +112,8 @@ class Jobs:
                 wait.
         """
         id = new_id("ftjob-")
+        self._training.quotas.check_model(owner)
+        self._training.quotas.check_record(owner)
         self._training.models.inner(body.model, owner)  # raises if the model does not exist
         for param in ("training_file", "validation_file"):
             if (file := getattr(body, param)) is not None:
@@ -135,10 +133,10 @@ class Jobs:
         response = body.as_job(id, secrets.randbelow(2**31))
         with self._store.transaction():
             num_waiting = sum(not _has_ended(job) for job in self._store.all(JOB, owner))
-            if num_waiting >= MAX_JOBS:
+            if num_waiting >= self._limits.key_jobs:
                 raise RequestError(
                     "too many jobs wait.",
-                    found=f"{num_waiting} jobs wait or run; the limit is {MAX_JOBS}.",
+                    found=f"{num_waiting} jobs wait or run; the limit is {self._limits.key_jobs}.",
                     fix="Try again when a job has ended.",
                     status=429,
                     code="queue_full",
@@ -196,10 +194,11 @@ class Jobs:
 
     def resume(self) -> None:
         """Resume the jobs that had not ended when the last server stopped."""
+        deaths = self._limits.job_deaths
         for job in self._store.all(JOB):
             status, id = job["response"]["status"], job["response"]["id"]
-            if status not in ENDED and job.get("attempts", 0) >= MAX_DEATHS:
-                text = f"The server's process ended {MAX_DEATHS} times during this job."
+            if status not in ENDED and job.get("attempts", 0) >= deaths:
+                text = f"The server's process ended {deaths} times during this job."
                 self._fail(id, "server_error", text)
             elif status == "validating_files":
                 self._start_validation(id)
@@ -242,10 +241,10 @@ class Jobs:
             grader = grader_of(body.grader, self._training, folder)
         fields = fields_of(grader) if grader else ()
         file, valid = self._files.path(body.training_file), None
-        num_rows = count_rows(file, body.kind, fields)
+        num_rows = count_rows(file, body.kind, fields, limits=self._limits)
         if body.validation_file is not None:
             valid = self._files.path(body.validation_file)
-            count_rows(valid, body.kind, fields, param="validation_file")
+            count_rows(valid, body.kind, fields, param="validation_file", limits=self._limits)
         start: Path | None = folder / START
         if not (folder / START).exists():
             start = self._training.models.folder(body.model, self._store.owner(JOB, id))

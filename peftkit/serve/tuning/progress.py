@@ -24,6 +24,7 @@ from peftkit.execution.signals import stop_here
 from peftkit.files.disk import new_folder
 from peftkit.formats.folders import CONFIG, NOTES, START, TENSORS
 from peftkit.report.history import History, read_history
+from peftkit.serve.models import KEPT
 from peftkit.serve.store import new_id
 from peftkit.serve.training import Training
 from peftkit.serve.tuning.documents import CHECKPOINT, JOB, add_event, add_warning_once, changing
@@ -146,7 +147,7 @@ class JobProgress:
         published = self._store.all(CHECKPOINT, parent=self._id)
         if not 0 < epoch < self._epochs or any(each["epoch"] >= epoch for each in published):
             return
-        folder = self._folder / "kept" / f"step-{step}"
+        folder = self._folder / KEPT / f"step-{step}"
         folder.parent.mkdir(exist_ok=True)
         with new_folder(folder, last=CONFIG) as new:
             checkpoint = self._folder / "checkpoints" / f"step-{step}"
@@ -182,7 +183,7 @@ class JobProgress:
             with self._store.transaction():
                 self._training.models.withdraw(old["fine_tuned_model_checkpoint"])
                 self._store.delete(CHECKPOINT, old["id"])
-            shutil.rmtree(self._folder / "kept" / f"step-{old['step_number']}", ignore_errors=True)
+            shutil.rmtree(self._folder / KEPT / f"step-{old['step_number']}", ignore_errors=True)
 
 
 def results(history: History) -> bytes:

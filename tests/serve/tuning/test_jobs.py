@@ -521,10 +521,9 @@ def test_a_job_is_cancelled_at_its_next_step_or_before_it_begins(served):
             assert "is cancelled" in refused.json()["error"]["message"]
 
 
-def test_waiting_jobs_are_bounded(served, monkeypatch):
-    monkeypatch.setattr("peftkit.serve.tuning.jobs.MAX_JOBS", 2)
+def test_waiting_jobs_are_bounded(served):
     gate = Gated("Step 1/9")
-    with served(say=gate.say) as client:
+    with served(say=gate.say, limits={"key_jobs": 2}) as client:
         ids = [client.job(chats(), method=hyper())["id"] for _ in range(2)]
         assert gate.reached.wait(60)
         body = {"model": "base", "training_file": client.upload(chats())}
