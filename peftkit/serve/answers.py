@@ -65,6 +65,9 @@ class ReplyFormat:
     """The response format of one request: chat completions, or text completions.
 
     Attributes:
+        token_bytes: Returns the UTF-8 bytes of a token, perhaps part of a character; None: unknown.
+        fingerprint: Identifies the base, as `system_fingerprint`.
+        wants_usage: Whether a stream ends with token counts; its other chunks have null.
         num_top: Number of top tokens to report with each token; None: no log-probabilities.
         is_named: Whether the client named the tool to call; the finish reason is then "stop".
         num_calls: Number of calls of each completion that a stream has sent.
@@ -73,6 +76,9 @@ class ReplyFormat:
     is_chat: bool
     model: str
     token_text: Callable[[int], str]
+    token_bytes: Callable[[int], bytes | None]
+    fingerprint: str
+    wants_usage: bool = False
     num_top: int | None = None
     is_named: bool = False
     num_calls: dict[int, int] = field(default_factory=dict)
@@ -142,12 +148,11 @@ class ReplyFormat:
         }
 
     def _token(self, token: int, log_prob: float) -> dict[str, Any]:
-        text = self.token_text(token)
-        is_whole = "\N{REPLACEMENT CHARACTER}" not in text  # a token may be part of a character
+        data = self.token_bytes(token)
         return {
-            "token": text,
+            "token": self.token_text(token),
             "logprob": log_prob,
-            "bytes": list(text.encode()) if is_whole else None,
+            "bytes": None if data is None else [*data],
         }
 
     def _object(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
@@ -160,6 +165,8 @@ class ReplyFormat:
             "created": self.created,
             "model": self.model,
             "choices": choices,
+            "system_fingerprint": self.fingerprint,
+            **({"usage": None} if is_chunk and self.wants_usage else {}),
         }
 
 
@@ -233,7 +240,6 @@ async def streamed(
     generations: Sequence[Generation],
     queue: OutputQueue,
     num_prompt: int,
-    wants_usage: bool,
 ) -> AsyncIterator[str]:
     """Yield the events of a streamed response; errors after the first event are events, too."""
     ended: list[Output] = []
@@ -250,7 +256,7 @@ async def streamed(
             for chunk in form.chunks(index, output):
                 yield event(chunk)
             ended += [output] if output.reason else []
-        if wants_usage:
+        if form.wants_usage:
             yield event(form.usage_chunk(ended, num_prompt))
         yield event(None)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -42,7 +43,7 @@ from peftkit.serve.quotas import Intake, Quotas
 from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
 from peftkit.serve.store import Store
 from peftkit.serve.threads import DaemonThreads, in_own_thread
-from peftkit.serve.tokens import TokenBody, token_answers, unknown_token, vocabulary
+from peftkit.serve.tokens import TokenBody, token_answers, token_bytes, unknown_token, vocabulary
 from peftkit.serve.tool_fields import ToolUse
 from peftkit.serve.training import Dialect, Training, TrainingOptions
 from peftkit.serve.worker import Worker
@@ -193,6 +194,8 @@ class _Service:
     def __init__(self, bank: AdapterBank, models: Models, worker: Worker, limits: Limits) -> None:
         self._bank, self._models, self._worker, self._limits = bank, models, worker, limits
         self._began = time.time()
+        digest = hashlib.sha256(repr(bank.base.fingerprint).encode()).hexdigest()
+        self._fingerprint = f"fp_{digest[:12]}"
         slower = generation_fallbacks(bank.base.model, bank.base.tokenizer)
         self._fallbacks = [fallback.text for fallback in slower]
         self._grammars: dict[tuple[tuple[int, ...], int], Grammars] = {}
@@ -301,12 +304,21 @@ class _Service:
         generations = await loop.run_in_executor(self._thread, prepare)
         body, is_named = parsed.body, parsed.tools is not None and parsed.tools.is_named
         is_chat = isinstance(body, ChatBody)
-        form = ReplyFormat(is_chat, body.model, self._token_text, body.num_top, is_named)
+        form = ReplyFormat(
+            is_chat,
+            body.model,
+            self._token_text,
+            partial(token_bytes, self._bank.base.tokenizer),
+            self._fingerprint,
+            body.wants_usage,
+            body.num_top,
+            is_named,
+        )
         num_prompt = sum(map(len, parsed.prompts))
         self._worker.submit(generations)
         if body.stream:
             return StreamingResponse(
-                streamed(form, generations, queue, num_prompt, body.wants_usage),
+                streamed(form, generations, queue, num_prompt),
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-cache"},
             )

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -90,18 +90,7 @@ class Models:
             )
         folder = Path(self._published(name, owner)["folder"])
         assert self._store is not None
-        with self._store.transaction():
-            self.withdraw(name)
-            self._store.delete(WEIGHTS, name)
-        for path in [*folder.iterdir()] if folder.is_dir() else ():
-            if path.name == KEPT:  # checkpoints are models themselves
-                continue
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-        with suppress(OSError):  # checkpoints are left
-            folder.rmdir()
+        self._store.discard([(KIND, name), (WEIGHTS, name)], partial(_remove, folder))
 
     def inner(self, name: str, owner: str = "") -> str | None:
         """Return a model's adapter name in the bank; None: the base.
@@ -209,6 +198,22 @@ def size_of(folder: Path) -> int:
         for path in (top, *(top.rglob("*") if top.is_dir() else ()))
         if path.is_file()
     )
+
+
+def _remove(folder: Path) -> None:
+    """Delete a model's folder, without checkpoints that are models themselves."""
+    for path in [*folder.iterdir()] if folder.is_dir() else ():
+        if path.name == KEPT:  # checkpoints are models themselves
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    with suppress(OSError):  # other models are left
+        folder.rmdir()
+        if folder.parent.name == KEPT:
+            folder.parent.rmdir()
+            folder.parent.parent.rmdir()
 
 
 def _has_expired(model: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ import json
 import secrets
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,26 @@ class Store:
         """Remove a document if it exists."""
         with self._lock:
             self._run("DELETE FROM documents WHERE kind = ? AND id = ?", (kind, id))
+
+    def discard(self, documents: Sequence[tuple[str, str]], remove: Callable[[], None]) -> None:
+        """Remove documents, by kind and id, and then their files; on a full disk, files first.
+
+        Args:
+            remove: Removes the files.
+        """
+
+        def delete() -> None:
+            with self.transaction():
+                for kind, id in documents:
+                    self.delete(kind, id)
+
+        try:
+            delete()
+        except StoreError:
+            remove()  # makes room for the write
+            delete()
+        else:
+            remove()
 
     def append(self, parent: str, body: dict[str, Any]) -> None:
         """Add an entry to the journal of a document."""

@@ -158,7 +158,7 @@ class Service:
 
         def run() -> Result:
             try:
-                self._tenants.add(id, config, fresh=load is None)
+                self._tenants.add(id, config, fresh=load is None, owner=owner)
                 if load is not None:
                     load(id)
             except BaseException:

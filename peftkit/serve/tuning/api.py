@@ -180,7 +180,9 @@ class _Api:
             "model_grader_token_usage_per_model": {},
         }
 
-    def _complete(self, conversations: Any, settings: Any, *, owner: str, until: float) -> list[str]:
+    def _complete(
+        self, conversations: Any, settings: Any, *, owner: str, until: float
+    ) -> list[str]:
         """Return the base's completion of a conversation, from the worker's shared batch.
 
         Args:

@@ -49,7 +49,7 @@ class Files:
             RequestError: The file does not exist, or has another owner.
         """
         file = self._store.get(KIND, id, owner)
-        if file is None:
+        if file is None or not self.path(id).is_file():
             raise RequestError(
                 f"there is no file '{id[:80]}'.", status=404, code="file_not_found", param=param
             )
@@ -124,8 +124,7 @@ class Files:
             if id in (job["training_file"], job["validation_file"]) and not job["finished_at"]:
                 text = f"the file is in use by the job {job['id']}."
                 raise RequestError(text, fix="Cancel the job first.", code="file_in_use")
-        self._store.delete(KIND, id)
-        self.path(id).unlink(missing_ok=True)
+        self._store.discard([(KIND, id)], lambda: self.path(id).unlink(missing_ok=True))
         return JSONResponse({"id": id, "object": "file", "deleted": True})
 
 

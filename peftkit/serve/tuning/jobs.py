@@ -34,6 +34,7 @@ from peftkit.formats.folders import CONFIG, NOTES, RECIPE, TENSORS
 from peftkit.recipe import Recipe
 from peftkit.report.history import read_history
 from peftkit.run import run
+from peftkit.serve.models import KEPT
 from peftkit.serve.requests import RequestError
 from peftkit.serve.store import StoreError, full_disk_as_store_error, new_id
 from peftkit.serve.training import Training
@@ -87,6 +88,14 @@ class Jobs:
         self._queue_lock, self._queued = threading.Lock(), set[str]()  # ids queued at the worker
         self._num_tries = Counter[str]()  # of jobs that met a full disk
         rename_old_fields(self._store)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Remove incomplete folders of a killed server (`files.disk.new_folder`)."""
+        jobs = self._training.folder.resolve() / "jobs"
+        for path in [*jobs.glob(f"*/.{START}-*"), *jobs.glob(f"*/{KEPT}/.step-*")]:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
 
     def folder(self, id: str) -> Path:
         """Return the folder of a job's run."""
@@ -426,6 +435,7 @@ class Jobs:
             *(self._files.path(name) for name in names if name),
             self.folder(id),
             self._training.folder.resolve(),
+            *(self._training.bank.file(name).folder for name in self._training.bank.names),
         )
 
 

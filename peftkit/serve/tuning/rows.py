@@ -114,6 +114,8 @@ def _problem(
     record: Record, method: Kind, fields: Collection[str], first: str, max_work: int
 ) -> str:
     """Return why a row cannot be used; "" for a valid row."""
+    if "functions" in record.fields:
+        return "functions: the field is deprecated; use tools and tool_calls."
     if _is_costly(record.fields, max_work):
         return "the conversation has too many messages for its length; split it."
     try:

@@ -24,12 +24,13 @@ from peftkit.inference.generate import generate
 from peftkit.recipe import load
 from peftkit.report.history import read_history
 from peftkit.serve.requests import read_body
-from peftkit.serve.store import Store, StoreError
+from peftkit.serve.store import Store
 from peftkit.serve.tuning import jobs, pages, progress
 from peftkit.serve.tuning.documents import CHECKPOINT, changing
 from peftkit.train import checkpoint_files
 from peftkit_cli.app import app
 from tests.helpers.call_templates import TEMPLATES
+from tests.helpers.full_disk import Full
 from tests.helpers.jobs import (
     FILES,
     JOBS,
@@ -534,29 +535,6 @@ def test_waiting_jobs_are_bounded(served):
             client.post(f"{JOBS}/{id}/cancel")
         gate.go()
         assert client.post(JOBS, json=body).status_code == 200
-
-
-class Full:
-    """A disk that is full while `is_full`: the store can be read, and nothing is written."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_full, self.refused, execute = False, threading.Event(), Store._run
-
-        def run(store: Store, query: str, values: Any = ()) -> Any:
-            if self.is_full and query.startswith(("INSERT", "DELETE")):
-                self.refused.set()
-                raise StoreError("the server cannot store its state.", found="disk is full")
-            return execute(store, query, values)
-
-        monkeypatch.setattr(Store, "_run", run)
-        monkeypatch.setattr(jobs, "RETRY_SECONDS", 0.05)
-
-    def for_a_moment(self) -> None:
-        """Be full until something could not be written."""
-        self.refused.clear()
-        self.is_full = True
-        assert self.refused.wait(60)
-        self.is_full = False
 
 
 def test_a_job_survives_a_full_disk(served, alone, monkeypatch):
