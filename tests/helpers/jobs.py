@@ -1,6 +1,7 @@
 """A server of fine-tuning jobs in this process, and its client."""
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -146,3 +147,20 @@ def graded(grader: Any, **settings: Any) -> dict[str, Any]:
     settings = {"n_epochs": 1, "batch_size": 4, "compute_multiplier": 0.25, **settings}
     section = {"grader": grader, "hyperparameters": settings}
     return {"type": "reinforcement", "reinforcement": section}
+
+
+class Gated:
+    """Holds a job at a step until the test goes on: a terminal that waits to be read."""
+
+    def __init__(self, step: str) -> None:
+        self._step, self.reached, self._go = step, threading.Event(), threading.Event()
+
+    def say(self, text: str) -> None:
+        """Hear a line."""
+        if self._step in text and not self.reached.is_set():
+            self.reached.set()
+            assert self._go.wait(60)
+
+    def go(self, seconds: float = 0.0) -> None:
+        """Let the job go on, at once or after some time."""
+        threading.Timer(seconds, self._go.set).start()

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from peftkit.files.disk import is_disk_full, replacing, write_bytes_atomic
+from peftkit.files.disk import is_disk_full, replacing, sha256_of, write_bytes_atomic
 from peftkit.files.multipart import Form, FormError
 from peftkit.serve.quotas import FILE
 from peftkit.serve.requests import RequestError
@@ -20,6 +20,7 @@ from peftkit.serve.store import new_id
 from peftkit.serve.training import Training
 from peftkit.serve.tuning.documents import JOB
 from peftkit.serve.tuning.pages import Page
+from peftkit.serve.tuning.rows import JobError
 
 KIND, PURPOSE, RESULTS = FILE, "fine-tune", "fine-tune-results"
 
@@ -62,8 +63,22 @@ class Files:
         self._put(id, len(content), name, purpose, owner)
         return id
 
+    def check(self, id: str) -> None:
+        """Compare a file with its hash.
+
+        Raises:
+            JobError: The file is damaged or missing.
+        """
+        file, path = self._store.get(KIND, id), self.path(id)
+        digest = (file or {}).get("sha256")  # files of older servers have none
+        if not path.is_file() or digest not in (None, sha256_of(path)):
+            problem = "damaged" if path.is_file() else "missing"
+            raise JobError("file_damaged", f"The file {id} is {problem} on the server.")
+
     def _put(self, id: str, size: int, name: str, purpose: str, owner: str) -> dict[str, Any]:
+        """Store the document of a file that is on the disk."""
         body = {
+            "sha256": sha256_of(self.path(id)),
             "id": id,
             "object": "file",
             "bytes": size,
@@ -115,6 +130,10 @@ class Files:
 
     def content(self, request: Request) -> Response:
         file = self.get(request.path_params["id"], request.state.owner)
+        try:
+            self.check(file["id"])
+        except JobError as error:
+            raise RequestError(error.problem, fix="Upload it again.", status=500) from None
         return FileResponse(self.path(file["id"]), media_type="application/octet-stream")
 
     def delete(self, request: Request) -> Response:

@@ -26,9 +26,9 @@ from peftkit.base.new_tokens import unknown_tokens
 from peftkit.config.schema import dump_yaml, load
 from peftkit.config.strict_yaml import printable
 from peftkit.errors import CheckpointError, DataError, PeftkitError
-from peftkit.events import ignore
+from peftkit.events import Listener
 from peftkit.execution.signals import Interrupted, pause_points
-from peftkit.files.disk import new_folder, write_text
+from peftkit.files.disk import new_folder, sha256_of, write_text
 from peftkit.formats import folders
 from peftkit.formats.folders import CONFIG, NOTES, RECIPE, TENSORS
 from peftkit.recipe import Recipe
@@ -273,6 +273,7 @@ class Jobs:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(dump_yaml(recipe, only_set=True), folder / RECIPE)
         with changing(self._store, id) as job:
+            job["recipe"] = sha256_of(folder / RECIPE)
             response = job["response"]
             if response["status"] == "validating_files":  # a client may have cancelled it
                 response |= {"status": "queued", "hyperparameters": hyperparameters}
@@ -342,6 +343,8 @@ class Jobs:
             progress.flush()
         except StoreError:
             raise
+        except JobError as error:
+            self._fail(id, error.code, error.problem, error.param)
         except DataError as error:
             self._fail(id, "invalid_training_file", self._public(id, error), "training_file")
         except PeftkitError as error:
@@ -352,7 +355,8 @@ class Jobs:
     def _train(self, id: str, progress: JobProgress) -> None:
         """Run a job's recipe over the server's base, even if its base settings differ."""
         folder, server_base = self.folder(id), self._training.options.base
-        resume, recipe = _has_checkpoint(folder), load(Recipe, folder / RECIPE)
+        self._check_inputs(id)
+        resume, recipe = _has_checkpoint(folder, progress.on_event), load(Recipe, folder / RECIPE)
         pairs = {n: (getattr(recipe.base, n), getattr(server_base, n)) for n in OF_BASE}
         changed = {f"base.{name}": pair for name, pair in pairs.items() if pair[0] != pair[1]}
         if changed and not resume:  # a resumed run reports changed settings itself
@@ -368,6 +372,23 @@ class Jobs:
                 base=self._training.bank.base,
                 on_event=progress.on_event,
             )
+
+    def _check_inputs(self, id: str) -> None:
+        """Compare a job's recipe and files with the hashes in the store.
+
+        Raises:
+            JobError: One of them is damaged or missing.
+        """
+        job, path = self._store.get(JOB, id), self.folder(id) / RECIPE
+        assert job is not None
+        digest = job.get("recipe")  # jobs of older servers have none
+        if not path.is_file() or digest not in (None, sha256_of(path)):
+            problem = "damaged" if path.is_file() else "missing"
+            text = f"The job's {RECIPE} is {problem} on the server."
+            raise JobError("recipe_damaged", text)
+        for name in ("training_file", "validation_file"):
+            if (file := job["response"][name]) is not None:
+                self._files.check(file)
 
     def _waits_for_base(self, id: str) -> bool:
         """Return whether a job was created over another base than the server's; log that."""
@@ -443,9 +464,10 @@ def _has_ended(job: dict[str, Any]) -> bool:
     return job["response"]["status"] in ENDED
 
 
-def _has_checkpoint(folder: Path) -> bool:
+def _has_checkpoint(folder: Path, on_event: Listener) -> bool:
+    """Return whether a run has a valid checkpoint; report damaged ones."""
     try:
-        Checkpoints(folder, keep=1).newest_valid(ignore)
+        Checkpoints(folder, keep=1).newest_valid(on_event)
     except CheckpointError:
         return False
     return True

@@ -5,7 +5,6 @@ import base64
 import csv
 import json
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +37,7 @@ from tests.helpers.jobs import (
     PAIRS,
     WEIGHTS,
     Client,
+    Gated,
     Served,
     chats,
     graded,
@@ -332,23 +332,6 @@ def test_a_body_that_is_none_is_refused(shared, data):
 
 
 # Jobs that are interrupted.
-
-
-class Gated:
-    """Holds a job at a step until the test goes on: a terminal that waits to be read."""
-
-    def __init__(self, step: str) -> None:
-        self._step, self.reached, self._go = step, threading.Event(), threading.Event()
-
-    def say(self, text: str) -> None:
-        """Hear a line."""
-        if self._step in text and not self.reached.is_set():
-            self.reached.set()
-            assert self._go.wait(60)
-
-    def go(self, seconds: float = 0.0) -> None:
-        """Let the job go on, at once or after some time."""
-        threading.Timer(seconds, self._go.set).start()
 
 
 def stopped_at(step: int, served: Served) -> tuple[str, Path]:
