@@ -1,10 +1,12 @@
 """No key holds what the keys share, and no key reaches the data of another."""
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +72,15 @@ def test_a_wrong_limit_is_refused(setting, message):
         parse_limits([setting])
     assert message in str(refused.value)
     assert all(name in str(refused.value) for name in NAMES) or "there is no" not in message
+
+
+def test_the_page_of_limits_lists_all_of_them():
+    text = (Path(__file__).parents[2] / "docs" / "limits.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", text, re.MULTILINE)
+    assert [name for name, _ in rows] == list(NAMES)
+    assert {name: float(value) for name, value in rows} == {
+        name: getattr(DEFAULTS, name) for name in NAMES
+    }
 
 
 def test_one_key_leaves_places_in_the_queue(bank):
