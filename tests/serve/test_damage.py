@@ -95,8 +95,9 @@ def answers_of(model_folder: Path, source: Path, saved: Saved) -> dict[str, Any]
         body = {"model": model, "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
         answers["chat"] = _text(client.post("/v1/chat/completions", json=body))
         answers["file"] = _text(client.get(f"{FILES}/{saved.file}/content"))
-        answers["files"] = _text(client.get(FILES))
-        answers["models"] = _text(client.get("/v1/models"))
+        answers["listed"] = _text(client.get(f"{FILES}/{saved.file}"))
+        names = [each["id"] for each in client.get("/v1/models").json()["data"]]
+        answers["models"] = [name for name in names if name.endswith(saved.done[-8:])]
         tinker = Tinker(client)
         loaded = tinker.ask(
             "load_weights",
@@ -244,6 +245,8 @@ def test_no_damage_gives_a_wrong_result(pristine, model_folder, caplog):
         for mutation in chosen[:COUNT]:
             caplog.clear()
             problem = check(model_folder, pristine, mutation)
+            if os.environ.get("PEFTKIT_DAMAGE_LOG"):
+                print(mutation, problem, flush=True)
             tracebacks = [record.message for record in caplog.records if record.exc_info]
             if problem or tracebacks:
                 problems[mutation] = problem or tracebacks
