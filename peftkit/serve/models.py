@@ -7,6 +7,7 @@ least recently used ones.
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections import OrderedDict
@@ -125,7 +126,10 @@ class Models:
         folder = self.folder(name, owner)
         if folder is None or name in self._operator_names:
             return self.bank.style(None if folder is None else name)
-        return self._style(folder) or default_style(self.bank.base.tokenizer)
+        try:
+            return self._style(folder) or default_style(self.bank.base.tokenizer)
+        except AdapterError as error:
+            raise _unusable(name, folder, error) from None
 
     def listed(self, owner: str = "") -> list[str]:
         """Return the model names that an owner may request."""
@@ -152,9 +156,7 @@ class Models:
         try:
             self.bank.add(inner, model["folder"])
         except AdapterError as error:
-            raise RequestError(
-                f"the model '{model['name']}' cannot be loaded.", found=str(error), status=404
-            ) from None
+            raise _unusable(model["name"], Path(model["folder"]), error) from None
         self._loaded[inner] = model["name"]
         self._make_room()
 
@@ -198,6 +200,12 @@ def size_of(folder: Path) -> int:
         for path in (top, *(top.rglob("*") if top.is_dir() else ()))
         if path.is_file()
     )
+
+
+def _unusable(name: str, folder: Path, error: AdapterError) -> RequestError:
+    """Return the error for a model whose files are damaged, without the server's paths."""
+    found = str(error).replace(f"{folder}{os.sep}", "").replace(str(folder), folder.name)
+    return RequestError(f"the model '{name}' cannot be loaded.", found=found, status=404)
 
 
 def _remove(folder: Path) -> None:

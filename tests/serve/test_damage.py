@@ -167,7 +167,7 @@ def check(model_folder: Path, saved: Saved, mutation: tuple[Path, str, int]) -> 
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(saved.folder.with_name("pristine"), source)
     damage(source / path, kind, place)
-    names = {path.name, *path.parts, path.stem}
+    names = {path.name, *path.parts, path.stem, saved.done[-8:]}  # the model's name
     try:
         found = answers_of(model_folder, source, saved)
     except PeftkitError as error:  # the server does not start
@@ -210,6 +210,7 @@ def test_damaged_files_fail_what_they_belong_to(pristine, model_folder):
     assert found["stopped"] == saved.answers["stopped"]  # from its start again
     assert any("Skipped checkpoint" in text for text in found["stopped events"])
     assert "adapter_model.safetensors" in found["chat"]
+    assert str(saved.folder) not in found["chat"]
     assert "is damaged" in found["tinker"]["error"]
     assert found["file"] == saved.answers["file"]
 

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
+from peftkit.serve.tinker import wire
+from peftkit.serve.tuning.rows import JobError, count_rows
 from tests.helpers.growth import CHANGES, Cost, bodies, measure, table
-from tests.helpers.jobs import FILES, JOBS, LIKE, Client, serving
-from tests.helpers.wire_client import API
+from tests.helpers.jobs import FILES, JOBS, LIKE, PAIRS, Client, serving
+from tests.helpers.wire_client import API, datum, message
 from tests.helpers.wire_client import Client as Tinker
 
 GRADERS = f"{JOBS[:-5]}/alpha/graders"
@@ -165,9 +168,72 @@ def _form() -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_the_cost_of_a_request_is_linear(served):
-    sizes = [1 << 12, 1 << 15, 1 << 17, 1_000_000]
-    assert not run(served, sizes, [*CHANGES])
+    assert not run(served, [1 << 13, 1 << 16, 1 << 19], [*CHANGES])
+
+
+def forwards(model_id: str, sizes: list[int]) -> Iterator[tuple[str, str, str, list[bytes]]]:
+    """Yield messages of forward_backward that grow in each of their parts."""
+
+    def of(change: str, size: int) -> bytes:
+        count = size // 32
+        ids, inputs = datum([5] * (size // 8)) if change == "tokens" else datum([5, 6, 7])
+        if change == "names":
+            inputs |= {f"x{n}": inputs["target_tokens"] for n in range(count)}
+        if change == "targets":
+            inputs["target_tokens"] = torch.full((2, size // 16), 5)
+        config = {f"k{n}": 1.0 for n in range(count)} if change == "settings" else None
+        data = [(ids, inputs)] * (count if change == "datums" else 1)
+        text = message(model_id, next(NUMBERS), data, config=config)
+        if change == "chunks":
+            parsed = wire.parsed("ForwardBackward", text)
+            for _ in range(count):
+                parsed.data[0].chunks.add().text.tokens = b""
+            return bytes(parsed.SerializeToString())
+        return text + b"\x1a\x00" * (count if change == "empty datums" else 0)
+
+    kinds = ("tokens", "names", "targets", "settings", "datums", "chunks", "empty datums")
+    for change in kinds:
+        texts = [of(change, size) for size in sizes]
+        yield f"{API}/forward_backward", "message", change, texts
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_cost_of_datums_is_linear(served):
+    tinker = Tinker(served)
+    cases = forwards(tinker.model().id, [1 << 13, 1 << 17, 1 << 20])
+    costs, problems = measure(lambda endpoint, data: send(served, endpoint, data), cases)
+    show(costs)
+    assert not problems
+
+
+ROW = {
+    "messages": [*TURNS, {"role": "assistant", "content": "x", "weight": 1}],
+    "tools": [TOOL],
+    "other": {"a": 1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("method", "row"), [("supervised", ROW), ("dpo", PAIRS[0])])
+def test_the_cost_of_checking_rows_is_linear(tmp_path, method, row):
+    path = tmp_path / "rows.jsonl"
+
+    def check(endpoint: str, data: bytes) -> int:
+        path.write_bytes(data + b"\n")
+        try:
+            count_rows(path, method)
+        except JobError:
+            return 400
+        return 200
+
+    cases = bodies({f"rows of {method}": row}, [1 << 13, 1 << 17, 1 << 20], [*CHANGES])
+    costs, problems = measure(check, cases)
+    show(costs)
+    assert not problems
 
 
 def test_the_cost_of_small_requests_is_linear(served):
