@@ -35,7 +35,8 @@ from peftkit.serve.tuning.pages import Page, body_of
 from peftkit.serve.tuning.recipes import grader_of
 from peftkit.tasks.rewards.grading import Answered, Grading
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 JOBS = "/v1/fine_tuning/jobs"
 GRADERS = "/v1/fine_tuning/alpha/graders"

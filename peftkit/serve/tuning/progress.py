@@ -149,7 +149,7 @@ class JobProgress:
     def _warn_of_rows(self, table: Table) -> None:
         """Warn of truncated and dropped rows, and of fields that nothing reads."""
         name = Path(table.source).stem
-        if unused := dict(row[:2] for row in table.rows).get(UNUSED):
+        if unused := next((row[1] for row in table.rows if row[0] == UNUSED), ""):
             add_warning_once(self._store, self._id, f"Fields of {name} are not used: {unused}.")
         cut, dropped = (table.counts.get(name, 0) for name in ("num_cut", "num_dropped"))
         if cut or dropped:
