@@ -43,7 +43,7 @@ COMMANDS: dict[str, list[str]] = {
     ],
     "serve": [
         "[NAME=]RUN...", "--host", "--port", "--api-key", "--base", "--max-batch", "--max-waiting",
-        "--max-new-tokens", "--temperature", "--force", "--train", "--quantize", "--as",
+        "--max-new-tokens", "--temperature", "--limit", "--force", "--train", "--quantize", "--as",
         "--run-graders",
     ],
     "merge": [

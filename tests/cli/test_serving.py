@@ -76,6 +76,17 @@ def test_a_run_that_is_not_there_is_told(peftkit):
     assert "./nowhere" in done.err
 
 
+@pytest.mark.parametrize(
+    ("limit", "text"), [("key_file=5", "key_files"), ("max_batch=5", "--max-batch 5")]
+)
+def test_a_wrong_limit_lists_the_right_ones(peftkit, tmp_path, limit, text):
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "adapter_config.json").touch()
+    done = peftkit("serve", "demo", "--limit", limit, "--port", "0")
+    assert (done.code, done.out) == (2, "")
+    assert text in done.err
+
+
 def test_any_other_host_needs_a_key(peftkit, tmp_path):
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "adapter_config.json").touch()

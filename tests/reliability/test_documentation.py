@@ -1,4 +1,4 @@
-"""docs/reliability.md names the tests that hold its promises, and says which of them are slow."""
+"""Pages of promises name the tests that hold them, and say which of them are slow."""
 
 import ast
 import re
@@ -7,15 +7,23 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-PAGE = TESTS.parent / "docs" / "reliability.md"
-NAMED = re.findall(
-    r"`([\w/]+\.py)::(\w+)`(?: \(((?:partly )?slow)\))?", PAGE.read_text(encoding="utf-8")
+PAGES = {
+    name: (TESTS.parent / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("reliability", "threat-model")
+}
+NAMED = sorted(
+    {
+        match
+        for text in PAGES.values()
+        for match in re.findall(r"`([\w/]+\.py)::(\w+)`(?: \(((?:partly )?slow)\))?", text)
+    }
 )
 
 
-def test_every_promise_names_a_test():
-    promises = PAGE.read_text(encoding="utf-8").partition("## Not promised")[0].split("\n- ")[1:]
-    assert len(promises) > 20
+@pytest.mark.parametrize(("page", "number"), [("reliability", 20), ("threat-model", 10)])
+def test_every_promise_names_a_test(page, number):
+    promises = PAGES[page].partition("## Not promised")[0].split("\n- ")[1:]
+    assert len(promises) > number
     assert not [promise for promise in promises if "::" not in promise]
 
 

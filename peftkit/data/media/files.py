@@ -260,11 +260,11 @@ def media_of(
         )
     try:
         path = Path(value).expanduser()
-    except RuntimeError as problem:
+    except RuntimeError:
         raise DataError(
             f"Cannot use {which} of {record.source}.",
-            found=f"{shown(value)}: {problem}",
-            fix="Give the path of the file.",
+            found=f"The path {shown(value)} begins with an unknown user.",
+            fix="Give the path without ~.",
         ) from None
     folder = Path(where).expanduser().parent
     return cls(path if path.is_absolute() else folder / path, record.source, which)

@@ -23,6 +23,8 @@ REWARDS_RATE = 1e-5
 """Learning rate of the built-in recipe `grpo`."""
 PROMPTS, ANSWERS, ANSWER_TOKENS = 8, 8, 256
 """Prompts per step, completions per prompt and their maximum tokens in the recipe `grpo`."""
+MAX_ENTRIES = 64
+"""Most entries of a list or an object in a grader."""
 SAVE_STEPS = 100
 """Most steps between checkpoints."""
 
@@ -43,6 +45,7 @@ def grader_of(fields: Mapping[str, Any], training: Training, folder: Path) -> Gr
         RequestError: The grader is invalid, names a model other than the base, or has code that
             the server does not allow.
     """
+    _check_entries(fields)
     settings = {"grader": _grader_settings(fields, training, folder)}
     try:
         return from_dict(GraderBox, settings, "the grader").grader
@@ -50,6 +53,21 @@ def grader_of(fields: Mapping[str, Any], training: Training, folder: Path) -> Gr
         raise RequestError(
             error.problem, found=error.found, fix=error.fix, param="grader"
         ) from None
+
+
+def _check_entries(value: Any) -> None:
+    """Refuse lists and objects with many entries: to explain each error takes long.
+
+    Raises:
+        RequestError: A list or an object has more than `MAX_ENTRIES` entries.
+    """
+    if not isinstance(value, list | Mapping):
+        return
+    if len(value) > MAX_ENTRIES:
+        found = f"A list or an object in it has {len(value):,} entries; the limit is {MAX_ENTRIES}."
+        raise RequestError("the grader is too large.", found=found, param="grader")
+    for each in value.values() if isinstance(value, Mapping) else value:
+        _check_entries(each)
 
 
 def _grader_settings(fields: Mapping[str, Any], training: Training, folder: Path) -> dict[str, Any]:

@@ -70,6 +70,8 @@ def test_the_base_scores_in_its_own_thread(shared):
         ({**LIKE, "input": "{{item.absent}}"}, 400, "item.absent"),
         ({**SCORE, "model": "o4-mini"}, 400, "model"),
         (SHARE, 403, "--run-graders"),
+        ({"type": "multi", "graders": {f"k{n}": n for n in range(5000)}}, 400, "5,000 entries"),
+        ({**SCORE, "input": [{f"k{n}": "user" for n in range(5000)}]}, 400, "5,000 entries"),
     ],
 )
 def test_a_bad_grader_fails(shared, grader, status, told):
