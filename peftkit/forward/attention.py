@@ -11,7 +11,7 @@ Shapes: B rows, H heads, L queries, S keys, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -49,12 +49,16 @@ class TrainingAttention:
         is_causal: Whether every layer is causal over all previous tokens; documents in separate
             rows then need no mask.
         takes_spans: Whether all layers support documents as spans of a row.
+        num_layers: Number of observed layers.
+        mixers: What isolates documents in modules other than attention, if any; see `isolate`.
     """
 
     def __init__(self, plan: ExecutionPlan) -> None:
         self.plan = plan
         self.layout: Layout = None
         self.is_causal = self.takes_spans = False
+        self.num_layers = 0
+        self.mixers: Any = None  # peftkit.forward.mixers.Mixers, a leaf
         self._kinds: dict[int, MaskKind | None] | None = None
         self._calls: list[tuple[MaskKind | None, bool]] = []  # kind, takes spans
         self._masks: list[Tensor] = []
@@ -72,6 +76,14 @@ class TrainingAttention:
         """The main kernel's name, for the header of a run."""
         return "varlen" if self.takes_spans else self.plan.attention
 
+    def isolate(self, mixers: Any) -> None:
+        """Install these mixers instead of the current ones; None restores the model."""
+        if self.mixers is not None:
+            self.mixers.restore()
+        if mixers is not None:
+            mixers.install()
+        self.mixers = mixers
+
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Record the masks of the layers in a forward pass on one row, without a layout."""
@@ -79,6 +91,7 @@ class TrainingAttention:
         try:
             yield
             kinds = [kind for kind, _ in self._calls]
+            self.num_layers = len(kinds)
             self.is_causal = bool(kinds) and all(kind == MaskKind(True, None) for kind in kinds)
             self.takes_spans = bool(kinds) and all(takes for _, takes in self._calls)
         finally:
@@ -118,6 +131,8 @@ class TrainingAttention:
     ) -> tuple[Tensor, None]:
         """Return (B, L, H, D) like transformers' attention functions, without probabilities."""
         layout = self.layout
+        if layout is not None and not self.needs_mask:
+            attention_mask = None  # of ones
         if isinstance(layout, Grid):
             query, key, value = (into_grid(tensor, layout) for tensor in (query, key, value))
             fits = attention_mask is not None and attention_mask.shape[0] == len(query)
@@ -213,8 +228,9 @@ def training_attention(
 ) -> Iterator[TrainingAttention | None]:
     """Train with the plan's attention, which isolates documents of a row.
 
-    Yields None if this has no use or would not be exact: the model must use torch's SDPA, or cap
-    its scores, which SDPA does not support, and do nothing else.
+    The model's attention is replaced if the model uses torch's SDPA, or eager attention with capped
+    scores or sinks, which SDPA does not support. For other models the layout concerns only mixers
+    (mixers.py), and without `documents` None is yielded.
 
     Args:
         plan: By default the plan for the model's device.
@@ -223,7 +239,9 @@ def training_attention(
     """
     plan = plan or ExecutionPlan.for_model(model)
     if not _applies(model) or not (documents or plan.attention == "grouped"):
-        yield None
+        attention = (previous or TrainingAttention(plan)) if documents else None
+        with nullcontext() if attention is None else _isolated(attention):
+            yield attention
         return
     from transformers import AttentionInterface, AttentionMaskInterface  # slow to import
 
@@ -238,14 +256,27 @@ def training_attention(
     AttentionMaskInterface.register(name, attention.mask)
     model.set_attn_implementation({k: name if v == before[""] else v for k, v in before.items()})
     try:
-        yield attention
+        with _isolated(attention):
+            yield attention
     finally:
-        attention.layout = None
         _original[model] = outer or {}
         model.set_attn_implementation(before)
         for table in (AttentionInterface, AttentionMaskInterface):
             table._global_mapping.pop(name, None)
         _used_names.discard(name)
+
+
+@contextmanager
+def _isolated(attention: TrainingAttention) -> Iterator[None]:
+    """Keep mixers installed within the context, which may find them, and reset the layout."""
+    try:
+        if attention.mixers is not None:
+            attention.mixers.install()
+        yield
+    finally:
+        attention.layout = None
+        if attention.mixers is not None:
+            attention.mixers.restore()
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 A model may mix tokens outside of attention (convolutions, states), or compute positions in its own
 way; transformers isolates packed documents only for some architectures, attention implementations
 and batch sizes. Therefore there is no table of models: each model is probed. If its documents
-influence each other, rows are padded and packing is refused.
+influence each other, its mixers isolate them (mixers.py). If they still do, rows are padded and
+packing is refused.
 
 Shapes: B rows, T tokens of the longest, N tokens of the padding-free sequence, V vocabulary.
 """
@@ -53,25 +54,41 @@ def why_padded(model: nn.Module, attention: TrainingAttention, *, share: bool) -
     with torch.no_grad(), forked_generators(bare.device), attention.observing():
         # in the model's current mode, because attention may have dropout
         logits_of(model, probed[None].to(bare.device), {})
-    problem = f"Documents of one sequence change each other's logits in {type(bare).__name__}."
+    mixing = f"Documents of one sequence change each other's logits in {type(bare).__name__}."
     with evaluating(model):
         alone = _probe_logits(model, attention, {"input_ids": probed[None]})
         joined = _probe_logits(model, attention, {"input_ids": torch.cat(documents)[None]})
         mixed = rms_difference([joined[len(first) :][: len(probed)]], [alone])
-        for spans in (True, False) if attention.takes_spans else (False,):
-            attention.takes_spans = spans
+
+        def problem_of_rows() -> str:
             try:
                 together, changed = (
                     _probed_unpadded(model, attention, rows, share) for rows in (documents, others)
                 )
             except Exception as error:  # the model does not support such sequences
-                problem = f"{type(bare).__name__} raises {type(error).__name__}: {one_line(error)}"
-                continue
+                return f"{type(bare).__name__} raises {one_line(error)}"
             finally:
                 attention.layout = None
-            if are_apart([together], [changed], [alone], mixed, compute_dtype(bare)):
+            dtype = compute_dtype(bare)
+            return "" if are_apart([together], [changed], [alone], mixed, dtype) else mixing
+
+        problem = ""
+        takes_spans = attention.takes_spans
+        for spans in (True, False) if takes_spans else (False,):
+            attention.takes_spans = spans
+            if not (problem := problem_of_rows()):
                 return ""
-    return problem
+        from peftkit.forward.find_mixers import isolate_mixers  # a leaf
+
+        attention.takes_spans = takes_spans
+        isolated = isolate_mixers(
+            bare,
+            attention,
+            lambda spans: _probe_batch(documents, share, spans),
+            lambda batch: _probe_logits(model, attention, batch),
+            lambda: not problem_of_rows(),
+        )
+    return "" if isolated else problem
 
 
 def _probe_documents(vocab_size: int, share: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -103,14 +120,19 @@ def _probed_unpadded(
     model: nn.Module, attention: TrainingAttention, documents: Sequence[Tensor], share: bool
 ) -> Tensor:
     """Return the logits of the second document in a padding-free sequence with the others."""
+    padding_free = _probe_batch(documents, share, attention.takes_spans)
+    logits = _probe_logits(model, attention, padding_free)
+    return logits[padding_free["target_index"].to(logits.device)]
+
+
+def _probe_batch(documents: Sequence[Tensor], share: bool, spans: bool) -> dict[str, Tensor]:
+    """Return a padding-free batch of documents; target_index are the tokens of the second."""
     ids = pad_sequence(list(documents), batch_first=True)
     lengths = torch.tensor([len(document) for document in documents])
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
     index = torch.arange(ids.shape[1], ids.shape[1] + len(documents[1]))
     batch = {"input_ids": ids, "attention_mask": mask, "target_index": index}
-    padding_free = unpadded(batch, share=share, spans=attention.takes_spans)
-    logits = _probe_logits(model, attention, padding_free)
-    return logits[padding_free["target_index"].to(logits.device)]
+    return unpadded(batch, share=share, spans=spans)
 
 
 def are_apart(
