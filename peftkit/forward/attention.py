@@ -50,7 +50,7 @@ class TrainingAttention:
             rows then need no mask.
         takes_spans: Whether all layers support documents as spans of a row.
         num_layers: Number of observed layers.
-        mixers: What isolates documents in modules other than attention, if any; see `isolate`.
+        mixers: What isolates documents in modules other than attention, if any.
     """
 
     def __init__(self, plan: ExecutionPlan) -> None:
@@ -75,14 +75,6 @@ class TrainingAttention:
     def kernel(self) -> str:
         """The main kernel's name, for the header of a run."""
         return "varlen" if self.takes_spans else self.plan.attention
-
-    def isolate(self, mixers: Any) -> None:
-        """Install these mixers instead of the current ones; None restores the model."""
-        if self.mixers is not None:
-            self.mixers.restore()
-        if mixers is not None:
-            mixers.install()
-        self.mixers = mixers
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -238,11 +230,20 @@ def training_attention(
         previous: An earlier `TrainingAttention` of the model, with the recorded masks.
     """
     plan = plan or ExecutionPlan.for_model(model)
-    if not _applies(model) or not (documents or plan.attention == "grouped"):
-        attention = (previous or TrainingAttention(plan)) if documents else None
-        with nullcontext() if attention is None else _isolated(attention):
-            yield attention
-        return
+    is_replaced = _applies(model) and (documents or plan.attention == "grouped")
+    attention = previous or TrainingAttention(plan)
+    try:
+        with _registered(model, attention) if is_replaced else nullcontext():
+            yield attention if documents or is_replaced else None
+    finally:
+        attention.layout = None
+        if attention.mixers is not None:
+            attention.mixers.restore()
+
+
+@contextmanager
+def _registered(model: Any, attention: TrainingAttention) -> Iterator[None]:
+    """Replace the model's attention within the context."""
     from transformers import AttentionInterface, AttentionMaskInterface  # slow to import
 
     before = _implementations(model.config)
@@ -251,32 +252,17 @@ def training_attention(
     names = (f"{PREFIX}attention" + (f"_{n}" if n else "") for n in range(len(_used_names) + 1))
     name = next(name for name in names if name not in _used_names)
     _used_names.add(name)
-    attention = previous or TrainingAttention(plan)
     AttentionInterface.register(name, attention.attend)
     AttentionMaskInterface.register(name, attention.mask)
     model.set_attn_implementation({k: name if v == before[""] else v for k, v in before.items()})
     try:
-        with _isolated(attention):
-            yield attention
+        yield
     finally:
         _original[model] = outer or {}
         model.set_attn_implementation(before)
         for table in (AttentionInterface, AttentionMaskInterface):
             table._global_mapping.pop(name, None)
         _used_names.discard(name)
-
-
-@contextmanager
-def _isolated(attention: TrainingAttention) -> Iterator[None]:
-    """Keep mixers installed within the context, which may find them, and reset the layout."""
-    try:
-        if attention.mixers is not None:
-            attention.mixers.install()
-        yield
-    finally:
-        attention.layout = None
-        if attention.mixers is not None:
-            attention.mixers.restore()
 
 
 @contextmanager

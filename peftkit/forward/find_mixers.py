@@ -7,14 +7,15 @@ the logits of a padding-free batch decide.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from peftkit.forward.attention import TrainingAttention
-from peftkit.forward.mixers import Mixers, map_tokens
+from peftkit.forward.mixers import Mixers, grid_of_spans, map_tokens
+from peftkit.kernels.varlen import Grid, Spans
 from peftkit.model.places import FrozenWrapper, is_linear
 
 WAYS: tuple[tuple[str, ...], ...] = (("cu_seq_lens_q", "seq_idx"), ("cu_seqlens", "seq_idx"))
@@ -29,63 +30,52 @@ TOLERANCE, NARROW_TOLERANCE = 1e-4, 1e-2
 def isolate_mixers(
     model: nn.Module,
     attention: TrainingAttention,
-    batch_of: Callable[[bool], Mapping[str, Tensor]],
-    run: Callable[[Mapping[str, Tensor]], object],
-    is_isolated: Callable[[], bool],
+    layouts: Sequence[bool],
+    is_isolated: Callable[[bool], bool],
 ) -> bool:
     """Isolate documents in a model's mixers; return whether its padding-free batches are right.
 
     If they are, `attention.mixers` is installed, and `attention.takes_spans` is set.
 
     Args:
-        batch_of: Returns a padding-free batch for a probe, with or without spans; its target_index
-            are the tokens of one document.
-        run: Runs the model on a batch.
-        is_isolated: Returns whether documents have the logits that they have alone.
+        layouts: Layouts that attention supports: spans (True), a grid (False).
+        is_isolated: Runs the model on three documents in this layout, and returns whether the
+            second one has the logits that it has alone.
     """
-    layouts = [False]
-    if attention.takes_spans or (not attention.num_layers and _is_on_gpu(model)):
-        layouts = [True, False]
     has_attention = attention.num_layers > 0
+    if not has_attention and _is_on_gpu(model):
+        layouts = (True, False)
     for spans in layouts:
-        attention.takes_spans = spans
         paths: list[str] = []
         for _ in range(MAX_ROUNDS):
-            found = _find(model, attention, batch_of(spans), run)
+            found = find_mixers(model, attention, lambda spans=spans: is_isolated(spans))
             if not (new := [path for path in found if path not in paths]):
                 break
             paths += new
             # without attention, spans have no use except for kernels
             ways = (*WAYS, *[()] * has_attention) if spans else ((),)
             for way in ways:
-                attention.isolate(Mixers(model, paths, lambda: attention.layout, way))
-                if is_isolated():
+                _install(attention, Mixers(model, paths, lambda: attention.layout, way))
+                if is_isolated(spans):
                     return True
-        attention.isolate(None)
+        _install(attention, None)
     return False
+
+
+def _install(attention: TrainingAttention, mixers: Mixers | None) -> None:
+    if attention.mixers is not None:
+        attention.mixers.restore()
+    attention.mixers = mixers
+    if mixers is not None:
+        mixers.install()
 
 
 def _is_on_gpu(model: nn.Module) -> bool:
     return any(parameter.device.type == "cuda" for parameter in model.parameters())
 
 
-def _find(
-    model: nn.Module,
-    attention: TrainingAttention,
-    batch: Mapping[str, Tensor],
-    run: Callable[[Mapping[str, Tensor]], object],
-) -> list[str]:
-    try:
-        shape = batch["input_ids"].shape
-        return find_mixers(model, lambda: run(batch), shape, batch["target_index"])
-    except Exception:  # the model does not support such sequences
-        return []
-    finally:
-        attention.layout = None
-
-
 def find_mixers(
-    model: nn.Module, run: Callable[[], object], shape: torch.Size, document: Tensor
+    model: nn.Module, attention: TrainingAttention, run: Callable[[], object]
 ) -> list[str]:
     """Return the paths of the smallest modules that mix documents.
 
@@ -93,9 +83,7 @@ def find_mixers(
     forward pass on its inputs.
 
     Args:
-        run: Runs the model on a row of several documents, which attention isolates.
-        shape: (1, N) of the row.
-        document: (n,) the tokens of one document.
+        run: Runs the model on a row of several documents in the layout of `attention`.
     """
     modules = {
         path: module for path, module in model.named_modules() if path and not _is_simple(module)
@@ -106,11 +94,11 @@ def find_mixers(
 
     def probe(module: nn.Module, args: Any, named: Any, out: Any) -> None:
         nonlocal is_probing
-        if is_probing or kinds[module] in mixes:
+        if is_probing or kinds[module] in mixes or attention.layout is None:
             return
         is_probing = True
         try:
-            mixes[kinds[module]] = _mixes(module, args, named, out, shape, document)
+            mixes[kinds[module]] = _mixes(module, args, named, out, attention.layout)
         finally:
             is_probing = False
 
@@ -133,10 +121,13 @@ def _kind_of(module: nn.Module) -> Any:
     return type(module), tuple((name, type(child)) for name, child in module.named_modules())
 
 
-def _mixes(
-    module: nn.Module, args: Any, named: Any, out: Any, shape: torch.Size, document: Tensor
-) -> bool:
+def _mixes(module: nn.Module, args: Any, named: Any, out: Any, layout: Grid | Spans) -> bool:
     """Return whether a document's output changes if all other tokens of the input change."""
+    if isinstance(layout, Spans):
+        layout = grid_of_spans(layout)
+    shape = layout.places.shape
+    document = layout.tokens[1]  # the second of three, whose row ends with padding
+    document = document[document != layout.places.numel() - 1].cpu()
     others = torch.ones(shape, dtype=torch.bool)
     others[0, document] = False
     has_changed = False

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import pairwise
 from types import FunctionType
 from typing import Any
 
@@ -124,9 +125,7 @@ def _weights_in_training(kind: type[nn.Module]) -> frozenset[str]:
     if not isinstance(forward, FunctionType) or "training" not in forward.__code__.co_names:
         return frozenset()
     read = [step.argval for step in dis.get_instructions(forward) if step.opname == "LOAD_ATTR"]
-    return frozenset(
-        name for name, following in zip(read, read[1:], strict=False) if following == "weight"
-    )
+    return frozenset(name for name, following in pairwise(read) if following == "weight")
 
 
 def _leave_training(module: nn.Module, args: Any) -> None:

@@ -60,7 +60,8 @@ def why_padded(model: nn.Module, attention: TrainingAttention, *, share: bool) -
         joined = _probe_logits(model, attention, {"input_ids": torch.cat(documents)[None]})
         mixed = rms_difference([joined[len(first) :][: len(probed)]], [alone])
 
-        def problem_of_rows() -> str:
+        def problem_of(spans: bool) -> str:
+            attention.takes_spans = spans
             try:
                 together, changed = (
                     _probed_unpadded(model, attention, rows, share) for rows in (documents, others)
@@ -72,22 +73,14 @@ def why_padded(model: nn.Module, attention: TrainingAttention, *, share: bool) -
             dtype = compute_dtype(bare)
             return "" if are_apart([together], [changed], [alone], mixed, dtype) else mixing
 
+        layouts = (True, False) if attention.takes_spans else (False,)
         problem = ""
-        takes_spans = attention.takes_spans
-        for spans in (True, False) if takes_spans else (False,):
-            attention.takes_spans = spans
-            if not (problem := problem_of_rows()):
+        for spans in layouts:
+            if not (problem := problem_of(spans)):
                 return ""
         from peftkit.forward.find_mixers import isolate_mixers  # a leaf
 
-        attention.takes_spans = takes_spans
-        isolated = isolate_mixers(
-            bare,
-            attention,
-            lambda spans: _probe_batch(documents, share, spans),
-            lambda batch: _probe_logits(model, attention, batch),
-            lambda: not problem_of_rows(),
-        )
+        isolated = isolate_mixers(bare, attention, layouts, lambda spans: not problem_of(spans))
     return "" if isolated else problem
 
 
@@ -120,19 +113,14 @@ def _probed_unpadded(
     model: nn.Module, attention: TrainingAttention, documents: Sequence[Tensor], share: bool
 ) -> Tensor:
     """Return the logits of the second document in a padding-free sequence with the others."""
-    padding_free = _probe_batch(documents, share, attention.takes_spans)
-    logits = _probe_logits(model, attention, padding_free)
-    return logits[padding_free["target_index"].to(logits.device)]
-
-
-def _probe_batch(documents: Sequence[Tensor], share: bool, spans: bool) -> dict[str, Tensor]:
-    """Return a padding-free batch of documents; target_index are the tokens of the second."""
     ids = pad_sequence(list(documents), batch_first=True)
     lengths = torch.tensor([len(document) for document in documents])
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
     index = torch.arange(ids.shape[1], ids.shape[1] + len(documents[1]))
     batch = {"input_ids": ids, "attention_mask": mask, "target_index": index}
-    return unpadded(batch, share=share, spans=spans)
+    padding_free = unpadded(batch, share=share, spans=attention.takes_spans)
+    logits = _probe_logits(model, attention, padding_free)
+    return logits[padding_free["target_index"].to(logits.device)]
 
 
 def are_apart(

@@ -148,7 +148,9 @@ class CausalLM(CompletingTask, TokenTask):
         rows = self.rows
         rows.max_length = exact_length(model, self.tokenizer, rows.data.max_length)
         rows.check_packing(model)
-        if rows.data.packing:  # without position_ids the model would merge documents
+        if (
+            rows.data.packing and not rows.by_document
+        ):  # without position_ids the model would merge documents
             self.input_names = ("input_ids", "position_ids")
         is_plain = rows.style is not None and rows.style.kind == "plain"
         rows.encoder = DocumentEncoder(
@@ -162,7 +164,14 @@ class CausalLM(CompletingTask, TokenTask):
 
     def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return a batch (see `peftkit.data.pack.collate`), padding-free if that is faster."""
-        return self.layout.unpadded(collate(rows, self.pad_id, self.rows.max_length))
+        return self.layout.unpadded(collate(self._apart(rows), self.pad_id, self.rows.max_length))
+
+    def num_positions(self, rows: Sequence[Row]) -> int:
+        return self.layout.num_positions(self._apart(rows))
+
+    def _apart(self, rows: Sequence[Row]) -> Sequence[Row]:
+        is_apart = not self.rows.by_document
+        return rows if is_apart else [document for row in rows for document in row.documents]
 
 
 class AnswerConfig(TaskConfig):

@@ -157,6 +157,8 @@ class DatumTask(TokenTask):
             model, plan, documents=self._unpads is not False, previous=self._probed_attention
         )
         with attention as self._probed_attention:
+            if self._unpads and self._probed_attention and self._probed_attention.mixers:
+                self._probed_attention.mixers.install()
             if self._unpads is None:
                 probed = self._probed_attention
                 self._unpads = probed is not None and can_unpad(model, probed, share=True)
