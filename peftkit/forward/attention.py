@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.attention_kernels import Call, attend, takes_varlen
+from peftkit.forward.compat import passes_argument
 from peftkit.kernels.varlen import Grid, Spans, into_grid, out_of_grid
 
 PREFIX = "peftkit_"
@@ -230,7 +231,7 @@ def training_attention(
         previous: An earlier `TrainingAttention` of the model, with the recorded masks.
     """
     plan = plan or ExecutionPlan.for_model(model)
-    is_replaced = _applies(model) and (documents or plan.attention == "grouped")
+    is_replaced = _applies(model, documents) and (documents or plan.attention == "grouped")
     attention = previous or TrainingAttention(plan)
     try:
         with _registered(model, attention) if is_replaced else nullcontext():
@@ -287,11 +288,14 @@ def _implementations(config: Any) -> dict[str, str]:
     return {"": config._attn_implementation, **names}
 
 
-def _applies(model: Any) -> bool:
+def _applies(model: Any, documents: bool) -> bool:
     config: Any = getattr(model, "config", None)
     implementation = getattr(config, "_attn_implementation", None)
-    capped = getattr(config, "attn_logit_softcapping", None) and not config.attention_dropout
-    if implementation != "sdpa" and not (implementation == "eager" and capped):
+    if implementation == "eager" and not getattr(config, "attention_dropout", 0.0):
+        has_sinks = documents and passes_argument(model, "s_aux")
+        if not (getattr(config, "attn_logit_softcapping", None) or has_sinks):
+            return False
+    elif implementation != "sdpa":
         return False
     can = getattr(type(model), "_can_set_attn_implementation", None)
     return bool(can and can())

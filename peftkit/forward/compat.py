@@ -58,6 +58,19 @@ def missing_arguments(module: nn.Module, needed: Collection[str]) -> str:
     return f"{installed('transformers')}: {forward} has no argument{plural} {', '.join(missing)}"
 
 
+def passes_argument(model: nn.Module, name: str) -> bool:
+    """Return whether a module of a model passes a keyword argument of this name to a function."""
+    return any(name in _passed(kind) for kind in {type(module) for module in model.modules()})
+
+
+@cache
+def _passed(kind: Any) -> frozenset[str]:
+    """Return the names of keyword arguments in the calls of a class's forward pass."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    names = (const for const in getattr(code, "co_consts", ()) if isinstance(const, tuple))
+    return frozenset(name for group in names for name in group if isinstance(name, str))
+
+
 def installed(name: str) -> str:
     """Return a library with its version, such as "transformers 5.24.0"."""
     try:
