@@ -146,7 +146,7 @@ def _grouped(call: Call) -> Tensor:
 
 def _sinks(call: Call) -> Tensor:
     if call.unknown != {"s_aux"} or call.dropout or call.layout is not None:
-        raise RuntimeError(f"attention with sinks and other arguments: {sorted(call.unknown)}")
+        raise NotImplementedError(f"sinks with other arguments: {sorted(call.unknown)}")
     return _grouped(call)
 
 

@@ -51,9 +51,12 @@ def why_padded(model: nn.Module, attention: TrainingAttention, *, share: bool) -
         return "Its rows have virtual tokens, or an encoder and a decoder."
     documents, others = _probe_documents(bare.config.get_text_config().vocab_size, share)
     first, probed = documents[0], documents[1]
-    with torch.no_grad(), forked_generators(bare.device), attention.observing():
-        # in the model's current mode, because attention may have dropout
-        logits_of(model, probed[None].to(bare.device), {})
+    try:
+        with torch.no_grad(), forked_generators(bare.device), attention.observing():
+            # in the model's current mode, because attention may have dropout
+            logits_of(model, probed[None].to(bare.device), {})
+    except NotImplementedError as error:  # our attention does not support the model's
+        return f"{type(bare).__name__} raises {one_line(error)}"
     mixing = f"Documents of one sequence change each other's logits in {type(bare).__name__}."
     with evaluating(model):
         alone = _probe_logits(model, attention, {"input_ids": probed[None]})
