@@ -39,8 +39,8 @@ def isolate_mixers(
 
     Args:
         layouts: Layouts that attention supports: spans (True), a grid (False).
-        is_isolated: Runs the model on three documents in this layout, and returns whether the
-            second one has the logits that it has alone.
+        is_isolated: Runs the model on documents in this layout, and returns whether they have the
+            logits that they have alone.
     """
     has_attention = attention.num_layers > 0
     if not has_attention and _is_on_gpu(model):
@@ -126,7 +126,7 @@ def _mixes(module: nn.Module, args: Any, named: Any, out: Any, layout: Grid | Sp
     if isinstance(layout, Spans):
         layout = grid_of_spans(layout)
     shape = layout.places.shape
-    document = layout.tokens[1]  # the second of three, whose row ends with padding
+    document = layout.tokens[1]  # its row ends with padding
     document = document[document != layout.places.numel() - 1].cpu()
     others = torch.ones(shape, dtype=torch.bool)
     others[0, document] = False

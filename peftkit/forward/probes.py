@@ -28,8 +28,9 @@ from peftkit.kernels.device import forked_generators
 from peftkit.model.modes import evaluating
 from peftkit.model.places import num_virtual
 
-LENGTHS = (11, 9, 2)
-"""Lengths of the documents that a model is probed with."""
+LENGTHS = (11, 9, 2, 10)
+"""Lengths of the documents that a model is probed with. The logits of the second and fourth are
+compared; the fourth has no prefix with another one and follows the first in spans."""
 
 
 def can_unpad(model: nn.Module, attention: TrainingAttention, *, share: bool) -> bool:
@@ -50,18 +51,18 @@ def why_padded(model: nn.Module, attention: TrainingAttention, *, share: bool) -
     if num_virtual(model) or bare.config.is_encoder_decoder:
         return "Its rows have virtual tokens, or an encoder and a decoder."
     documents, others = _probe_documents(bare.config.get_text_config().vocab_size, share)
-    first, probed = documents[0], documents[1]
+    first, probed = documents[0], documents[1::2]
     try:
         with torch.no_grad(), forked_generators(bare.device), attention.observing():
             # in the model's current mode, because attention may have dropout
-            logits_of(model, probed[None].to(bare.device), {})
+            logits_of(model, probed[0][None].to(bare.device), {})
     except NotImplementedError as error:  # our attention does not support the model's
         return f"{type(bare).__name__} raises {one_line(error)}"
     mixing = f"Documents of one sequence change each other's logits in {type(bare).__name__}."
     with evaluating(model):
-        alone = _probe_logits(model, attention, {"input_ids": probed[None]})
+        alone = [_probe_logits(model, attention, {"input_ids": ids[None]}) for ids in probed]
         joined = _probe_logits(model, attention, {"input_ids": torch.cat(documents)[None]})
-        mixed = rms_difference([joined[len(first) :][: len(probed)]], [alone])
+        mixed = rms_difference([joined[len(first) :][: len(probed[0])]], alone[:1])
 
         def problem_of(spans: bool) -> str:
             attention.takes_spans = spans
@@ -74,7 +75,7 @@ def why_padded(model: nn.Module, attention: TrainingAttention, *, share: bool) -
             finally:
                 attention.layout = None
             dtype = compute_dtype(bare)
-            return "" if are_apart([together], [changed], [alone], mixed, dtype) else mixing
+            return "" if are_apart(together, changed, alone, mixed, dtype) else mixing
 
         layouts = (True, False) if attention.takes_spans else (False,)
         problem = ""
@@ -88,7 +89,7 @@ def why_padded(model: nn.Module, attention: TrainingAttention, *, share: bool) -
 
 
 def _probe_documents(vocab_size: int, share: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Return three documents, and the same documents with another first and last one.
+    """Return four documents, and the same documents with another first and third one.
 
     With `share`, the first two documents have a common prefix.
     """
@@ -114,16 +115,17 @@ def _probe_logits(
 
 def _probed_unpadded(
     model: nn.Module, attention: TrainingAttention, documents: Sequence[Tensor], share: bool
-) -> Tensor:
-    """Return the logits of the second document in a padding-free sequence with the others."""
+) -> list[Tensor]:
+    """Return the logits of the second and fourth document in a padding-free sequence."""
     ids = pad_sequence(list(documents), batch_first=True)
     lengths = torch.tensor([len(document) for document in documents])
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-    index = torch.arange(ids.shape[1], ids.shape[1] + len(documents[1]))
+    index = torch.arange(mask.numel()).view_as(mask)[1::2][mask[1::2] > 0]
     batch = {"input_ids": ids, "attention_mask": mask, "target_index": index}
     padding_free = unpadded(batch, share=share, spans=attention.takes_spans)
     logits = _probe_logits(model, attention, padding_free)
-    return logits[padding_free["target_index"].to(logits.device)]
+    targets = logits[padding_free["target_index"].to(logits.device)]
+    return list(targets.split(lengths[1::2].tolist()))
 
 
 def are_apart(
