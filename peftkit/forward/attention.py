@@ -51,7 +51,7 @@ class TrainingAttention:
             rows then need no mask.
         takes_spans: Whether all layers support documents as spans of a row.
         num_layers: Number of observed layers.
-        mixers: What isolates documents in modules other than attention, if any.
+        mixers: `peftkit.forward.mixers.Mixers` of the model, if it needs them.
     """
 
     def __init__(self, plan: ExecutionPlan) -> None:
@@ -59,7 +59,7 @@ class TrainingAttention:
         self.layout: Layout = None
         self.is_causal = self.takes_spans = False
         self.num_layers = 0
-        self.mixers: Any = None  # peftkit.forward.mixers.Mixers, a leaf
+        self.mixers: Any = None
         self._kinds: dict[int, MaskKind | None] | None = None
         self._calls: list[tuple[MaskKind | None, bool]] = []  # kind, takes spans
         self._masks: list[Tensor] = []
@@ -124,7 +124,7 @@ class TrainingAttention:
     ) -> tuple[Tensor, None]:
         """Return (B, L, H, D) like transformers' attention functions, without probabilities."""
         layout = self.layout
-        if layout is not None and not self.needs_mask:
+        if layout is not None and self.mixers is not None and not self.needs_mask:
             attention_mask = None  # of ones
         if isinstance(layout, Grid):
             query, key, value = (into_grid(tensor, layout) for tensor in (query, key, value))
@@ -291,11 +291,11 @@ def _implementations(config: Any) -> dict[str, str]:
 def _applies(model: Any, documents: bool) -> bool:
     config: Any = getattr(model, "config", None)
     implementation = getattr(config, "_attn_implementation", None)
-    if implementation == "eager" and not getattr(config, "attention_dropout", 0.0):
-        has_sinks = documents and passes_argument(model, "s_aux")
-        if not (getattr(config, "attn_logit_softcapping", None) or has_sinks):
-            return False
-    elif implementation != "sdpa":
+    is_eager = implementation == "eager" and not getattr(config, "attention_dropout", 0.0)
+    capped = getattr(config, "attn_logit_softcapping", None)
+    if implementation != "sdpa" and not (
+        is_eager and (capped or (documents and passes_argument(model, "s_aux")))
+    ):
         return False
     can = getattr(type(model), "_can_set_attn_implementation", None)
     return bool(can and can())

@@ -57,12 +57,7 @@ class Call(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether it has no arguments that only transformers or `sinks` supports."""
-        return not self.unknown
-
-    @property
-    def unknown(self) -> set[str]:
-        """Arguments that may change attention's result."""
-        return {name for name, value in self.more.items() if value is not None} - PLAIN
+        return not ({name for name, value in self.more.items() if value is not None} - PLAIN)
 
 
 class Kernel(NamedTuple):
@@ -145,8 +140,9 @@ def _grouped(call: Call) -> Tensor:
 
 
 def _sinks(call: Call) -> Tensor:
-    if call.unknown != {"s_aux"} or call.dropout or call.layout is not None:
-        raise NotImplementedError(f"sinks with other arguments: {sorted(call.unknown)}")
+    others = call._replace(more={**call.more, "s_aux": None})
+    if call.dropout or call.layout is not None or not others.is_plain:
+        raise NotImplementedError(f"sinks with other arguments: {sorted(call.more)}")
     return _grouped(call)
 
 
@@ -172,7 +168,7 @@ def _sdpa(call: Call) -> Tensor:
 
 
 KERNELS = (
-    Kernel("sinks", lambda call: "s_aux" in call.unknown, _sinks),
+    Kernel("sinks", lambda call: call.more.get("s_aux") is not None, _sinks),
     Kernel("varlen", lambda call: isinstance(call.layout, Spans) and takes_varlen(call), _varlen),
     Kernel("grouped", _takes_grouped, _grouped),
     Kernel("sdpa, heads repeated", _takes_repeated, _repeated),

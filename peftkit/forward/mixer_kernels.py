@@ -1,6 +1,6 @@
-"""Functions inside of mixers: a faster one on a CPU, and fused ones that adapters must avoid.
+"""Functions inside of mixers: a faster one on a CPU, fused ones, and missing ones.
 
-Both are recognised by the code and the results of a model's own modules; there is no list of
+All are recognised by the code and the results of a model's own modules; there is no list of
 architectures.
 """
 
@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from types import FunctionType
 from typing import Any
@@ -24,6 +25,7 @@ from peftkit.model.places import FrozenWrapper
 DELTA_RULE = "torch_chunk_gated_delta_rule"
 """The function in transformers' modules that computes the gated delta rule."""
 NORMALIZES = "use_qk_l2norm_in_kernel"
+PIP_NAMES = {"fla": "flash-linear-attention"}
 _PROBE = {"rows": 2, "tokens": 70, "key_heads": 2, "heads": 4, "size": 8}
 
 
@@ -87,6 +89,22 @@ def _computes_delta_rule(rule: Callable[..., Any]) -> bool:
         if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=1e-4, atol=1e-5):
             return False
     return True
+
+
+def missing_kernels(model: nn.Module) -> list[str]:
+    """Return the packages, by their names for pip, whose kernels a model could use but has not.
+
+    transformers wraps such a function, and the wrapper's closure has the name of the package.
+    """
+    packages = set()
+    for kind in {type(module) for module in model.modules()}:
+        forward = inspect.unwrap(kind.forward)
+        for name in getattr(getattr(forward, "__code__", None), "co_names", ()):
+            function = forward.__globals__.get(name)
+            if isinstance(function, FunctionType):
+                packages.add(inspect.getclosurevars(function).nonlocals.get("package"))
+    names = {name for name in packages if isinstance(name, str) and find_spec(name) is None}
+    return sorted(PIP_NAMES.get(name, name.replace("_", "-")) for name in names)
 
 
 @contextmanager

@@ -29,8 +29,8 @@ from peftkit.model.modes import evaluating
 from peftkit.model.places import num_virtual
 
 LENGTHS = (11, 9, 2, 10)
-"""Lengths of the documents that a model is probed with. The logits of the second and fourth are
-compared; the fourth has no prefix with another one and follows the first in spans."""
+"""Lengths of the documents that a model is probed with. The second and fourth are compared; the
+fourth shares no prefix and follows the first in spans."""
 
 
 def can_unpad(model: nn.Module, attention: TrainingAttention, *, share: bool) -> bool:
