@@ -113,9 +113,7 @@ def refused_by_peft(adapter: Adapter) -> str:
         return ""
     kind = getattr(getattr(adapter.model, "config", None), "model_type", "")
     reason = ""
-    if kind in MAMBA and any(
-        path.rpartition(".")[2] == REFUSED for path in adapter.method_modules
-    ):
+    if kind in MAMBA and any(path.rpartition(".")[2] == REFUSED for path in adapter.method_modules):
         reason = f"it takes no LoRA on {REFUSED} in models of type {kind}"
     for path, module in adapter.method_modules.items():
         experts = module.base
