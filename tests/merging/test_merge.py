@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -359,22 +360,18 @@ def test_blocks_that_share_weights_are_not_merged_into(way, saved, monkeypatch):
     model = HYBRIDS["zamba"]().eval().requires_grad_(False)
     if way == "dequantised":
         quantize_model(model, "nf4", compute_dtype=torch.float32)
+    fold: Any = merge_into
+    if way == "dequantised":
+        fold = partial(merge_dequantized, dtype=torch.float32, tally=Tally())
     adapter = attach_perturbed(model, method)
     before = logits(model)
     with pytest.raises(MergeError, match=message):
-        if way == "live":
-            merge_into(adapter)
-        else:
-            merge_dequantized(adapter, torch.float32, tally=Tally())
+        fold(adapter)
     assert torch.equal(logits(model), before)  # the adapter stays
     adapter.detach()
     alone = attach_perturbed(model, LoRA(rank=3, alpha=6, targets=("mixer_in",)))
     wanted = logits(model)
-    if way == "live":
-        merged = merge_into(alone)
-    else:
-        merged = merge_dequantized(alone, torch.float32, tally=Tally())
-    torch.testing.assert_close(logits(merged), wanted, rtol=0, atol=CLOSE)
+    torch.testing.assert_close(logits(fold(alone)), wanted, rtol=0, atol=CLOSE)
 
 
 def test_a_method_without_a_merged_form_says_so_by_name(llama):
