@@ -60,7 +60,8 @@ def missing_arguments(module: nn.Module, needed: Collection[str]) -> str:
 
 def passes_argument(model: nn.Module, name: str) -> bool:
     """Return whether a module of a model passes a keyword argument of this name to a function."""
-    return any(name in _passed(kind) for kind in {type(module) for module in model.modules()})
+    kinds: set[Any] = {type(module) for module in model.modules()}
+    return any(name in _passed(kind) for kind in kinds)
 
 
 @cache

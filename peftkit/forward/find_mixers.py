@@ -8,6 +8,7 @@ the logits of a padding-free batch decide.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def isolate_mixers(
     for spans in layouts:
         paths: list[str] = []
         for _ in range(MAX_ROUNDS):
-            found = find_mixers(model, attention, lambda spans=spans: is_isolated(spans))
+            found = find_mixers(model, attention, partial(is_isolated, spans))
             if not (new := [path for path in found if path not in paths]):
                 break
             paths += new

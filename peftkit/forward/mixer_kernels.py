@@ -133,7 +133,8 @@ def _passes_over(module: nn.Module) -> bool:
     Its forward pass refers to `self.training` and to `self.NAME.weight` of an adapted child.
     """
     names = {name for name, child in module.named_children() if isinstance(child, FrozenWrapper)}
-    return bool(names) and bool(names & _weights_in_training(type(module)))
+    kind: Any = type(module)
+    return bool(names) and bool(names & _weights_in_training(kind))
 
 
 @cache
