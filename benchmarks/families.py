@@ -30,23 +30,25 @@ from benchmarks.workers import WorkerFailed
 Rows = list[dict[str, list[int]]]
 MASK, FIRST_WORD = 2, 5
 """Of shapes.tokenizer()."""
-LENGTHS = {"even": "64 to 192", "mixed": "24 to 512"}
+LENGTHS = {"even": (64, 192), "mixed": (24, 512)}
 WITHOUT_EXPERTS = "qwen3_moe-attention"
 """The same model without adapted experts: PEFT computes each expert's full update, which is
 slow."""
 
 
-def make_rows(task: str, number: int, lengths: str = "even") -> Rows:
+def make_rows(
+    task: str, number: int, shortest: int = 64, longest: int = 192, *, mixed: bool = False
+) -> Rows:
     """Return rows of few different words, which a model can learn.
 
     Args:
-        lengths: even (64 to 192 tokens), mixed (24 to 512, log-normal: half of a batch is padding).
+        mixed: Whether lengths are log-normal: then half of a batch of 8 is padding.
     """
     rng = random.Random(0)
     rows = []
     for _ in range(number):
-        mixed = min(512, max(24, int(rng.lognormvariate(5.0, 0.6)))) if lengths == "mixed" else 0
-        size = mixed or rng.randint(64, 192)
+        drawn = int(rng.lognormvariate(5.0, 0.6)) if mixed else rng.randint(shortest, longest)
+        size = min(longest, max(shortest, drawn))
         ids = [FIRST_WORD + min(40, int(rng.expovariate(0.2))) for _ in range(size)]
         if task == "seq2seq":
             rows.append({"input_ids": ids, "labels": ids[: size // 2]})
@@ -80,7 +82,9 @@ def make_job(family: str, args: argparse.Namespace) -> dict[str, Any]:
         "method": method,
         "target_modules": sorted({site.path for site in sites if not site.parameter}),
         "target_parameters": stacks or None,
-        "rows": make_rows(shape.task, args.rows, args.lengths),
+        "rows": make_rows(
+            shape.task, args.rows, *LENGTHS[args.lengths], mixed=args.lengths == "mixed"
+        ),
         "clock": args.clock,
         "dtype": "bf16",
         "quantize": "none",
@@ -171,9 +175,10 @@ def main(words: Sequence[str] | None = None) -> int:
                 print(error, file=sys.stderr)
                 found[family] = {"ours": {"problem": "a worker failed"}}
                 lines.append([family, *["-"] * 6, "a worker failed, see above"])
+    shortest, longest = LENGTHS[args.lengths]
     print(heading({side: results[0].get("versions", {}) for side, results in runs.items()}))
     print(
-        f"LoRA r{args.rank}, bf16, {args.rows} rows of {LENGTHS[args.lengths]} tokens, "
+        f"LoRA r{args.rank}, bf16, {args.rows} rows of {shortest} to {longest} tokens, "
         f"batch {args.batch_size}, {'CPU time, ' * (args.clock == 'cpu')}"
         f"medians of {args.repeats} runs in turn\n"
     )
