@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from peftkit.adapter import attach, prepared_for_training
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward import mixer_kernels
-from peftkit.forward.attention import training_attention
 from peftkit.forward.blocks import Blocks
 from peftkit.forward.mixers import grid_of_spans, into, out_of
-from peftkit.forward.probes import can_unpad
 from peftkit.kernels import varlen
 from peftkit.kernels.varlen import Grid, grid_of, spans_of
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRALinear
+from peftkit.serve.tinker import rows
 from peftkit.train import fallbacks
 from tests.helpers.adapters import perturb
 from tests.helpers.cell import own_warnings, tiny_model
@@ -54,13 +53,13 @@ def adapted(name: str, **settings: Any) -> nn.Module:
 def assert_same(model: nn.Module, tokenizer: Any, field: str, batches: Any = BATCHES) -> str:
     """Compare with each document alone; return how mixers isolate documents."""
     task = task_on(model, tokenizer, packing=True)
-    for rows in batches:
+    for given in batches:
         with task.training(model):
             mixers = task.paths["mixers"]
-            batch = task.collate(rows)
+            batch = task.collate(given)
             assert field in batch
             loss, gradients = loss_and_gradients(task, model, batch)
-        wanted, expected = loss_and_gradients(task, model, task.collate(rows))  # padded
+        wanted, expected = loss_and_gradients(task, model, task.collate(given))  # padded
         torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-4)
         scale = max(float(b.abs().max()) for b in expected if b is not None)
         for a, b in zip(gradients, expected, strict=True):
@@ -263,20 +262,24 @@ def test_in_16_bits_losses_agree(tokenizer):
     torch.testing.assert_close(loss, wanted, rtol=5e-3, atol=0)
 
 
-def test_mixers_return_to_an_earlier_attention(tokenizer):
-    """As for a model that trains for one request at a time."""
+def test_a_model_that_trains_for_one_request_at_a_time_is_probed_once(monkeypatch, tokenizer):
     model = adapted("lfm2")
-    task = task_on(model, tokenizer)
-    wanted = task.loss(model, task.collate(ROWS))[0]
-    with training_attention(model) as first:
-        assert can_unpad(model, first, share=True)
-    assert not [module for module in model.modules() if "forward" in vars(module)]
-    with training_attention(model, previous=first) as attention:
-        attention.mixers.install()
-        task.layout.attention = attention
-        torch.testing.assert_close(task.loss(model, task.collate(ROWS))[0], wanted)
-        task.layout.attention = None
-    assert not [module for module in model.modules() if "forward" in vars(module)]
+    probes: list[int] = []
+    probe = rows.can_unpad
+    monkeypatch.setattr(
+        rows, "can_unpad", lambda *args, **named: probes.append(1) or probe(*args, **named)
+    )
+    task, sft = rows.DatumTask(model, tokenizer), task_on(model, tokenizer)
+    wanted = sft.loss(model, sft.collate(ROWS))[0]
+    for _ in range(2):
+        with task.training(model):
+            sft.layout.attention = task.layout.attention
+            batch = sft.collate(ROWS)
+            assert "grid_tokens" in batch
+            torch.testing.assert_close(sft.loss(model, batch)[0], wanted)
+        sft.layout.attention = None
+        assert not [module for module in model.modules() if "forward" in vars(module)]
+    assert probes == [1]
 
 
 def test_generating_meanwhile_leaves_mixers_alone(tokenizer):
