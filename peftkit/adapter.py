@@ -243,8 +243,7 @@ def prepared_for_training(model: nn.Module, plan: ExecutionPlan) -> Iterator[Non
     try:
         if plan.lora_grouped:
             group_modules(model)
-        fused = fused_modules(model) if plan.fused_kernels else nullcontext()
-        with adapters_applied(model), fused:
+        with adapters_applied(model), fused_modules(model) if plan.fused_kernels else nullcontext():
             yield
     finally:
         if plan.lora_grouped:

@@ -293,9 +293,8 @@ def _applies(model: Any, documents: bool) -> bool:
     implementation = getattr(config, "_attn_implementation", None)
     is_eager = implementation == "eager" and not getattr(config, "attention_dropout", 0.0)
     capped = getattr(config, "attn_logit_softcapping", None)
-    if implementation != "sdpa" and not (
-        is_eager and (capped or (documents and passes_argument(model, "s_aux")))
-    ):
+    is_special = capped or (documents and passes_argument(model, "s_aux"))
+    if implementation != "sdpa" and not (is_eager and is_special):
         return False
     can = getattr(type(model), "_can_set_attn_implementation", None)
     return bool(can and can())

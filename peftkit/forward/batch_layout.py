@@ -40,8 +40,9 @@ class BatchLayout:
             return {"rows": "padded"}
         rows = "without padding" + ", common beginnings once" * self.share
         kernel = {"attention": self.attention.kernel} if self.attention.num_layers else {}
-        mixers = {} if self.attention.mixers is None else {"mixers": self.attention.mixers.path}
-        return {**kernel, **mixers, "rows": rows}
+        if self.attention.mixers is not None:
+            kernel["mixers"] = self.attention.mixers.description
+        return {**kernel, "rows": rows}
 
     @contextmanager
     def training(self, model: nn.Module, plan: ExecutionPlan | None = None) -> Iterator[None]:

@@ -49,7 +49,7 @@ class Mixers:
         self._replaced: list[nn.Module] = []
 
     @property
-    def path(self) -> str:
+    def description(self) -> str:
         """How documents are isolated, for the header of a run."""
         kinds = {type(self._model.get_submodule(path)).__name__ for path in self.paths}
         way = f"bounds by {' and '.join(self.way)}" if self.way else "a padded row per document"

@@ -122,9 +122,8 @@ def laid_out(
     """Set the layout of a batch's documents in `attention`; return the model's inputs.
 
     A mask of ones is added if attention needs none. Without a mask, transformers searches the
-    positions for documents, which synchronises the GPU with the host. For a model with mixers it
-    has four dimensions: transformers passes it on to attention, which ignores it, instead of
-    searching it for padding.
+    positions for documents, which synchronises the GPU with the host. With mixers, it has four
+    dimensions: transformers passes it on, instead of searching it for padding.
     """
     layout = layout_in(batch)
     if attention is not None:

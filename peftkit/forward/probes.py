@@ -74,8 +74,8 @@ def why_padded(model: nn.Module, attention: TrainingAttention, *, share: bool) -
                 return f"{type(bare).__name__} raises {one_line(error)}"
             finally:
                 attention.layout = None
-            dtype = compute_dtype(bare)
-            return "" if are_apart(together, changed, alone, mixed, dtype) else mixing
+            isolated = are_apart(together, changed, alone, mixed, compute_dtype(bare))
+            return "" if isolated else mixing
 
         layouts = (True, False) if attention.takes_spans else (False,)
         problem = ""
@@ -84,8 +84,9 @@ def why_padded(model: nn.Module, attention: TrainingAttention, *, share: bool) -
                 return ""
         from peftkit.forward.find_mixers import isolate_mixers  # a leaf
 
-        isolated = isolate_mixers(bare, attention, layouts, lambda spans: not problem_of(spans))
-    return "" if isolated else problem
+        if isolate_mixers(bare, attention, layouts, lambda spans: not problem_of(spans)):
+            return ""
+    return problem
 
 
 def _probe_documents(vocab_size: int, share: bool) -> tuple[list[Tensor], list[Tensor]]:

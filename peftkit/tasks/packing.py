@@ -17,13 +17,10 @@ from peftkit.tasks.rows import PLAIN_PROMPTS, TEXTS_WITH_TURNS, turns_in
 
 
 class PackingLoader(RowLoader):
-    """Reads files as rows of a causal language model, packed if data.packing is set.
-
-    Attributes:
-        by_document: Whether the model isolates packed documents only in padding-free batches.
-    """
+    """Reads files as rows of a causal language model, packed if data.packing is set."""
 
     _has_packed = by_document = False
+    """by_document: whether the model isolates packed documents only in padding-free batches."""
 
     def check_packing(self, model: nn.Module) -> None:
         """Disable packing if it is the default and the model cannot isolate documents.
