@@ -162,6 +162,13 @@ ENTRIES: Mapping[str, Benchmark] = {
         CAUSAL,
     ),
     "families": Benchmark(("python -m benchmarks.families --rows 80 --repeats 1",), TRAINING),
+    "families-hybrids": Benchmark(
+        (
+            "python -m benchmarks.families --families qwen3_5,lfm2,granitemoehybrid,nemotron_h,"
+            "kimi_linear,gpt_oss --lengths mixed --rows 40 --repeats 1",
+        ),
+        (*CAUSAL, "kernels/delta_rule.py"),
+    ),
     "families-t5": Benchmark(
         (
             "python -m benchmarks.families --families t5 --rows 400 --train '{\"compile\": true}' "

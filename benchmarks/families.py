@@ -2,11 +2,13 @@
 
     python -m benchmarks.families
     python -m benchmarks.families --families gpt2,bert --json figures.json
+    python -m benchmarks.families --families qwen3_5,lfm2 --lengths mixed --clock cpu
 
-Shapes of about 100M parameters. Both sides use the same random weights, rows of the same varying
-lengths, half of each masked (BERT: 15 % hidden; T5: a source and its target), and LoRA on the same
-layers. The loop runs with adapters in bf16 and in float32; the faster one counts. If losses differ
-by more than the tolerance of benchmarks.train, no speed is reported and the exit code is 1.
+Shapes of about 100M parameters; hybrids have 8 layers (shapes.HYBRIDS) and no adapted experts. Both
+sides use the same random weights, rows of the same varying lengths, half of each masked (BERT: 15 %
+hidden; T5: a source and its target), and LoRA on the same layers. The loop runs with adapters in
+bf16 and in float32; the faster one counts. If losses differ by more than the tolerance of
+benchmarks.train, no speed is reported and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -28,17 +30,25 @@ from benchmarks.workers import WorkerFailed
 Rows = list[dict[str, list[int]]]
 MASK, FIRST_WORD = 2, 5
 """Of shapes.tokenizer()."""
+LENGTHS = {"even": (64, 192), "mixed": (24, 512)}
 WITHOUT_EXPERTS = "qwen3_moe-attention"
 """The same model without adapted experts: PEFT computes each expert's full update, which is
 slow."""
 
 
-def make_rows(task: str, number: int, shortest: int = 64, longest: int = 192) -> Rows:
-    """Return rows of few different words, which a model can learn."""
+def make_rows(
+    task: str, number: int, shortest: int = 64, longest: int = 192, *, mixed: bool = False
+) -> Rows:
+    """Return rows of few different words, which a model can learn.
+
+    Args:
+        mixed: Whether lengths are log-normal: then half of a batch of 8 is padding.
+    """
     rng = random.Random(0)
     rows = []
     for _ in range(number):
-        size = rng.randint(shortest, longest)
+        drawn = int(rng.lognormvariate(5.0, 0.6)) if mixed else rng.randint(shortest, longest)
+        size = min(longest, max(shortest, drawn))
         ids = [FIRST_WORD + min(40, int(rng.expovariate(0.2))) for _ in range(size)]
         if task == "seq2seq":
             rows.append({"input_ids": ids, "labels": ids[: size // 2]})
@@ -58,9 +68,12 @@ def make_job(family: str, args: argparse.Namespace) -> dict[str, Any]:
     from peftkit.methods.lora import LoRA
 
     name = family.removesuffix("-attention")
-    shape = shapes.FAMILIES[name]
+    shape = shapes.SHAPES[name]
     method = {"targets": ["attention"]} if family == WITHOUT_EXPERTS else {}
-    sites = LoRA(**method).sites(shapes.build(shape, device="meta", **args.sizes))
+    model = shapes.build(shape, device="meta", **args.sizes)
+    if name in shapes.HYBRIDS:
+        method = {"targets": _without_experts(model)}
+    sites = LoRA(**method).sites(model)
     stacks = sorted(f"{site.path}.{site.parameter}" for site in sites if site.parameter)
     return {
         "shape": name,
@@ -69,7 +82,10 @@ def make_job(family: str, args: argparse.Namespace) -> dict[str, Any]:
         "method": method,
         "target_modules": sorted({site.path for site in sites if not site.parameter}),
         "target_parameters": stacks or None,
-        "rows": make_rows(shape.task, args.rows),
+        "rows": make_rows(
+            shape.task, args.rows, *LENGTHS[args.lengths], mixed=args.lengths == "mixed"
+        ),
+        "clock": args.clock,
         "dtype": "bf16",
         "quantize": "none",
         "rank": args.rank,
@@ -77,6 +93,16 @@ def make_job(family: str, args: argparse.Namespace) -> dict[str, Any]:
         "batch_size": args.batch_size,
         "learning_rate": args.learning_rate,
     }
+
+
+def _without_experts(model: Any) -> list[str]:
+    """Return all layers that both sides adapt: no experts, and none that PEFT refuses."""
+    from peftkit.formats.peft.targets import MAMBA, REFUSED
+    from peftkit.methods.lora import LoRA
+
+    refused = REFUSED if model.config.model_type in MAMBA else None
+    paths = [site.path for site in LoRA().sites(model) if site.parameter is None]
+    return sorted(path for path in paths if path.rpartition(".")[2] != refused)
 
 
 def measure(family: str, args: argparse.Namespace, folder: Path) -> tuple[Runs, dict[str, Any]]:
@@ -119,7 +145,9 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure all families and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [*shapes.FAMILIES, WITHOUT_EXPERTS]
-    parser.add_argument("--families", default=",".join(names))
+    parser.add_argument("--families", default=",".join(names), help=f"and {[*shapes.HYBRIDS]}")
+    parser.add_argument("--lengths", choices=("even", "mixed"), default="even")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--peers", default=sys.executable, help="python with peft")
     parser.add_argument("--rows", type=int, default=160)
     parser.add_argument("--batch-size", type=int, default=8)
@@ -133,6 +161,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the measurements here")
     parser.set_defaults(sizes={})
     args = parser.parse_args(words)
+    names += shapes.HYBRIDS
     if unknown := set(args.families.split(",")) - set(names):
         parser.error(f"--families {','.join(sorted(unknown))}: known are {', '.join(names)}")
     found: dict[str, Any] = {}
@@ -146,9 +175,11 @@ def main(words: Sequence[str] | None = None) -> int:
                 print(error, file=sys.stderr)
                 found[family] = {"ours": {"problem": "a worker failed"}}
                 lines.append([family, *["-"] * 6, "a worker failed, see above"])
+    shortest, longest = LENGTHS[args.lengths]
     print(heading({side: results[0].get("versions", {}) for side, results in runs.items()}))
     print(
-        f"LoRA r{args.rank}, bf16, {args.rows} rows of 64 to 192 tokens, batch {args.batch_size}, "
+        f"LoRA r{args.rank}, bf16, {args.rows} rows of {shortest} to {longest} tokens, "
+        f"batch {args.batch_size}, {'CPU time, ' * (args.clock == 'cpu')}"
         f"medians of {args.repeats} runs in turn\n"
     )
     columns = ("", "ours tokens/s", "PEFT loop", "speed", "later half", "memory", "losses", "")

@@ -118,6 +118,109 @@ FAMILIES: dict[str, Shape] = {
 }
 """Shapes of about 100M parameters."""
 
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_EVERY_FOURTH = [_LINEAR, _LINEAR, _LINEAR, _FULL] * 2
+_HYBRID: dict[str, Any] = {
+    **_TOKENS,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 384}
+
+HYBRIDS: dict[str, Shape] = {
+    "qwen3_5": Shape(
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5TextConfig",
+        {
+            **_HYBRID,
+            "layer_types": _EVERY_FOURTH,
+            "head_dim": 64,
+            "linear_num_key_heads": 8,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+        },
+    ),
+    "lfm2": Shape(
+        "Lfm2ForCausalLM",
+        "Lfm2Config",
+        {**_HYBRID, "layer_types": ["conv", "conv", "conv", _FULL] * 2},
+    ),
+    "granitemoehybrid": Shape(  # without experts, as Granite 4 H Micro
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        {
+            **_HYBRID,
+            "layer_types": _EVERY_FOURTH,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 1536,
+            "mamba_n_heads": 18,
+            "mamba_d_head": 64,
+            "mamba_d_state": 64,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 64,
+        },
+    ),
+    "nemotron_h": Shape(
+        "NemotronHForCausalLM",
+        "NemotronHConfig",
+        {
+            **_HYBRID,
+            "layers_block_type": [_LINEAR, "mlp", _LINEAR, "mlp", _FULL, "mlp", _LINEAR, "mlp"],
+            "head_dim": 64,
+            "mamba_num_heads": 18,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 64,
+            "n_groups": 1,
+            "chunk_size": 64,
+        },
+    ),
+    "kimi_linear": Shape(
+        "KimiLinearForCausalLM",
+        "KimiLinearConfig",
+        {
+            **_HYBRID,
+            **_EXPERTS,
+            "layer_types": _EVERY_FOURTH,
+            "mlp_layer_types": ["dense", *["sparse"] * 7],
+            "num_key_value_heads": 9,
+            "linear_num_heads": 9,
+            "linear_head_dim": 64,
+            "q_lora_rank": None,
+            "kv_lora_rank": 192,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 64,
+            "num_local_experts": 8,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "gpt_oss": Shape(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {
+            **_HYBRID,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "intermediate_size": 384,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 128,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+}
+"""Shapes of hybrids and of attention with sinks: 8 layers, 25M to 70M parameters."""
+
 LARGE: dict[str, Shape] = {
     "smollm2-135m": _llama(576, 1536, 30, 9, 3, 49152, tie_word_embeddings=True),
     "llama-3.2-3b": _llama(3072, 8192, 28, 24, 8, 128256, head_dim=128, tie_word_embeddings=True),
@@ -128,7 +231,7 @@ LARGE: dict[str, Shape] = {
 }
 """Shapes of released models, for a GPU."""
 
-SHAPES = {**FAMILIES, **LARGE}
+SHAPES = {**FAMILIES, **HYBRIDS, **LARGE}
 
 
 def build(

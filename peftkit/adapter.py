@@ -238,10 +238,12 @@ def _groupable_kinds(model: nn.Module) -> list[type[AdapterModule]]:
 @contextmanager
 def prepared_for_training(model: nn.Module, plan: ExecutionPlan) -> Iterator[None]:
     """Group adapter modules and fuse modules of the base within the context, as planned."""
+    from peftkit.forward.mixer_kernels import adapters_applied  # a leaf
+
     try:
         if plan.lora_grouped:
             group_modules(model)
-        with fused_modules(model) if plan.fused_kernels else nullcontext():
+        with adapters_applied(model), fused_modules(model) if plan.fused_kernels else nullcontext():
             yield
     finally:
         if plan.lora_grouped:

@@ -42,25 +42,28 @@ def device_of(job: dict[str, Any]) -> torch.device:
 class Meter:
     """Measures the time of a training run since the start of its process.
 
+    On a shared machine, a job with `clock: cpu` measures the process's CPU time.
+
     Args:
         started: When the process was started, by time.time().
     """
 
     def __init__(self, job: dict[str, Any], device: torch.device) -> None:
-        self.device, self._started = device, job["started"]
+        self._clock = time.process_time if job.get("clock") == "cpu" else time.time
+        self.device, self._started = device, 0.0 if job.get("clock") == "cpu" else job["started"]
         self._steps: list[float] = []
         self._began = 0.0
         self._own = 0
 
     def init_from(self) -> None:
         """Note that the training call begins."""
-        self._began = time.time()
+        self._began = self._clock()
 
     def step(self) -> None:
         """Note that an optimizer step is over."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self._steps.append(time.time())
+        self._steps.append(self._clock())
         self._own = max(self._own, status("RssAnon"))
 
     def finish(self, losses: list[float], model: nn.Module, **more: Any) -> None:
@@ -70,7 +73,7 @@ class Meter:
             first_step: by the latter clock. step_seconds: times between steps. own_bytes: maximum
             of anonymous memory (RssAnon) after a step.
         """
-        ended = time.time()
+        ended = self._clock()
         sizes = largest({**peak(self.device), "own_bytes": self._own, **held(model)})
         if os.environ.get("RANK", "0") != "0":
             return  # in peftkit only the first process receives events

@@ -19,7 +19,8 @@ from peftkit.formats.folders import CARD
 from peftkit.formats.peft.targets import refused_by_peft
 from peftkit.methods.base import AdapterModule
 from peftkit.model.places import is_linear, linear_shape, stacked_shape
-from peftkit.model.roles import ALL_LINEAR
+from peftkit.model.roles import ALL_LINEAR, ATTENTION, MIXERS
+from peftkit.model.targets import find_roles
 from peftkit.quant.audit import Audit
 
 SMALL_REACH = 0.5
@@ -144,13 +145,17 @@ def adapter_table(adapter: Adapter) -> Table:
 
 
 def small_reach(adapter: Adapter, base: Audit) -> str:
-    """Return a warning if all-linear reaches less than half of the base's matrices; else "".
+    """Return a warning if targets reach less than their names suggest; else "".
+
+    all-linear may reach less than half of the base's matrices, and roles of attention no mixers.
 
     Args:
         base: The audit of the model without the adapter.
     """
     targets = adapter.method.targets
     requested = [targets] if isinstance(targets, str) else targets
+    if {*ATTENTION} & {*requested} and (left_out := _mixers_left_out(adapter)):
+        return left_out
     modules = adapter.method_modules.values()
     reached = sum(shape.numel() for module in modules for shape in _matrices(module))
     share = reached / max(base.num_in_matrices, 1)
@@ -159,6 +164,22 @@ def small_reach(adapter: Adapter, base: Audit) -> str:
     return (
         f"{ALL_LINEAR} reaches {share:.0%} of the values in this base's matrices: the rest is in "
         "parameters of an unknown form. peftkit inspect lists the recognised layers."
+    )
+
+
+def _mixers_left_out(adapter: Adapter) -> str:
+    """Return which layers of mixers have no adapter, in words; "" if there are none."""
+    roles = find_roles(adapter.model)
+    sites = {role: [site.path for site in roles.get(role, [])] for role in MIXERS}
+    names = [role for role, paths in sites.items() if not {*paths} <= adapter.modules.keys()]
+    if not names:
+        return ""
+    total = sum(map(len, sites.values()))
+    left_out = sum(path not in adapter.modules for paths in sites.values() for path in paths)
+    return (
+        f"method.targets leaves out {left_out} of {total} layers that lead into and out of this "
+        f"base's mixers (linear attention, state spaces, convolutions). To adapt them, add "
+        f"{' and '.join(names)}, or use {ALL_LINEAR}."
     )
 
 

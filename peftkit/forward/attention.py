@@ -11,7 +11,7 @@ Shapes: B rows, H heads, L queries, S keys, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.attention_kernels import Call, attend, takes_varlen
-from peftkit.forward.compat import register_attention, unregister_attention
+from peftkit.forward.compat import passes_argument, register_attention, unregister_attention
 from peftkit.kernels.varlen import Grid, Spans, into_grid, out_of_grid
 
 PREFIX = "peftkit_"
@@ -51,12 +51,16 @@ class TrainingAttention:
             rows then need no mask.
         takes_spans: Whether all layers support documents as spans of a row.
         can_share: Whether documents may share a sequence, by the longest and the total length.
+        num_layers: Number of observed layers.
+        mixers: `peftkit.forward.mixers.Mixers` of the model, if it needs them.
     """
 
     def __init__(self, plan: ExecutionPlan, can_share: Callable[[int, int], bool]) -> None:
         self.plan, self.can_share = plan, can_share
         self.layout: Layout = None
         self.is_causal = self.takes_spans = False
+        self.num_layers = 0
+        self.mixers: Any = None
         self._kinds: dict[int, MaskKind | None] | None = None
         self._calls: list[tuple[MaskKind | None, bool]] = []  # kind, takes spans
         self._masks: list[Tensor] = []
@@ -81,6 +85,7 @@ class TrainingAttention:
         try:
             yield
             kinds = [kind for kind, _ in self._calls]
+            self.num_layers = len(kinds)
             self.is_causal = bool(kinds) and all(kind == MaskKind(True, None) for kind in kinds)
             self.takes_spans = bool(kinds) and all(takes for _, takes in self._calls)
         finally:
@@ -119,6 +124,8 @@ class TrainingAttention:
     ) -> tuple[Tensor, None]:
         """Return (B, L, H, D) like transformers' attention functions, without probabilities."""
         layout = self.layout
+        if layout is not None and self.mixers is not None and not self.needs_mask:
+            attention_mask = None  # of ones
         if isinstance(layout, Grid):
             query, key, value = (into_grid(tensor, layout) for tensor in (query, key, value))
             fits = attention_mask is not None and attention_mask.shape[0] == len(query)
@@ -220,8 +227,9 @@ def training_attention(
 ) -> Iterator[TrainingAttention | None]:
     """Train with the plan's attention, which isolates documents of a row.
 
-    Yields None if this has no use or would not be exact: the model must use torch's SDPA, or cap
-    its scores, which SDPA does not support, and do nothing else.
+    The model's attention is replaced if the model uses torch's SDPA, or eager attention with capped
+    scores or sinks, which SDPA does not support. For other models the layout concerns only mixers
+    (mixers.py), and without `documents` None is yielded.
 
     Args:
         plan: By default the plan for the model's device.
@@ -229,24 +237,33 @@ def training_attention(
         previous: An earlier `TrainingAttention` of the model, with the recorded masks.
     """
     plan = plan or ExecutionPlan.for_model(model)
-    if not _applies(model) or not (documents or plan.attention == "grouped"):
-        yield None
-        return
     from peftkit.forward.row_lengths import limits_of
 
+    is_replaced = _applies(model, documents) and (documents or plan.attention == "grouped")
+    attention = previous or TrainingAttention(plan, limits_of(model).allow)
+    try:
+        with _registered(model, attention) if is_replaced else nullcontext():
+            yield attention if documents or is_replaced else None
+    finally:
+        attention.layout = None
+        if attention.mixers is not None:
+            attention.mixers.restore()
+
+
+@contextmanager
+def _registered(model: Any, attention: TrainingAttention) -> Iterator[None]:
+    """Replace the model's attention within the context."""
     before = _implementations(model.config)
     outer = _original.get(model)
     _original[model] = before
     names = (f"{PREFIX}attention" + (f"_{n}" if n else "") for n in range(len(_used_names) + 1))
     name = next(name for name in names if name not in _used_names)
     _used_names.add(name)
-    attention = previous or TrainingAttention(plan, limits_of(model).allow)
     register_attention(name, attention.attend, attention.mask)
     model.set_attn_implementation({k: name if v == before[""] else v for k, v in before.items()})
     try:
-        yield attention
+        yield
     finally:
-        attention.layout = None
         _original[model] = outer or {}
         model.set_attn_implementation(before)
         unregister_attention(name)
@@ -275,11 +292,13 @@ def _implementations(config: Any) -> dict[str, str]:
     return {"": config._attn_implementation, **names}
 
 
-def _applies(model: Any) -> bool:
+def _applies(model: Any, documents: bool) -> bool:
     config: Any = getattr(model, "config", None)
     implementation = getattr(config, "_attn_implementation", None)
-    capped = getattr(config, "attn_logit_softcapping", None) and not config.attention_dropout
-    if implementation != "sdpa" and not (implementation == "eager" and capped):
+    is_eager = implementation == "eager" and not getattr(config, "attention_dropout", 0.0)
+    capped = getattr(config, "attn_logit_softcapping", None)
+    is_special = capped or (documents and passes_argument(model, "s_aux"))
+    if implementation != "sdpa" and not (is_eager and is_special):
         return False
     can = getattr(type(model), "_can_set_attn_implementation", None)
     return bool(can and can())

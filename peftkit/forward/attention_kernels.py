@@ -1,7 +1,7 @@
 """KERNELS, the table of attention implementations; the first that takes a call computes it.
 
 `varlen` computes packed sequences on a GPU, `grouped` short rows and capped scores by plain
-products, and `sdpa` all other calls.
+products, `sinks` attention sinks (gpt-oss), also by plain products, and `sdpa` all other calls.
 
 Shapes: B rows, H heads, L queries, S keys, D head size.
 """
@@ -56,7 +56,7 @@ class Call(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has no arguments that only transformers supports, such as sinks."""
+        """Whether it has no arguments that only transformers or `sinks` supports."""
         return not ({name for name, value in self.more.items() if value is not None} - PLAIN)
 
 
@@ -135,7 +135,15 @@ def _grouped(call: Call) -> Tensor:
         call.scale,
         call.position_bias,
         call.softcap,
+        call.more.get("s_aux"),
     ).transpose(1, 2)
+
+
+def _sinks(call: Call) -> Tensor:
+    others = call._replace(more={**call.more, "s_aux": None})
+    if call.dropout or call.layout is not None or not others.is_plain:
+        raise NotImplementedError(f"sinks with other arguments: {sorted(call.more)}")
+    return _grouped(call)
 
 
 def _sdpa(call: Call) -> Tensor:
@@ -160,6 +168,7 @@ def _sdpa(call: Call) -> Tensor:
 
 
 KERNELS = (
+    Kernel("sinks", lambda call: call.more.get("s_aux") is not None, _sinks),
     Kernel("varlen", lambda call: isinstance(call.layout, Spans) and takes_varlen(call), _varlen),
     Kernel("grouped", _takes_grouped, _grouped),
     Kernel("sdpa, heads repeated", _takes_repeated, _repeated),

@@ -39,7 +39,10 @@ class BatchLayout:
         if self.attention is None:
             return {"rows": "padded"}
         rows = "without padding" + ", common beginnings once" * self.share
-        return {"attention": self.attention.kernel, "rows": rows}
+        kernel = {"attention": self.attention.kernel} if self.attention.num_layers else {}
+        if self.attention.mixers is not None:
+            kernel["mixers"] = self.attention.mixers.description
+        return {**kernel, "rows": rows}
 
     @contextmanager
     def training(self, model: nn.Module, plan: ExecutionPlan | None = None) -> Iterator[None]:
@@ -48,11 +51,9 @@ class BatchLayout:
         self.why_padded = ""
         if not (self.padded or num_virtual(bare) or bare.config.is_encoder_decoder):
             with training_attention(bare, plan) as attention:
-                if attention is None:
-                    self.why_padded = f"{type(bare).__name__} does not compute attention by SDPA."
-                else:
-                    self.why_padded = why_padded(model, attention, share=self.share)
-                if attention is not None and not self.why_padded:
+                assert attention is not None
+                self.why_padded = why_padded(model, attention, share=self.share)
+                if not self.why_padded:
                     self.attention = attention
                     try:
                         yield

@@ -74,6 +74,20 @@ def unregister_attention(name: str) -> None:
         table._global_mapping.pop(name, None)
 
 
+def passes_argument(model: nn.Module, name: str) -> bool:
+    """Return whether a module of a model passes a keyword argument of this name to a function."""
+    kinds: set[Any] = {type(module) for module in model.modules()}
+    return any(name in _passed(kind) for kind in kinds)
+
+
+@cache
+def _passed(kind: Any) -> frozenset[str]:
+    """Return the names of keyword arguments in the calls of a class's forward pass."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    names = (const for const in getattr(code, "co_consts", ()) if isinstance(const, tuple))
+    return frozenset(name for group in names for name in group if isinstance(name, str))
+
+
 def installed(name: str) -> str:
     """Return a library with its version, such as "transformers 5.24.0"."""
     try:

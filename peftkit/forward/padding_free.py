@@ -122,11 +122,13 @@ def laid_out(
     """Set the layout of a batch's documents in `attention`; return the model's inputs.
 
     A mask of ones is added if attention needs none. Without a mask, transformers searches the
-    positions for documents, which synchronises the GPU with the host.
+    positions for documents, which synchronises the GPU with the host. With mixers, it has four
+    dimensions: transformers passes it on, instead of searching it for padding.
     """
     layout = layout_in(batch)
     if attention is not None:
         attention.layout = layout
     if layout is not None and attention is not None and not attention.needs_mask:
-        return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+        mask = torch.ones_like(batch["input_ids"])
+        return {**batch, "attention_mask": mask if attention.mixers is None else mask[None, None]}
     return batch

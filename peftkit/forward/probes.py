@@ -3,7 +3,8 @@
 A model may mix tokens outside of attention (convolutions, states), or compute positions in its own
 way; transformers isolates packed documents only for some architectures, attention implementations
 and batch sizes. Therefore there is no table of models: each model is probed. If its documents
-influence each other, rows are padded and packing is refused.
+influence each other, its mixers isolate them (mixers.py). If they still do, rows are padded and
+packing is refused.
 
 Shapes: B rows, T tokens of the longest, N tokens of the padding-free sequence, V vocabulary.
 """
@@ -28,8 +29,9 @@ from peftkit.kernels.device import forked_generators
 from peftkit.model.modes import evaluating
 from peftkit.model.places import num_virtual
 
-LENGTHS = (11, 9, 2)
-"""Lengths of the documents that a model is probed with."""
+LENGTHS = (11, 9, 2, 10)
+"""Lengths of the documents that a model is probed with. The second and fourth are compared; the
+fourth shares no prefix and follows the first in spans."""
 
 
 def can_unpad(model: nn.Module, attention: TrainingAttention, *, share: bool) -> bool:
@@ -50,33 +52,46 @@ def why_padded(model: nn.Module, attention: TrainingAttention, *, share: bool) -
     if num_virtual(model) or bare.config.is_encoder_decoder:
         return "Its rows have virtual tokens, or an encoder and a decoder."
     documents, others = _probe_documents(bare.config.get_text_config().vocab_size, share)
-    first, probed = documents[0], documents[1]
-    with torch.no_grad(), forked_generators(bare.device), attention.observing():
-        # in the model's current mode, because attention may have dropout
-        logits_of(model, probed[None].to(bare.device), {})
-    problem = f"Documents of one sequence change each other's logits in {type(bare).__name__}."
+    first, probed = documents[0], documents[1::2]
+    try:
+        with torch.no_grad(), forked_generators(bare.device), attention.observing():
+            # in the model's current mode, because attention may have dropout
+            logits_of(model, probed[0][None].to(bare.device), {})
+    except NotImplementedError as error:  # our attention does not support the model's
+        return f"{type(bare).__name__} raises {one_line(error)}"
+    mixing = f"Documents of one sequence change each other's logits in {type(bare).__name__}."
     with evaluating(model):
-        alone = _probe_logits(model, attention, {"input_ids": probed[None]})
+        alone = [_probe_logits(model, attention, {"input_ids": ids[None]}) for ids in probed]
         joined = _probe_logits(model, attention, {"input_ids": torch.cat(documents)[None]})
-        mixed = rms_difference([joined[len(first) :][: len(probed)]], [alone])
-        for spans in (True, False) if attention.takes_spans else (False,):
+        mixed = rms_difference([joined[len(first) :][: len(probed[0])]], alone[:1])
+
+        def problem_of(spans: bool) -> str:
             attention.takes_spans = spans
             try:
                 together, changed = (
                     _probed_unpadded(model, attention, rows, share) for rows in (documents, others)
                 )
             except Exception as error:  # the model does not support such sequences
-                problem = f"{type(bare).__name__} raises {type(error).__name__}: {one_line(error)}"
-                continue
+                return f"{type(bare).__name__} raises {one_line(error)}"
             finally:
                 attention.layout = None
-            if are_apart([together], [changed], [alone], mixed, compute_dtype(bare)):
+            isolated = are_apart(together, changed, alone, mixed, compute_dtype(bare))
+            return "" if isolated else mixing
+
+        layouts = (True, False) if attention.takes_spans else (False,)
+        problem = ""
+        for spans in layouts:
+            if not (problem := problem_of(spans)):
                 return ""
+        from peftkit.forward.find_mixers import isolate_mixers  # a leaf
+
+        if isolate_mixers(bare, attention, layouts, lambda spans: not problem_of(spans)):
+            return ""
     return problem
 
 
 def _probe_documents(vocab_size: int, share: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Return three documents, and the same documents with another first and last one.
+    """Return four documents, and the same documents with another first and third one.
 
     With `share`, the first two documents have a common prefix.
     """
@@ -102,16 +117,17 @@ def _probe_logits(
 
 def _probed_unpadded(
     model: nn.Module, attention: TrainingAttention, documents: Sequence[Tensor], share: bool
-) -> Tensor:
-    """Return the logits of the second document in a padding-free sequence with the others."""
+) -> list[Tensor]:
+    """Return the logits of the second and fourth document in a padding-free sequence."""
     ids = pad_sequence(list(documents), batch_first=True)
     lengths = torch.tensor([len(document) for document in documents])
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-    index = torch.arange(ids.shape[1], ids.shape[1] + len(documents[1]))
+    index = torch.arange(mask.numel()).view_as(mask)[1::2][mask[1::2] > 0]
     batch = {"input_ids": ids, "attention_mask": mask, "target_index": index}
     padding_free = unpadded(batch, share=share, spans=attention.takes_spans)
     logits = _probe_logits(model, attention, padding_free)
-    return logits[padding_free["target_index"].to(logits.device)]
+    targets = logits[padding_free["target_index"].to(logits.device)]
+    return list(targets.split(lengths[1::2].tolist()))
 
 
 def are_apart(

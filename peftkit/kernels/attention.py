@@ -38,8 +38,9 @@ def grouped_attention(
     scale: float,
     position_bias: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return `reference_attention`, with optional position bias and softcap.
+    """Return `reference_attention`, with optional position bias, softcap and sinks.
 
     Args:
         query: (B, H, L, D). key, value: (B, K, S, D).
@@ -47,6 +48,7 @@ def grouped_attention(
         is_causal: Query i attends to keys up to i; `mask` must be None.
         position_bias: Bias added to the scores, of the mask's shape (T5).
         softcap: Scores before mask and bias become cap * tanh(scores / cap) (Gemma 2).
+        sinks: (H,) score of a further key of each head, whose value is zero (gpt-oss).
     """
     (batch, heads, length, size), (_, kv_heads, keys, _) = query.shape, key.shape
     pairs = batch * kv_heads
@@ -63,7 +65,12 @@ def grouped_attention(
     for term in (position_bias, hidden):
         if term is not None:
             scores.add_(term.contiguous())  # T5 stores heads last: six times slower
-    probs = functional.softmax(scores, dim=-1).view(pairs, rows.shape[1], keys)
+    if sinks is None:
+        probs = functional.softmax(scores, dim=-1)
+    else:
+        column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, length, 1)
+        probs = functional.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :keys]
+    probs = probs.reshape(pairs, rows.shape[1], keys)
     out = torch.bmm(probs, value.reshape(pairs, keys, value.shape[-1]))
     return out.view(batch, heads, length, value.shape[-1])
 

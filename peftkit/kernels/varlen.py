@@ -40,8 +40,8 @@ class Spans(NamedTuple):
         tokens: (K,) the token of each key; empty if the keys are the tokens in order.
         first: (N,) each token's first position among the keys; empty in the same case.
         copies: (C,) the keys that repeat a token; owners: (C,) their tokens.
-        longest: (max queries, max keys, 0): an empty tensor whose shape carries these numbers, to
-            read them without synchronising with the GPU.
+        longest: (max queries, max keys, N, 0): an empty tensor whose shape carries these numbers,
+            to read them without synchronising with the GPU.
     """
 
     queries: Tensor
@@ -76,7 +76,7 @@ def spans_of(documents: Sequence[Sequence[int]], total: int) -> Spans:
     queries, keys = (
         torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in (num_queries, num_keys)
     )
-    longest = torch.empty(max(num_queries), max(num_keys), 0)
+    longest = torch.empty(max(num_queries), max(num_keys), total, 0)
     if len(tokens) == total:
         empty = torch.empty(0, dtype=torch.long)
         return Spans(queries, keys, empty, empty, empty, empty, longest)
@@ -104,7 +104,7 @@ def spans_attention(
     """
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]
     if len(spans.tokens):
-        rows[1:] = [_Gathered.apply(x, *spans[2:6], None) for x in rows[1:]]
+        rows[1:] = [gathered(x, spans) for x in rows[1:]]
     left = -1 if window is None else window - 1
     run = kernel()
     assert run is not None
@@ -119,6 +119,12 @@ def spans_attention(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out[None]
+
+
+def gathered(x: Tensor, spans: Spans) -> Tensor:
+    """Return rows (N, H, D) of tokens in the order of the keys (K, H, D)."""
+    rows: Tensor = _Gathered.apply(x, spans.tokens, spans.first, spans.copies, spans.owners, None)
+    return rows
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -261,10 +267,10 @@ def into_grid(x: Tensor, grid: Grid) -> Tensor:
     """Return queries, keys or values (B, H, L, D) as (R, H, T, D)."""
     tokens = grid.tokens.flatten()
     rows = x.transpose(1, 2).flatten(0, 1)
-    gathered: Tensor = _Gathered.apply(
+    in_grid: Tensor = _Gathered.apply(
         rows, tokens, grid.places.flatten(), grid.copies, tokens[grid.copies], grid.unused
     )
-    return gathered.unflatten(0, grid.tokens.shape).transpose(1, 2)
+    return in_grid.unflatten(0, grid.tokens.shape).transpose(1, 2)
 
 
 def out_of_grid(x: Tensor, grid: Grid) -> Tensor:

@@ -194,20 +194,28 @@ def merge_dequantized(adapter: Adapter, dtype: torch.dtype, *, tally: Tally) -> 
     """
     modules, quantized = dict(adapter.modules), adapter.model
     check_all(adapter)
+    plain = _unquantized_skeleton(quantized)
+    _check_unshared(adapter, plain)  # packed copies of a shared weight are separate
     adapter.detach()
-    plain = _dequantized(quantized, dtype)
+    _dequantize(quantized, plain, dtype)
     for path, module in modules.items():
         _fold(module, plain.get_submodule(path), dtype, tally)
     return plain
 
 
-def _dequantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Build a model of the same class with dequantised weights."""
+def _unquantized_skeleton(model: nn.Module) -> nn.Module:
+    """Return a model of the same class on the meta device, not quantised, with tied weights."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
-        plain = type(model)(config)
+        plain: Any = type(model)(config)
+    plain.tie_weights()
+    return cast(nn.Module, plain)
+
+
+def _dequantize(model: nn.Module, plain: nn.Module, dtype: torch.dtype) -> None:
+    """Load the dequantised weights of a model into a skeleton of its class."""
     state = {}
     for name, expected in plain.state_dict().items():
         path, _, leaf = name.rpartition(".")
@@ -221,21 +229,26 @@ def _dequantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     plain.load_state_dict(state, assign=True)
     cast(Any, plain).tie_weights()
     if hasattr(model, "generation_config"):  # encoders have none
-        plain.generation_config = model.generation_config
-    return plain
+        cast(Any, plain).generation_config = model.generation_config
 
 
 def check_all(adapter: Adapter) -> None:
     """Raise MergeError for methods that cannot be merged, and for shared weights."""
     check_mergeable(adapter.method)
-    shared = shared_parameters(adapter.model)
+    _check_unshared(adapter, adapter.model)
+
+
+def _check_unshared(adapter: Adapter, model: nn.Module) -> None:
+    """Raise MergeError if an adapted weight is shared in the adapter's model, or in a bare one."""
+    shared = shared_parameters(model)
     for path, module in adapter.modules.items():
-        parameters = dict(module.base.named_parameters())
+        layer = module.base if model is adapter.model else model.get_submodule(path)
+        parameters = dict(layer.named_parameters())
         alone = not module.changes_ties
         if alone and any(id(parameters.get(name)) in shared for name in module.changed):
             raise MergeError(
                 f"cannot merge into {path} alone",
-                found="It shares its weight with another layer (tied embeddings).",
+                found="It shares its weight with another layer (tied embeddings, shared blocks).",
                 fix="Use the adapter unmerged, or leave this layer out of the targets.",
             )
 

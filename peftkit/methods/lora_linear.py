@@ -32,7 +32,7 @@ from peftkit.model.targets import Site
 from peftkit.quant.layers import QuantizedLinear
 from peftkit.quant.weights import frozen_weight, weight_of
 
-SHARING = ({"q", "k", "v"}, {"gate", "up"})
+SHARING = ({"q", "k", "v"}, {"gate", "up"}, {"in"})  # mixer_in
 """Last segments of roles whose layers read the same input within one module."""
 MAX_MISSES = 2
 """Consecutive changes of input within a group after which its layers are separated."""

@@ -1,7 +1,7 @@
 """The transformer blocks of a model, and the attention and feed-forward sublayers of each.
 
 They are found by roles, not by names. The last module of a sublayer returns the sublayer's output
-before dropout, norms, scales and the residual: a linear layer (o, cross_o, down) or, in a mixture
+before dropout, norms, scales and the residual: a linear layer (o, mixer_out, down) or, in a mixture
 of experts, the module with all experts and their router. Cross-attention is a separate sublayer.
 """
 
@@ -56,7 +56,8 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     neighbour of one in the same list. In a model without such modules (a state-space model) the
     blocks are the numbered modules of its outermost lists.
     """
-    kinds = {"attention": (*table.ATTENTION, *table.CROSS_ATTENTION), "ffn": table.FFN_LIKE}
+    attention = (*table.ATTENTION, *table.MIXERS, *table.CROSS_ATTENTION)
+    kinds = {"attention": attention, "ffn": table.FFN_LIKE}
     kinds_of: dict[str, set[str]] = {}
     lists = [
         (path, module)
@@ -82,7 +83,7 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-_OUTPUTS = ("o", "cross_o")
+_OUTPUTS = ("o", "mixer_out", "cross_o")
 _SPARSE = (*table.EXPERTS, *table.SHARED, "router", "shared_router")
 
 

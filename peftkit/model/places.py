@@ -107,9 +107,12 @@ class ModelWeight:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes W x + b: nn.Linear, Conv1D, or a quantised layer."""
+    """Return whether a module computes W x + b: nn.Linear, Conv1D, or a quantised layer.
+
+    DeepSeek V4's grouped projection, an nn.Linear, computes a product for each of `n_groups`.
+    """
     if isinstance(module, nn.Linear) or is_conv1d(module):
-        return True
+        return getattr(module, "n_groups", 1) == 1
     sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
     has_weight = "weight" in module._parameters or hasattr(type(module), "weight")
     return has_weight and all(isinstance(size, int) for size in sizes)

@@ -4,6 +4,8 @@ A role is the function of a weight, independent of an architecture's names:
 
 - self-attention: q, k, v, o; kv is the joint latent of multi-head latent attention; qkv is a fused
   projection with unknown row order, which can only be targeted as a whole
+- mixers of tokens other than attention (state spaces, linear attention, convolutions): mixer_in,
+  mixer_out, their projections from and to the hidden states, unless these are q, k, v and o
 - cross-attention: cross_q, cross_k, cross_v, cross_o, cross_kv, cross_qkv
 - feed-forward: gate, up, down; without a gate, up and down; gate_up is fused in an unknown order
 - mixture of experts: expert_gate, expert_up, expert_down (the routed ones, often stacked into one
@@ -30,6 +32,7 @@ from typing import NamedTuple
 
 ATTENTION = ("q", "k", "v", "kv", "qkv", "o")
 CROSS_ATTENTION = tuple(f"cross_{role}" for role in ATTENTION)
+MIXERS = ("mixer_in", "mixer_out")
 FFN = ("gate", "up", "gate_up", "down")
 SHARED = tuple(f"shared_{role}" for role in FFN)
 EXPERTS = tuple(f"expert_{role}" for role in FFN)
@@ -43,12 +46,12 @@ UNSIDED = ("projector", "other", "head")
 """Roles with the same name on every side of a model."""
 OUTSIDE = ("projector", "other", "embed", "pos_embed")
 _EXPERTS = EXPERTS + ATTENTION_EXPERTS
-ROLES = (*ATTENTION, *CROSS_ATTENTION, *FFN, *SHARED, *_EXPERTS, *NAMED_ONLY, *OUTSIDE)
+ROLES = (*ATTENTION, *MIXERS, *CROSS_ATTENTION, *FFN, *SHARED, *_EXPERTS, *NAMED_ONLY, *OUTSIDE)
 
 ALL_LINEAR = "all-linear"
 GROUPS: dict[str, tuple[str, ...]] = {
-    "attention": ATTENTION + ATTENTION_EXPERTS + CROSS_ATTENTION,
-    "self_attention": ATTENTION + ATTENTION_EXPERTS,
+    "attention": ATTENTION + MIXERS + ATTENTION_EXPERTS + CROSS_ATTENTION,
+    "self_attention": ATTENTION + MIXERS + ATTENTION_EXPERTS,
     "cross_attention": CROSS_ATTENTION,
     "ffn": FFN + SHARED,
     "experts": _EXPERTS,
@@ -94,6 +97,9 @@ ATTENTION_LEAVES: dict[str, str] = {
     **dict.fromkeys(("c_attn", "query_key_value", "qkv_proj", "qkv", "Wqkv", "wqkv"), "qkv"),
     **dict.fromkeys(("qkv_linear", "in_proj", "W_pack", "to_qkv"), "qkv"),
 }
+MIXER_SEGMENT = r"linear_attn|mamba\d?|mixer|(short_?)?conv|temporal_block"
+"""The segment before the leaf in a mixer."""
+MIXER_LEAVES = {r"in_proj(_\w+)?|linear_[xy]": "mixer_in", r"out_proj|linear_out": "mixer_out"}
 PLAIN_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "query", "key", "value", "qkv_proj")
 """Leaves in a block that determine their role without an attention context."""
 FFN_LEAVES: dict[str, str] = {
@@ -220,6 +226,11 @@ def linear_role(path: str) -> str:
         outside = _role_outside(segments, leaf)
         if outside:
             return outside
+    parent = end[-2] if len(end) > 1 else ""
+    if re.fullmatch(MIXER_SEGMENT, parent):
+        for pattern, role in MIXER_LEAVES.items():
+            if re.fullmatch(pattern, leaf):
+                return role
     context = _context(end)
     if in_block and not context:  # use the name of the numbered list
         context = _context(segments[len(segments) - len(end) - 2 :][:1])

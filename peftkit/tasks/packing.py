@@ -10,6 +10,7 @@ from peftkit.data.rows.lazy import LazyRows
 from peftkit.defaults import should_pack
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice
+from peftkit.forward.batch_layout import BatchLayout
 from peftkit.forward.probes import check_packing
 from peftkit.tasks.row_loader import RowLoader
 from peftkit.tasks.rows import PLAIN_PROMPTS, TEXTS_WITH_TURNS, turns_in
@@ -18,7 +19,8 @@ from peftkit.tasks.rows import PLAIN_PROMPTS, TEXTS_WITH_TURNS, turns_in
 class PackingLoader(RowLoader):
     """Reads files as rows of a causal language model, packed if data.packing is set."""
 
-    _has_packed = False
+    _has_packed = by_document = False
+    """by_document: whether the model isolates packed documents only in padding-free batches."""
 
     def check_packing(self, model: nn.Module) -> None:
         """Disable packing if it is the default and the model cannot isolate documents.
@@ -31,6 +33,10 @@ class PackingLoader(RowLoader):
         try:
             check_packing(model, self.max_length)
         except PeftkitError as error:
+            with (layout := BatchLayout()).training(model):
+                self.by_document = layout.attention is not None
+            if self.by_document:
+                return
             if self.data.packing_is_explicit:
                 raise
             self.data = self.data.without_packing()

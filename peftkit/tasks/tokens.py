@@ -165,7 +165,8 @@ class CausalLM(CompletingTask, TokenTask):
         rows = self.rows
         rows.max_length = exact_length(model, self.tokenizer, rows.data.max_length)
         rows.check_packing(model)
-        if rows.data.packing:  # without position_ids the model would merge documents
+        # without position_ids the model would merge documents
+        if rows.data.packing and not rows.by_document:
             self.input_names = ("input_ids", "position_ids")
         is_plain = rows.style is not None and rows.style.kind == "plain"
         rows.encoder = DocumentEncoder(
@@ -179,9 +180,21 @@ class CausalLM(CompletingTask, TokenTask):
 
     def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return a batch (see `peftkit.data.pack.collate`), padding-free if that is faster."""
+        return self.layout.unpadded(self.padded(self._apart(rows)))
+
+    def padded(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        """Return a batch, padded on the right."""
         # beside packed documents padding is a document: of zeros some norms have no gradient
         pad = rows[0].input_ids[0] if self.rows.data.packing else self.pad_id
-        return self.layout.unpadded(collate(rows, pad, self.rows.max_length))
+        return collate(rows, pad, self.rows.max_length)
+
+    def num_positions(self, rows: Sequence[Row]) -> int:
+        return self.layout.num_positions(self._apart(rows))
+
+    def _apart(self, rows: Sequence[Row]) -> Sequence[Row]:
+        if not self.rows.by_document:
+            return rows
+        return [document for row in rows for document in row.documents]
 
 
 VARIANTS = LazyMap[type[CausalLM]]({"anchor": "peftkit.tasks.text.anchor:AnchoredLM"})

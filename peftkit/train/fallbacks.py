@@ -1,4 +1,4 @@
-"""The fallbacks of a run, reported before its first step: padding, kernels, generation.
+"""The fallbacks of a run, reported before its first step: padding, kernels, mixers, generation.
 
 Compilation (train/memory.py) and failures during the run (train/loop.py) are reported where they
 occur.
@@ -14,7 +14,7 @@ from peftkit.train.step import Trainer
 
 def fallbacks_of(trainer: Trainer) -> list[Fallback]:
     """Return the fallbacks of a prepared run; all processes call it."""
-    return [*_padding(trainer), *_kernels(trainer), *_generation(trainer)]
+    return [*_padding(trainer), *_kernels(trainer), *_mixers(trainer), *_generation(trainer)]
 
 
 def _padding(trainer: Trainer) -> list[Fallback]:
@@ -44,6 +44,24 @@ def _kernels(trainer: Trainer) -> list[Fallback]:
             cause=cause,
             cost="torch computes them by several kernels, with more memory traffic.",
             fix="If the library was updated, install the versions of constraints.txt.",
+        )
+    ]
+
+
+def _mixers(trainer: Trainer) -> list[Fallback]:
+    """Return which packages a GPU lacks for linear attention, state spaces and convolutions."""
+    if not trainer.plan.on_gpu:
+        return []
+    from peftkit.forward.mixer_kernels import missing_kernels
+
+    if not (names := missing_kernels(trainer.model)):
+        return []
+    return [
+        Fallback(
+            path="Mixers of this model run without their GPU kernels",
+            cause=f"Not installed: {', '.join(names)}.",
+            cost="transformers computes them in PyTorch, which takes several times as long.",
+            fix=f"Install them: pip install --no-build-isolation {' '.join(names)}",
         )
     ]
 

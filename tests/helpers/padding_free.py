@@ -10,8 +10,9 @@ from peftkit.data.pack import Row
 from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM, TokenTask
 from tests.helpers.families import ARCHITECTURES, FURTHER, VOCAB
+from tests.helpers.hybrids import HYBRIDS, RECENT
 
-MODELS = {**ARCHITECTURES, **FURTHER}
+MODELS = {**ARCHITECTURES, **FURTHER, **HYBRIDS, **RECENT}
 
 
 def row_of(*lengths: int) -> Row:

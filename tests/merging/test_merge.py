@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ from peftkit.base.skeleton import skeleton
 from peftkit.errors import AdapterError, MergeError, OutputError, RunError
 from peftkit.events import Event, Saved, Table
 from peftkit.formats.peft.load import read_adapter
-from peftkit.merging.fold import Tally, merge_into
+from peftkit.merging.fold import Tally, merge_dequantized, merge_into
 from peftkit.merging.merge import merge
 from peftkit.merging.over_files import changes_of, find_shards
 from peftkit.merging.verify import agreement
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.own_parameters import BitFit
+from peftkit.quant.quantize import quantize_model
 from tests.helpers.families import FAMILIES
+from tests.helpers.hybrids import HYBRIDS
 from tests.helpers.merging import METHODS, attach_perturbed, logits
 
 CLOSE = 1e-4
@@ -339,6 +342,36 @@ def test_a_shared_weight_is_not_merged_into():
     adapter = attach_perturbed(model, LoRA(rank=4, targets=("q", "lm_head")))
     with pytest.raises(MergeError, match="lm_head alone"):
         merge_into(adapter)
+
+
+@pytest.mark.parametrize("way", ["live", "dequantised", "over files"])
+def test_blocks_that_share_weights_are_not_merged_into(way, saved, monkeypatch):
+    """Each use of Zamba's shared block has an adapter of its own."""
+    monkeypatch.setitem(FAMILIES, "zamba", HYBRIDS["zamba"])
+    method = LoRA(rank=3, alpha=6, targets=("q", "mixer_in"))
+    message = r"(?s)q_proj alone.*shared blocks"
+    if way == "over files":
+        saved("zamba", method)
+        with pytest.raises(MergeError, match=message):
+            merge(str(saved.adapter), saved.out)
+        assert not saved.out.exists()
+        return
+    torch.manual_seed(0)
+    model = HYBRIDS["zamba"]().eval().requires_grad_(False)
+    if way == "dequantised":
+        quantize_model(model, "nf4", compute_dtype=torch.float32)
+    fold: Any = merge_into
+    if way == "dequantised":
+        fold = partial(merge_dequantized, dtype=torch.float32, tally=Tally())
+    adapter = attach_perturbed(model, method)
+    before = logits(model)
+    with pytest.raises(MergeError, match=message):
+        fold(adapter)
+    assert torch.equal(logits(model), before)  # the adapter stays
+    adapter.detach()
+    alone = attach_perturbed(model, LoRA(rank=3, alpha=6, targets=("mixer_in",)))
+    wanted = logits(model)
+    torch.testing.assert_close(logits(fold(alone)), wanted, rtol=0, atol=CLOSE)
 
 
 def test_a_method_without_a_merged_form_says_so_by_name(llama):

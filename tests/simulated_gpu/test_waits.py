@@ -12,6 +12,8 @@ from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.tasks.batches import OnDevice
 from peftkit.train.batches import BatchPrefetcher
+from tests.helpers.families import FAMILIES
+from tests.helpers.hybrids import HYBRIDS
 from tests.helpers.toy import ToyTask, make_rows
 from tests.simulated_gpu import same
 from tests.simulated_gpu.same import train
@@ -29,6 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "dora": {"method": DoRA(rank=3)},
     "dropout": {"method": LoRA(rank=3, dropout=0.1)},
     "no clipping": {"max_grad_norm": None},
+    "hybrid": {"family": "qwen3_5"},
 }
 
 
@@ -56,12 +59,14 @@ FAST = ("kept", "packed", "nf4")
 def test_a_step_waits_only_once(way, card, tmp_path, monkeypatch):
     steps = Steps(card)
     monkeypatch.setattr(same, "Heard", lambda: steps)
+    monkeypatch.setitem(FAMILIES, "qwen3_5", HYBRIDS["qwen3_5"])
     train("cuda", tmp_path, eval_every=None, max_steps=3, **WAYS[way])
     for waits in steps.waits[1:]:  # before the first the model is looked at
         ours = [wait for wait in waits if IN_TRANSFORMERS not in wait.where]
         assert len(ours) == 1, "\n".join(map(str, ours))
         assert ours[0].where.startswith("peftkit/train/step.py:")
         assert len(waits) - len(ours) <= 2  # of two micro-batches
+    assert way != "hybrid" or "rows: without padding" in str(steps.paths)
 
 
 def test_a_wait_beyond_that_is_told_with_file_and_line(card, tmp_path):

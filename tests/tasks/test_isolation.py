@@ -52,9 +52,8 @@ def test_packing_keeps_the_loss_and_gradients_of_rows(name, attention):
     torch.testing.assert_close(gradient, alone_gradient, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["bloom", "mamba"])
-def test_a_model_that_cannot_isolate_documents_is_refused_by_name(name):
-    model = MODELS[name]()
+def test_a_model_that_cannot_isolate_documents_is_refused_by_name():
+    model = MODELS["bloom"]()
     with pytest.raises(DataError, match=rf"(?s){type(model).__name__}.*data\.packing: false"):
         check_packing(model)
     with pytest.raises(DataError, match=r"data\.packing: false"):
@@ -69,6 +68,30 @@ def test_a_model_that_cannot_isolate_documents_is_refused_by_name(name):
     loss = task.loss(model, task.collate([row, documents()[3]]))[0]
     apart = [task.loss(model, task.collate([one]))[0] for one in (row, documents()[3])]
     torch.testing.assert_close(loss, sum(apart), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba"])
+def test_a_model_whose_mixers_isolate_documents_packs_them(name):
+    """Restarted positions do not isolate them: the batch holds each document separately."""
+    model = MODELS[name]().eval()
+    with pytest.raises(DataError, match=r"data\.packing: false"):
+        check_packing(model)
+    settings = DataConfig(train="", packing=True, max_length=32)
+    task = CausalLM(model, tiny_tokenizer(), settings)
+    rows, first = documents(), next(model.parameters())
+    packed = list(PackedRows(View([rows]), 31))
+    alone = torch.stack([task.loss(model, task.collate([row]))[0] for row in rows]).sum()
+    (alone_gradient,) = torch.autograd.grad(alone, first)
+    with task.training(model):
+        assert task.num_positions(packed) < 80
+        batch = task.collate(packed)
+        assert batch["input_ids"].shape == (1, 80)  # 64 tokens and padding
+        together = task.loss(model, batch)[0]
+        (gradient,) = torch.autograd.grad(together, first)
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(gradient, alone_gradient, rtol=1e-3, atol=1e-3)
+    padded = task.loss(model, task.collate(packed))[0]  # outside of training
+    torch.testing.assert_close(padded, alone, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama", torch.bfloat16), ("mixtral", torch.float32)])

@@ -26,6 +26,7 @@ from peftkit.tasks.text.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
 from peftkit.tasks.text.seq2seq import Seq2Seq, Seq2SeqConfig
 from peftkit.tasks.tokens import TokenTask
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.hybrids import HYBRIDS
 from tests.helpers.padding_free import (
     FIRST,
     MODELS,
@@ -39,14 +40,16 @@ from tests.helpers.padding_free import (
 )
 
 Tokenizer = PreTrainedTokenizerFast
+CANNOT = ["mpt", "inkling", "qwen4_exp", "deepseek_v4", "glm_moe_dsa", "hy_v4"]
+"""Attention with distances over the bounds of documents, or that chooses its keys."""
 CAN = {
     *("llama", "qwen3", "gemma2", "gemma3_text", "mistral_swa", "olmo2", "phi3"),
-    *("gpt2", "gpt_neox", "mixtral", "qwen3_moe"),
+    *("gpt2", "gpt_neox", "mixtral", "qwen3_moe", "gpt_oss", "mimo_v2_flash"),
+    *HYBRIDS.keys() - CANNOT,
 }
 """Known to be able to; others may be, and are held to the same."""
-CANNOT = ["minimax", "jamba", "lfm2", "qwen3_next", "mamba", "mpt"]
-"""A state, a convolution or distances go over the bounds of documents."""
-FAST = {"llama", "gemma2", "mistral_swa", "gpt2", "qwen3_moe", "minimax", "mamba"}
+FAST = {"llama", "gemma2", "mistral_swa", "gpt2", "qwen3_moe", "gpt_oss", "mpt"}
+FAST |= {"mamba", "qwen3_5", "lfm2", "granitemoehybrid", "falcon_h1", "kimi_linear"}
 EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
 
 
@@ -94,6 +97,7 @@ def test_one_row_is_the_same_where_it_is_possible(name, tokenizer):
     if possible:
         assert_same(task, model, ROWS)
         assert_same(task, model, SHARED_PREFIXES)
+    assert not [module for module in model.modules() if "forward" in vars(module)]
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert"])

@@ -30,8 +30,8 @@ _TAKEN = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Module names that PEFT treats as experts in a model with stacked experts."""
 _IMPLIED = dict.fromkeys(("SEQ_CLS", "TOKEN_CLS"), ("classifier", "score"))
 """task_type -> modules that PEFT adds to `modules_to_save` implicitly."""
-_MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
-_REFUSED = "out_proj"
+MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+REFUSED = "out_proj"
 
 
 def written_fields(adapter: Adapter) -> dict[str, Any]:
@@ -113,10 +113,8 @@ def refused_by_peft(adapter: Adapter) -> str:
         return ""
     kind = getattr(getattr(adapter.model, "config", None), "model_type", "")
     reason = ""
-    if kind in _MAMBA and any(
-        path.rpartition(".")[2] == _REFUSED for path in adapter.method_modules
-    ):
-        reason = f"it takes no LoRA on {_REFUSED} in models of type {kind}"
+    if kind in MAMBA and any(path.rpartition(".")[2] == REFUSED for path in adapter.method_modules):
+        reason = f"it takes no LoRA on {REFUSED} in models of type {kind}"
     for path, module in adapter.method_modules.items():
         experts = module.base
         if module.stacked and is_transposed(experts) and not hasattr(experts, "is_transposed"):

@@ -156,14 +156,17 @@ class DatumTask(TokenTask):
 
     @contextmanager
     def training(self, model: nn.Module, plan: ExecutionPlan | None = None) -> Iterator[None]:
-        attention = training_attention(
-            model, plan, documents=self._unpads is not False, previous=self._probed_attention
-        )
-        with attention as self._probed_attention:
-            if self._unpads is None:
-                probed = self._probed_attention
-                self._unpads = probed is not None and can_unpad(model, probed, share=True)
-            self.layout.attention = self._probed_attention if self._unpads else None
+        if self._unpads is None:
+            with training_attention(model, plan) as self._probed_attention:
+                assert self._probed_attention is not None
+                self._unpads = can_unpad(model, self._probed_attention, share=True)
+        previous = self._probed_attention
+        with training_attention(
+            model, plan, documents=self._unpads, previous=previous
+        ) as attention:
+            self.layout.attention = attention if self._unpads else None
+            if self._unpads and previous is not None and previous.mixers is not None:
+                previous.mixers.install()
             try:
                 yield
             finally:

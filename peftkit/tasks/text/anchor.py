@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.data.general import ANCHORS
-from peftkit.data.pack import Row, collate, cut_document
+from peftkit.data.pack import Row, cut_document
 from peftkit.events import Progress, Stage
 from peftkit.forward.shared_head import check_shared_head, divergence_of
 from peftkit.inference.own_answers import own_answers
@@ -81,8 +81,9 @@ class AnchoredLM(RunHooks, CausalLM):
             ]
             for number, row in enumerate(self._rows):
                 run.say(Progress("Preparing the anchor", number, len(self._rows)))
-                batch = collate([row], self.pad_id, self.rows.max_length)
-                batch = {name: each.to(run.world.device) for name, each in batch.items()}
+                batch = {
+                    name: each.to(run.world.device) for name, each in self.padded([row]).items()
+                }
                 self._before.append(self.before_head(run.model, batch).cpu())
 
     def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
@@ -98,7 +99,9 @@ class AnchoredLM(RunHooks, CausalLM):
         return [[*rows, *anchors]]
 
     def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        batch = collate(rows, self.pad_id, self.rows.max_length)
+        parts = ((row,) if isinstance(row, AnchorRow) else self._apart((row,)) for row in rows)
+        rows = [row for part in parts for row in part]
+        batch = self.padded(rows)
         row_of = batch["target_index"] // batch["input_ids"].shape[1]
         is_anchor = torch.tensor([isinstance(row, AnchorRow) for row in rows])[row_of]
         if is_anchor.any():
