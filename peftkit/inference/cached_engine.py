@@ -66,7 +66,8 @@ class CachedEngine(Engine):
         window = getattr(config, "sliding_window", None)
         self._attention = CachedAttention(config.num_hidden_layers, window)
         stack.enter_context(registered(self.model, self._attention))
-        stack.callback(self._steps.clear)
+        # captured steps refer to the engine: without this, the cache would wait for a collection
+        stack.callback(self._take_back)
 
     @property
     def num_running(self) -> int:
@@ -110,6 +111,8 @@ class CachedEngine(Engine):
 
     def _take_back(self) -> list[Completion]:
         running = self._running()
+        for arena in self._arenas.values():  # rows refer back to it: a cycle
+            arena.rows.clear()
         self._prompts, self._arenas, self._batch, self._steps = {}, {}, None, {}
         self._kept = {}
         self._prefixes = Prefixes(self.limits.prefix_tokens)

@@ -153,16 +153,28 @@ class Recording:
     """torch.cuda.graph: records what is launched; whatever makes the host wait is an error.
 
     As torch's, one that breaks off ends in an error of its own, and the thread stays on the stream
-    that was recorded.
+    that was recorded. A pool whose last graph is gone is refused: with expandable segments torch
+    keeps it, and asserts that a graph uses it. Without a stream all processes' recordings share
+    the one of the card that recorded first.
     """
 
-    def __init__(self, graph: Graph, **_: Any) -> None:
-        self._graph, self._before = graph, None
+    def __init__(
+        self, graph: Graph, pool: Any = None, stream: Stream | None = None, **_: Any
+    ) -> None:
+        self._graph, self._before, self._pool = graph, None, pool
+        card = tensors.CARD
+        if stream is None:
+            card.capture_stream = card.capture_stream or Stream(card.current, is_default=True)
+        self._stream: Stream = stream or card.capture_stream
 
     def __enter__(self) -> None:
-        tensors.CARD.wait("torch.cuda.graph()")
-        self._before, tensors.CARD.stream = tensors.CARD.stream, Stream(is_default=True)
-        tensors.CARD.graph = self._graph
+        card = tensors.CARD
+        card.wait("torch.cuda.graph()")
+        if torch.device("cuda", card.current) != tensors._device(self._stream.device):
+            raise RuntimeError("CUDA error: the stream that is captured is of another device")
+        card.pools.begin(self._graph, self._pool)
+        self._before, card.stream = card.stream, Stream(is_default=True)
+        card.graph = self._graph
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         tensors.CARD.graph = None
@@ -263,7 +275,7 @@ def _answers(card: Card) -> dict[str, Any]:
         "is_current_stream_capturing": lambda: card.graph is not None,
         "CUDAGraph": Graph,
         "graph": Recording,
-        "graph_pool_handle": lambda: (0, 1),
+        "graph_pool_handle": card.pools.handle,
     }
 
 

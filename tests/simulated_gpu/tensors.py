@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peftkit.kernels.fused import norm_gradient
+from tests.simulated_gpu.graph_pools import GraphPools
 from tests.simulated_gpu.pinned import PinnedHeap
 
 COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
@@ -83,6 +84,9 @@ class Card:
     default_stream: Any = None
     graph: Any = None
     """The one that is recorded now."""
+    capture_stream: Any = None
+    """torch.cuda.graph's default one: of the process, on the card that recorded first."""
+    pools: GraphPools = field(default_factory=GraphPools)
     host_tasks: list[Callable[[], None]] = field(default_factory=list)
     """What is done when the host next waits."""
     _known: dict[int, Any] = field(default_factory=dict)
