@@ -6,7 +6,6 @@ Sizes are in bytes.
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,11 +17,6 @@ GPU_SHARE = 0.95
 """Share of a GPU's memory that can be allocated."""
 PROCESS_BYTES = {"cpu": 700_000_000, "cuda": 450_000_000}
 """Memory of a process without a model: Python with torch and transformers; the CUDA context."""
-
-SEGMENTS = "expandable_segments:True"
-"""Setting of the CUDA allocator; batches of many lengths fragment fixed-size segments."""
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables of torch's allocator; if both are set, the first one counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,21 +132,11 @@ def as_current(device: torch.device) -> torch.device:
     """Make a device current, and return it with its index."""
     if device.type != "cuda":
         return device
-    _enable_expandable_segments()
+    from peftkit.execution import gpu_support
+
+    gpu_support.SEGMENTS.enable()  # before torch's allocator reads the environment
     index = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-def _enable_expandable_segments() -> None:
-    """Enable expandable_segments, unless the environment sets it.
-
-    Windows does not support them, and cudaMallocAsync has no segments.
-    """
-    if sys.platform != "linux":
-        return
-    set_by_user = [name for name in ALLOCATOR_VARIABLES if os.environ.get(name)]
-    for name in set_by_user or ALLOCATOR_VARIABLES[-1:]:
-        settings = os.environ.get(name, "").rstrip(", ")
-        if "expandable_segments" not in settings and "cudaMallocAsync" not in settings:
-            os.environ[name] = f"{settings},{SEGMENTS}".lstrip(",")
+    device = torch.device("cuda", index)
+    gpu_support.SEGMENTS.check(device)
+    return device

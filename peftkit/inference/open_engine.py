@@ -300,7 +300,7 @@ class _Choose(LogitsProcessor):
         for row, choice in zip(self._rows, self._table.choices(chosen.tolist()), strict=True):
             row.take(choice)
         only_chosen = torch.full_like(scores, -torch.inf)
-        return only_chosen.scatter_(1, chosen[:, :1].long(), 0.0)
+        return only_chosen.scatter_(1, chosen[:, :1].to(scores.device, torch.long), 0.0)
 
 
 class _Ended(StoppingCriteria):

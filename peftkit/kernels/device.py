@@ -110,9 +110,18 @@ def is_before_ampere(device: Device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
 
 
+WITHOUT_FLOAT64 = ("mps",)
+"""Kinds of devices on which torch raises if a tensor is in float64."""
+
+
+def near_float64(device: Device) -> Device:
+    """Return a device, or the CPU if the device has no float64 (MPS)."""
+    return Device("cpu") if device.type in WITHOUT_FLOAT64 else device
+
+
 def in_float64(tensor: Tensor) -> Tensor:
     """Return a tensor in float64, on the CPU if its device has no float64 (MPS)."""
-    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
+    return tensor.to(near_float64(tensor.device)).double()
 
 
 def forked_generators(device: Device, *, enabled: bool = True) -> AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
+from peftkit.execution import gpu_support
+from peftkit.kernels import device as device_kinds
 from peftkit.kernels import fused
 from peftkit.train import fallbacks, loop
 from tests.simulated_gpu import tensors
@@ -26,6 +29,8 @@ from tests.simulated_gpu.real import REAL, real_card
 from tests.simulated_gpu.tensors import Card, CudaTensor, Kernels
 
 STREAMS: list[Stream] = []
+ALLOCATOR = "_accelerator_setAllocatorSettings"
+WSL_RELEASE = "5.15.167.4-microsoft-standard-WSL2"
 ONE_AT_A_TIME = threading.RLock()
 _device_constructors()  # torch lists its functions once, and must find them as they are
 
@@ -262,6 +267,7 @@ def _answers(card: Card) -> dict[str, Any]:
         "memory_stats": lambda *_, **__: {"num_alloc_retries": card.retries},
         "set_per_process_memory_fraction": cap,
         "host_memory_stats": lambda: {"allocated_bytes.current": card.pinned.held},
+        "get_arch_list": lambda: list(card.arch_list),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "manual_seed": nothing,
@@ -382,6 +388,12 @@ def simulated(card: Card | None = None, kernels: Callable[[], Kernels] = Kernels
     with ExitStack() as stack:
         patch = mock.patch.object
         stack.enter_context(patch(tensors, "CARD", card))
+        without = device_kinds.WITHOUT_FLOAT64 + ("cuda",) * (not card.has_float64)
+        stack.enter_context(patch(device_kinds, "WITHOUT_FLOAT64", without))
+        stack.enter_context(patch(gpu_support, "SEGMENTS", gpu_support.Segments()))
+        if card.is_wsl:
+            stack.enter_context(patch(platform, "release", lambda: WSL_RELEASE))
+        stack.enter_context(patch(torch._C, ALLOCATOR, card.set_allocator))
         launcher = fused.Launcher(BrokenKernels() if card.broken else None)
         stack.enter_context(patch(fused, "TRITON", launcher))
         stack.enter_context(patch(loop, "TRITON", launcher))

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Request
-from peftkit.inference.open_engine import why_plain
+from peftkit.inference.open_engine import PlainEngine, why_plain
 from peftkit.inference.sampling import Sampling
 from tests.helpers.families import EOS, FAMILIES
 from tests.simulated_gpu.simulation import simulated
@@ -98,3 +99,23 @@ def test_each_card_records_on_a_stream_of_its_own():
             recorder = run(model_on(device), 12).recorder
             assert recorder is not None
             assert recorder.num_recorded == 1, device
+
+
+@pytest.mark.parametrize("kind", [CachedEngine, PlainEngine])
+def test_a_card_without_float64_draws_the_tokens_of_a_cpu(kind):
+    """Apple's GPUs have none; tokens are drawn on the CPU."""
+    settings = Sampling(9, 1.0), Sampling(9, 0.7, top_k=40), Sampling(9, 1.0, top_p=0.9)
+
+    def answers(model: Any) -> list[list[int]]:
+        with kind(model, TOKENIZER) as engine:
+            completions = [
+                engine.submit(Request([7, 8, n], one, n)) for n, one in enumerate(settings)
+            ]
+            engine.run()
+            return [one.ids for one in completions]
+
+    expected = answers(model_on("cpu"))
+    with simulated(Card(has_float64=False)):
+        with pytest.raises(TypeError, match="float64"):
+            torch.ones(3, device="cuda").double()
+        assert answers(model_on("cuda")) == expected
