@@ -106,6 +106,41 @@ def test_two_inputs_at_most_are_on_the_card(card):
     del hidden
 
 
+def test_offloaded_inputs_share_pinned_memory(card):
+    """A power of two for each of 12 inputs of 4.5 MiB would be 96 MiB; they take two chunks."""
+    size, num_blocks = (9 << 20) // 16, 12
+    offloaded = Offload()
+    for _ in range(3):
+        hidden = chain(offloaded, num_blocks, size)
+        hidden.sum().backward()
+        del hidden
+    assert card.pinned.held == 2 << 25
+    chain(offloaded, 2, 3).sum().backward()  # small inputs reuse the chunks
+    assert card.pinned.held == 2 << 25
+
+
+def test_inputs_that_do_not_fit_one_chunk_come_back(card, monkeypatch):
+    """Pages of several chunks, some of them adjacent, are one input."""
+    monkeypatch.setattr(offload, "PAGE", 64)
+    monkeypatch.setattr(offload, "CHUNK", 256)
+    memory = offload.PinnedPages()
+    stream = offload.TransferStream(torch.device("cuda", 0))
+    stream.memory = memory
+    values = [torch.randn(size) for size in (40, 3, 200, 64)]
+    for order in ((0, 1, 2, 3), (3, 1, 0, 2), (2, 0, 1, 3)):
+        copies = [stream.send(values[n].to("cuda")) for n in order]
+        del copies[1]  # its pages lie between those of others
+        kept = [order[0], *order[2:]]
+        copies.append(stream.send(values[2].to("cuda")))
+        for n, copy in zip([*kept, 2], copies, strict=True):
+            back, arrived = stream.fetch(copy)
+            torch.cuda.current_stream().wait_event(arrived)
+            assert torch.equal(on_cpu(back), values[n])
+    assert max(len(copy.pieces) for copy in copies) > 1
+    # two lists of copies are alive at a time: 54 pages, in chunks of four
+    assert memory.num_bytes == card.pinned.held == 14 * 256
+
+
 @pytest.mark.parametrize("forgotten", ["arriving", "leaving"])
 def test_a_missing_wait_is_detected(card, forgotten, monkeypatch):
     """The simulation would show a stream that is not waited for."""
