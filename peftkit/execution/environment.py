@@ -15,6 +15,8 @@ from peftkit.kernels.device import free_bytes, gpu_of, local_gpu, resident_bytes
 
 GPU_SHARE = 0.95
 """Share of a GPU's memory that can be allocated."""
+AUTO_SHARE = 0.8
+"""Share of the free main memory that a run plans for."""
 PROCESS_BYTES = {"cpu": 700_000_000, "cuda": 450_000_000}
 """Memory of a process without a model: Python with torch and transformers; the CUDA context."""
 
@@ -30,6 +32,7 @@ class Environment:
         share: Usable fraction of the memory.
         process: Memory of the process itself; 0 if `memory` already excludes it.
         world_size: Number of processes of the run.
+        main_memory: Main memory of a GPU's machine for weights and activations; None: unknown.
     """
 
     kind: str
@@ -37,6 +40,7 @@ class Environment:
     share: float = 1.0
     process: int = 0
     world_size: int = 1
+    main_memory: int | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -73,7 +77,10 @@ def this_machine() -> Environment:
     if (here := local_gpu()) is not None:
         device, gpu = here
         process = PROCESS_BYTES.get(device.type, 0)
-        return Environment(device.type, gpu.total(device), GPU_SHARE, process)
+        free = free_bytes()
+        main_memory = None if free is None else int(AUTO_SHARE * free)
+        total = gpu.total(device)
+        return Environment(device.type, total, GPU_SHARE, process, main_memory=main_memory)
     free = free_bytes()
     if free is None:
         raise ConfigError(

@@ -24,9 +24,6 @@ from peftkit.train.optim import LossScale
 
 T = TypeVar("T")
 
-AUTO_SHARE = 0.8
-"""Share of the free main memory to plan for."""
-
 Costs = Sequence[tuple[Activations, float]]
 """Bytes per token (per row if rows have no tokens) of each activation mode, fastest first."""
 
@@ -39,18 +36,27 @@ class ActivationBytes:
         outside: Saved outside of blocks, by norms and the loss.
         inside: Saved in each block.
         inputs: Size of each block's hidden states.
+        tiled: Saved in the feed-forward module of each block; part of `inside`.
     """
 
     outside: int
     inside: tuple[int, ...]
     inputs: tuple[int, ...]
+    tiled: tuple[int, ...] = ()
 
-    def needed(self, activations: Activations) -> int:
+    def needed(self, activations: Activations, tile: float = 1.0) -> int:
         """Return the peak bytes in an activation mode.
 
         A block's backward pass also needs gradients as large as the tensors that the block saved.
+
+        Args:
+            tile: A tile's share of a row's tokens, if blocks are recomputed; 1: no tiles.
         """
-        largest = max(self.inside, default=0)
+        if activations != "keep" and self.tiled:
+            spared = (round((1 - tile) * num_bytes) for num_bytes in self.tiled)
+            largest = max(map(int.__sub__, self.inside, spared), default=0)
+        else:
+            largest = max(self.inside, default=0)
         if activations == "keep":
             return self.outside + sum(self.inside) + largest
         # two offloaded inputs are on the device: one in use, one in transfer
@@ -58,19 +64,28 @@ class ActivationBytes:
         return self.outside + inputs + 2 * largest
 
 
-def saved_by(run: Callable[[], Tensor], blocks: Sequence[nn.Module]) -> ActivationBytes:
+def saved_by(
+    run: Callable[[], Tensor],
+    blocks: Sequence[nn.Module],
+    feed_forward: Sequence[nn.Module] = (),
+) -> ActivationBytes:
     """Count the bytes that a forward pass saves, without weights and other persistent tensors.
 
     Hooks see each saved tensor and keep none, so counting needs no more memory than inference.
+
+    Args:
+        feed_forward: Modules of blocks that can be computed in tiles.
     """
-    seen: dict[StorageWeakRef, tuple[int, int]] = {}  # (bytes, block call)
+    seen: dict[StorageWeakRef, tuple[int, int, bool]] = {}  # (bytes, block call, in feed-forward)
     inputs: list[int] = []
     within: list[int] = []
+    in_feed_forward: list[nn.Module] = []
 
     def pack(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         call = within[-1] if within else -1
-        seen.setdefault(StorageWeakRef(storage), (storage.nbytes(), call))
+        place = (storage.nbytes(), call, bool(in_feed_forward))
+        seen.setdefault(StorageWeakRef(storage), place)
 
     def enter(block: nn.Module, args: tuple[Any, ...], more: dict[str, Any]) -> None:
         hidden = next((x for x in (*args, *more.values()) if isinstance(x, Tensor)), None)
@@ -80,8 +95,16 @@ def saved_by(run: Callable[[], Tensor], blocks: Sequence[nn.Module]) -> Activati
     def leave(block: nn.Module, args: Any, output: Any) -> None:
         within.pop()
 
+    def enter_tiled(module: nn.Module, args: Any) -> None:
+        in_feed_forward.append(module)
+
+    def leave_tiled(module: nn.Module, args: Any, output: Any) -> None:
+        in_feed_forward.pop()
+
     handles = [b.register_forward_pre_hook(enter, with_kwargs=True) for b in blocks]
     handles += [b.register_forward_hook(leave, always_call=True) for b in blocks]
+    handles += [m.register_forward_pre_hook(enter_tiled) for m in feed_forward]
+    handles += [m.register_forward_hook(leave_tiled, always_call=True) for m in feed_forward]
     try:
         with saved_tensors_hooks(pack, lambda packed: packed):  # there is no backward pass
             run()
@@ -89,35 +112,49 @@ def saved_by(run: Callable[[], Tensor], blocks: Sequence[nn.Module]) -> Activati
         for handle in handles:
             handle.remove()
     sums = [0] * (len(inputs) + 1)  # the last, of call -1, is outside of blocks
-    for storage, (num_bytes, call) in seen.items():
-        sums[call] += num_bytes if storage.expired() else 0
-    return ActivationBytes(sums[-1], tuple(sums[:-1]), tuple(inputs))
+    tiled = [0] * (len(inputs) + 1)
+    for storage, (num_bytes, call, is_tiled) in seen.items():
+        if storage.expired():
+            sums[call] += num_bytes
+            tiled[call] += num_bytes if is_tiled else 0
+    return ActivationBytes(sums[-1], tuple(sums[:-1]), tuple(inputs), tuple(tiled[:-1]))
 
 
 def choose(
-    requested: ExecutionPlan, costs: Costs, available: float, longest: int
+    requested: ExecutionPlan,
+    costs: Costs,
+    available: float,
+    longest: int,
+    *,
+    tiled: Costs = (),
+    most_offloaded: int | None = None,
 ) -> ExecutionPlan | None:
     """Return the plan with the first activation mode that fits; None if no row fits.
 
     It has at most the requested rows and tokens. Micro-batches too small to keep the device
-    busy are the last resort.
+    busy, and then tiles, are the last resort.
 
     Args:
         available: Bytes.
         longest: Tokens of the longest row, padding included; 1 if rows have none.
+        tiled: The costs if the longest row is computed in tiles.
+        most_offloaded: Tokens (rows if they have none) whose inputs fit into main memory.
     """
     rows, tokens = requested.rows, requested.tokens
     limit = rows * longest if tokens is None else max(min(tokens, rows * longest), longest)
     enough = max(longest, requested.busy_tokens if longest > 1 else 1)
-    for least, modes in ((enough, costs), (longest, costs[::-1])):
+    for least, modes in ((enough, costs), (longest, costs[::-1]), (longest, tiled)):
         for activations, per_token in modes:
             fit = int(available / per_token)
+            if activations == "offload" and most_offloaded is not None:
+                fit = min(fit, most_offloaded)
+            plan = replace(requested, activations=activations, tiles=modes is tiled)
             if fit >= limit:
-                return replace(requested, activations=activations)
+                return plan
             if fit >= least and longest > 1:
-                return replace(requested, activations=activations, tokens=fit)
+                return replace(plan, tokens=fit)
             if fit >= least:
-                return replace(requested, activations=activations, rows=fit, tokens=None)
+                return replace(plan, rows=fit, tokens=None)
     return None
 
 
@@ -139,6 +176,8 @@ class Fitting:
 
     Attributes:
         requested: `plan` with the fastest activation mode.
+        most_offloaded: Tokens (rows if they have none) whose inputs fit into main memory; None:
+            unknown.
     """
 
     def __init__(
@@ -151,12 +190,17 @@ class Fitting:
     ) -> None:
         self.requested, self.modes = replace(plan, activations=modes[0]), modes
         self.num_positions, self.scale = num_positions, LossScale(needs_scale)
+        self.most_offloaded: int | None = None
 
-    def costs(self, *measured: tuple[ActivationBytes, Sequence[Any]]) -> Costs:
-        """Return the costs of each activation mode, the maximum over measured batches of rows."""
+    def costs(self, *measured: tuple[ActivationBytes, Sequence[Any]], tile: float = 1.0) -> Costs:
+        """Return the costs of each activation mode, the maximum over measured batches of rows.
+
+        Args:
+            tile: A tile's share of a row's tokens; 1: no tiles.
+        """
         counts = [(saved, self.num_positions(rows)) for saved, rows in measured]
         return [
-            (mode, max(1.0, *(saved.needed(mode) / number for saved, number in counts)))
+            (mode, max(1.0, *(saved.needed(mode, tile) / number for saved, number in counts)))
             for mode in self.modes
         ]
 
@@ -180,14 +224,21 @@ class Fitting:
         rows, tokens, have_length = agree(sizes)
         later = self.modes[self.modes.index(plan.activations) + 1 :]
         busy = plan.busy_tokens if have_length else 0
+        plan = replace(plan, tiles=True)
         if rows > 1 and (tokens / 2 >= busy or not later):
             if plan.tokens is None:
                 return replace(plan, rows=_halved(plan.rows, rows))
             # a single row may have more tokens than the limit
             return replace(plan, tokens=_halved(plan.tokens, min(tokens, plan.tokens)))
         if later:  # a new mode starts with the requested rows and tokens
-            requested = self.requested
-            return replace(plan, activations=later[0], rows=requested.rows, tokens=requested.tokens)
+            mode, most, requested = later[0], self.most_offloaded, self.requested
+            rows, tokens = requested.rows, requested.tokens
+            if mode == "offload" and most is not None:
+                if have_length:
+                    tokens = min(tokens or most, most)
+                else:
+                    rows = max(min(rows, most), 1)
+            return replace(plan, activations=mode, rows=rows, tokens=tokens)
         return None
 
     def retry(

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.plan import Measured, planned, reckoner_of
+from peftkit.errors import RunError
+from peftkit.execution import plan
 from peftkit.execution.plan import Activations
 from peftkit.forward import offload
 from peftkit.forward.blocks import Blocks
 from peftkit.forward.offload import Offload
-from peftkit.train import loop
+from peftkit.train import loop, memory
+from peftkit.train.fitting import choose
 from peftkit.train.step import Trainer
 from tests.helpers.families import llama
 from tests.simulated_gpu.same import make_model, train
@@ -178,6 +181,56 @@ def test_memory_that_is_given_is_planned_on_a_card(tmp_path):
     with simulated():
         found, _ = train("cuda", tmp_path, memory=0.0012)
     assert "of train.memory's 0.0012 GB" in found.notices[0]
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+
+
+def test_offloaded_inputs_are_planned_within_main_memory(tmp_path, monkeypatch):
+    calls: list[tuple[Any, Any]] = []
+
+    def noted(*args: Any, **named: Any) -> Any:
+        calls.append((args, named))
+        return choose(*args, **named)
+
+    monkeypatch.setattr(memory, "choose", noted)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 1_000_000)
+    with simulated():
+        expected, _ = train("cuda", tmp_path)
+        (_, costs, _, longest), named = calls[0]
+        per_token = 2 * 32 * 4  # blocks, width, bytes
+        most = named["most_offloaded"]  # rows are padded by up to a tenth
+        assert 0.9 * 0.8 * 1_000_000 / per_token < most <= 0.8 * 1_000_000 / per_token
+        offload = dict(costs)["offload"]
+        monkeypatch.setattr(memory, "_available", lambda trainer: 1.5 * longest * offload)
+        found, _ = train("cuda", tmp_path, gradient_checkpointing=True)
+        monkeypatch.setattr(memory, "_available", lambda trainer: 1.01 * longest * offload)
+        found, _ = train("cuda", tmp_path, gradient_checkpointing=True)
+        monkeypatch.setattr(memory, "free_bytes", lambda: per_token * longest)  # 0.8 of it is used
+        with pytest.raises(RunError) as caught:
+            train("cuda", tmp_path, gradient_checkpointing=True)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+    assert "recomputed from main memory" in found.notices[0]
+    assert f"Main memory has room for the inputs of {most:,} tokens" in found.notices[0]
+    assert "Main memory has no room" in str(caught.value)
+
+
+def test_a_row_that_fits_in_tiles_is_trained(tmp_path, monkeypatch):
+    """The run counts what tiles spare; otherwise it refuses rows that its plan says would fit."""
+    calls: list[tuple[Any, Any]] = []
+
+    def noted(*args: Any, **named: Any) -> Any:
+        calls.append((args, named))
+        return choose(*args, **named)
+
+    monkeypatch.setattr(plan, "TILE", 4)
+    monkeypatch.setattr(memory, "choose", noted)
+    with simulated():
+        expected, _ = train("cuda", tmp_path)
+        (_, costs, _, longest), named = calls[0]
+        needed, in_tiles = (min(c for _, c in each) for each in (costs, named["tiled"]))
+        assert in_tiles < 0.8 * needed
+        between = longest * (needed + in_tiles) / 2
+        monkeypatch.setattr(memory, "_available", lambda trainer: between)
+        found, _ = train("cuda", tmp_path)
     assert found.losses == pytest.approx(expected.losses, rel=1e-4)
 
 
