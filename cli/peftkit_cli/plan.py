@@ -22,8 +22,8 @@ COLUMNS = (
     *("base", "activations", "peak", "weights", "adapter", "step", "main"),
     *("fits", "longest"),
 )
-"""Sizes are in GB. adapter: with gradients and optimizer state; main: streamed weights and offloaded
-activations in main memory; longest: longest row that fits, in tokens."""
+"""Sizes are in GB. adapter: with gradients and optimizer state; main: streamed weights and
+offloaded activations in main memory; longest: longest row that fits, in tokens."""
 
 FEW_SECONDS = 10.0
 """Runs below it are estimated as a few seconds: the estimate counts arithmetic and memory only."""

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from benchmarks.plan import Measured, planned, reckoner_of
 from peftkit.errors import RunError
@@ -18,6 +19,7 @@ from peftkit.train import loop, memory
 from peftkit.train.fitting import choose
 from peftkit.train.step import Trainer
 from tests.helpers.families import llama
+from tests.simulated_gpu import same
 from tests.simulated_gpu.same import make_model, train
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
@@ -191,22 +193,22 @@ def test_offloaded_inputs_are_planned_within_main_memory(tmp_path, monkeypatch):
         calls.append((args, named))
         return choose(*args, **named)
 
+    config = llama(num_hidden_layers=5)  # of two blocks, both inputs are on the card
+    monkeypatch.setitem(same.FAMILIES, "deep", lambda: LlamaForCausalLM(config))
     monkeypatch.setattr(memory, "choose", noted)
     monkeypatch.setattr(memory, "free_bytes", lambda: 1_000_000)
     with simulated():
-        expected, _ = train("cuda", tmp_path)
+        expected, _ = train("cuda", tmp_path, family="deep")
         (_, costs, _, longest), named = calls[0]
-        per_token = 2 * 32 * 4  # blocks, width, bytes
+        per_token = 5 * config.hidden_size * 4
         most = named["most_offloaded"]  # rows are padded by up to a tenth
         assert 0.9 * 0.8 * 1_000_000 / per_token < most <= 0.8 * 1_000_000 / per_token
         offload = dict(costs)["offload"]
-        monkeypatch.setattr(memory, "_available", lambda trainer: 1.5 * longest * offload)
-        found, _ = train("cuda", tmp_path, gradient_checkpointing=True)
         monkeypatch.setattr(memory, "_available", lambda trainer: 1.01 * longest * offload)
-        found, _ = train("cuda", tmp_path, gradient_checkpointing=True)
+        found, _ = train("cuda", tmp_path, family="deep")
         monkeypatch.setattr(memory, "free_bytes", lambda: per_token * longest)  # 0.8 of it is used
         with pytest.raises(RunError) as caught:
-            train("cuda", tmp_path, gradient_checkpointing=True)
+            train("cuda", tmp_path, family="deep")
     assert found.losses == pytest.approx(expected.losses, rel=1e-4)
     assert "recomputed from main memory" in found.notices[0]
     assert f"Main memory has room for the inputs of {most:,} tokens" in found.notices[0]
