@@ -259,7 +259,7 @@ def _placed(
             on_event(Notice(place.notice))
         placement = place.placement
     if placement == "stream":
-        return replace(request, device=CPU), device
+        return replace(request, device=CPU, packs_on=device), device
     return request, None
 
 

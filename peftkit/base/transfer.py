@@ -4,9 +4,10 @@ A unit is copied as a whole: the packed tensors of a block, or some of its exper
 allocation on the device, which follows the order of the compute stream: the copy stream waits until
 the previous user of that memory has finished.
 
-Pinned main memory is copied directly. Pages of a mapped file cannot be pinned: a thread stages them
-in a small ring of pinned buffers and launches the copies, which keeps file reads and copies off the
-thread that computes. On a CPU the copies are ordinary memory.
+Pinned main memory is copied directly. Pages of a mapped file cannot be pinned: they are copied into
+pinned memory if there is room. Otherwise a thread stages them in a small ring of pinned buffers and
+launches the copies, several times slower, which keeps file reads and copies off the thread that
+computes. On a CPU the copies are ordinary memory.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftkit.kernels.device import PINNING, pinned_empty
+from peftkit.kernels.device import PINNING, free_bytes, pinned_empty
 
 ALIGNMENT = 32
 """Alignment in bytes of each tensor in a unit."""
 SLOT, NUM_SLOTS = 1 << 24, 8
 """Bytes per buffer of the ring (torch pins powers of two), and the number of buffers."""
+MAPPED_SHARE = 0.5
+"""Share of the free main memory for pinned copies of mapped files; the rest is for activations."""
 SEGMENT = 1 << 28
 """Largest segment of an arena in bytes; a larger tensor gets the next power of two."""
 ON_DEVICE = 2
@@ -170,23 +173,29 @@ class PinnedArena:
 
     torch rounds pinned allocations up to a power of two, up to twice a weight's size. Segments are
     powers of two, and each tensor goes into the first segment with room for it.
+
+    Args:
+        room: Bytes that copies of mapped files may take; None: a share of the free main memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: int | None = None) -> None:
+        self._room = int(MAPPED_SHARE * (free_bytes() or 0)) if room is None else room
         self._tails: list[Tensor] = []
         self._held = 0
 
     def pin(self, tensors: Sequence[Tensor]) -> bool:
         """Move tensors in main memory here, in place; return whether all of them are pinned.
 
-        Pages of a mapped file stay where they are: pinning would copy them into main memory.
+        Pages of a mapped file are copied while there is room, and otherwise stay where they are.
         """
         return all(tensor.is_pinned() or self._moved(tensor) for tensor in tensors)
 
     def _moved(self, tensor: Tensor) -> bool:
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:  # a view into a mapped file
-            return False
         size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:  # a view into a mapped file
+            if size > self._room:
+                return False
+            self._room -= size
         number = next((n for n, tail in enumerate(self._tails) if len(tail) >= size), None)
         if number is None:
             number = len(self._tails)

@@ -26,10 +26,6 @@ CPU_TOKENS = 1280
 GPU_TOKENS = 16_384
 """train.tokens_per_batch: auto on a GPU, far more than keeps it busy. Longer steps are sorted by
 length, to avoid padding short rows to the longest."""
-LAUNCH_SECONDS = 5e-3
-"""Estimated time in which Python launches a block's forward and backward pass, about 45 kernels."""
-FEWEST_BUSY, MOST_BUSY = 512, 4096
-"""Bounds of `busy_tokens`: below the first, a product waits for its weights on any GPU."""
 TILE, MOST_TILES = 4096, 16
 """Minimum tokens per tile of a feed-forward layer, and maximum tiles per row. Smaller tiles leave
 matrix products idle and unpack 4-bit weights too often."""
@@ -176,20 +172,6 @@ def plan_from(values: Mapping[str, Any]) -> ExecutionPlan:
     """Return the plan with the fields of `as_dict`; ignore fields of other versions."""
     names = {field.name for field in fields(ExecutionPlan)}
     return ExecutionPlan(**{name: value for name, value in values.items() if name in names})
-
-
-def busy_tokens(rate: float, num_parameters: int, num_blocks: int) -> int:
-    """Return the tokens per micro-batch below which a GPU waits for Python.
-
-    A token takes 4 FLOPs per parameter, since frozen weights need no gradient.
-
-    Args:
-        rate: FLOP/s of matrix products; 0: not a GPU, or unknown.
-    """
-    if not rate:
-        return 1
-    tokens = round(LAUNCH_SECONDS * num_blocks * rate / (4 * max(num_parameters, 1)))
-    return min(max(tokens, FEWEST_BUSY), MOST_BUSY)
 
 
 def compute_dtype(model: Any) -> torch.dtype:

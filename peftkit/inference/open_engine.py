@@ -51,6 +51,7 @@ from peftkit.inference.engine import (
 from peftkit.inference.ready import on_device
 from peftkit.inference.recorder import unrecorded, why_not_recorded
 from peftkit.inference.sampling import Sampling
+from peftkit.kernels import checked
 from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import evaluating
 from peftkit.model.places import num_virtual
@@ -151,7 +152,8 @@ def generation_fallbacks(model: Any, tokenizer: Any) -> list[Fallback]:
     if why is None:
         on_gpu = ExecutionPlan.for_model(model).records_decoding
         problem = why_not_recorded(model) if on_gpu else ""
-        return [unrecorded(problem)] if problem else []
+        fallbacks = [unrecorded(problem)] if problem else []
+        return [*fallbacks, *filter(None, (checked.GEMM.fallback,))]
     return [
         Fallback(
             path="Completions are generated batch by batch",

@@ -123,6 +123,26 @@ def product_rate(device: Device) -> float:
     return PRODUCTS_REACH * _CLOCK * per_cycle * number
 
 
+LAUNCH_SECONDS = 5e-3
+"""Estimated time in which Python launches a block's forward and backward pass, about 45 kernels."""
+FEWEST_BUSY, MOST_BUSY = 512, 4096
+"""Bounds of `busy_tokens`: below the first, a product waits for its weights on any GPU."""
+
+
+def busy_tokens(rate: float, num_parameters: int, num_blocks: int) -> int:
+    """Return the tokens per micro-batch below which a GPU waits for Python.
+
+    A token takes 4 FLOPs per parameter, since frozen weights need no gradient.
+
+    Args:
+        rate: FLOP/s of matrix products; 0: not a GPU, or unknown.
+    """
+    if not rate:
+        return 1
+    tokens = round(LAUNCH_SECONDS * num_blocks * rate / (4 * max(num_parameters, 1)))
+    return min(max(tokens, FEWEST_BUSY), MOST_BUSY)
+
+
 def is_before_ampere(device: Device) -> bool:
     """Return whether a device is a CUDA card without bf16 and flash attention (T4, V100)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)

@@ -22,10 +22,9 @@ from peftkit.execution.plan import (
     ExecutionPlan,
     Placement,
     Shard,
-    busy_tokens,
     plan_of,
 )
-from peftkit.kernels.device import PRODUCTS_REACH
+from peftkit.kernels.device import PRODUCTS_REACH, busy_tokens
 from peftkit.planning.step_estimator import CountError, StepEstimator, steps_of
 from peftkit.recipe import Recipe
 from peftkit.train.optim import STATE_BYTES

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,9 +37,12 @@ from peftkit.forward.compiler import uncompiled
 from peftkit.kernels.device import free_bytes, gpu_of
 from peftkit.quant.audit import audit
 from peftkit.settings import TrainConfig
-from peftkit.train.fitting import ActivationBytes, Costs, choose, saved_by
+from peftkit.train.fitting import Costs, choose
 from peftkit.train.optim import STATE_BYTES
 from peftkit.train.step import Trainer
+
+if TYPE_CHECKING:
+    from peftkit.train.saved_bytes import ActivationBytes
 
 BUDGET_SHARE = 0.92
 """Share of the memory budget to plan for; the rest is for fragmentation."""
@@ -86,6 +89,7 @@ def plan_memory_and_compile(trainer: Trainer, num_steps: int) -> None:
 
 def _saved(trainer: Trainer, row: Any) -> ActivationBytes | None:
     """Count the bytes that one row saves in mode "keep"; None if memory runs out."""
+    from peftkit.train.saved_bytes import saved_by
 
     def count() -> ActivationBytes:
         with rng.untouched(trainer.model, trainer.world.device), trainer.blocks.keeping_all():

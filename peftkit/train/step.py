@@ -22,10 +22,10 @@ from peftkit.execution.out_of_memory import (
     one_line,
     release_memory,
 )
-from peftkit.execution.plan import ExecutionPlan, busy_tokens
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.state import State, StepFacts
 from peftkit.forward.blocks import Blocks
-from peftkit.kernels.device import product_rate
+from peftkit.kernels.device import busy_tokens, product_rate
 from peftkit.quant.audit import audit
 from peftkit.tasks.batches import OnDevice, RowTooLarge, too_large
 from peftkit.train.batches import BatchPrefetcher, on_device

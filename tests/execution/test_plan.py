@@ -9,9 +9,9 @@ from peftkit.execution.plan import (
     Activations,
     ExecutionPlan,
     activation_modes,
-    busy_tokens,
     plan_from,
 )
+from peftkit.kernels.device import busy_tokens
 from peftkit.train.fitting import Fitting, choose
 
 COSTS: list[tuple[Activations, float]] = [("keep", 10.0), ("recompute", 4.0), ("offload", 2.0)]

@@ -21,8 +21,8 @@ from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
 from peftkit.execution import gpu_support
+from peftkit.kernels import checked, fused
 from peftkit.kernels import device as device_kinds
-from peftkit.kernels import fused
 from peftkit.train import fallbacks, loop
 from tests.simulated_gpu import tensors
 from tests.simulated_gpu.real import REAL, real_card
@@ -391,6 +391,7 @@ def simulated(card: Card | None = None, kernels: Callable[[], Kernels] = Kernels
         without = device_kinds.WITHOUT_FLOAT64 + ("cuda",) * (not card.has_float64)
         stack.enter_context(patch(device_kinds, "WITHOUT_FLOAT64", without))
         stack.enter_context(patch(gpu_support, "SEGMENTS", gpu_support.Segments()))
+        stack.enter_context(patch(checked, "GEMM", checked.CheckedProduct()))
         if card.is_wsl:
             stack.enter_context(patch(platform, "release", lambda: WSL_RELEASE))
         stack.enter_context(patch(torch._C, ALLOCATOR, card.set_allocator))

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -139,6 +140,23 @@ def test_weights_share_pinned_memory_instead_of_being_rounded_up_each(card):
     assert all(tensor.is_pinned() for tensor in tensors)
     for tensor, values in zip(tensors, expected, strict=True):
         assert torch.equal(tensor, values)
+
+
+def test_mapped_weights_are_pinned_if_main_memory_has_room(folders):
+    """The second run opens the base from the cache; it is as fast as the first one."""
+    pack_base(str(folders["llama"]), dtype="fp32")
+    for room, is_pinned in ((1 << 30, True), (0, False)):
+        with simulated(), mock.patch.object(transfer, "free_bytes", lambda room=room: room):
+            model = next(steps(folders["llama"], "cuda", "recompute", True))
+            units = [block.unit for block in model.block_stream._blocks]
+            assert [unit.is_pinned for unit in units] == [is_pinned] * LAYERS
+
+
+def test_a_streamed_base_is_packed_on_the_card(folders, card):
+    model = next(steps(folders["llama"], "cuda", "recompute", False))
+    assert card.operators["quantize_4bit"] == LAYERS * 7
+    host = model.block_stream._blocks[0].host
+    assert all(tensor.device.type == "cpu" for tensor in host)
 
 
 def test_an_unpinnable_streamed_base_uses_the_ring_buffer(folders):

@@ -30,7 +30,8 @@ from peftkit.serve.tinker.losses import LOSSES, Loss, Settings
 from peftkit.serve.tinker.rows import Datum, DatumTask
 from peftkit.serve.tinker.tenant import Tenant
 from peftkit.tasks.batches import split_micro_batches
-from peftkit.train.fitting import Costs, Fitting, choose, saved_by
+from peftkit.train.fitting import Costs, Fitting, choose
+from peftkit.train.saved_bytes import saved_by
 
 ROWS = 1024
 """Maximum rows at once."""
