@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -142,14 +141,24 @@ def test_weights_share_pinned_memory_instead_of_being_rounded_up_each(card):
         assert torch.equal(tensor, values)
 
 
-def test_mapped_weights_are_pinned_if_main_memory_has_room(folders):
+def test_mapped_weights_are_pinned_if_main_memory_has_room(folders, monkeypatch):
     """The second run opens the base from the cache; it is as fast as the first one."""
     pack_base(str(folders["llama"]), dtype="fp32")
-    for room, is_pinned in ((1 << 30, True), (0, False)):
-        with simulated(), mock.patch.object(transfer, "free_bytes", lambda room=room: room):
-            model = next(steps(folders["llama"], "cuda", "recompute", True))
-            units = [block.unit for block in model.block_stream._blocks]
-            assert [unit.is_pinned for unit in units] == [is_pinned] * LAYERS
+    _, expected = steps(folders["llama"], "cpu", "recompute", True, count=1)
+    numbers = []
+    for room in (1 << 30, 30_000, 0):
+        with simulated() as card:
+            monkeypatch.setattr(
+                transfer, "free_bytes", lambda room=room, card=card: room - card.pinned.held
+            )
+            ran = steps(folders["llama"], "cuda", "recompute", True, count=1)
+            units = [block.unit for block in next(ran).block_stream._blocks]
+            numbers.append(sum(unit.is_pinned for unit in units))
+            assert card.pinned.held <= room / 2
+            found = next(ran)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-4)
+    assert numbers[0] == LAYERS > numbers[1] > numbers[2] == 0
 
 
 def test_a_streamed_base_is_packed_on_the_card(folders, card):
