@@ -216,7 +216,8 @@ def compile_blocks(trainer: Trainer, num_steps: int) -> None:
     run, config = trainer.run, trainer.run.config
     if trainer.plan.compile is None:
         work = work_of(trainer, num_steps) / trainer.blocks.num_kinds
-        pays = is_worth_it(config, work, trainer.plan.device)
+        # compiled blocks cannot compute the tiles that rows need to fit
+        pays = is_worth_it(config, work, trainer.plan.device) and not trainer.plan.tiles
         trainer.use(replace(trainer.plan, compile=pays))
     if not trainer.plan.compile:
         return
