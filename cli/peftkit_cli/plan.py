@@ -87,7 +87,7 @@ def _show(plan: Plan) -> None:
         f"{size(plan.usable_bytes, 2)} usable of {size(plan.memory_bytes, 2)}"
     )
     rows = tuple(_strategy_row(strategy, plan.rows) for strategy in plan.ways)
-    columns = COLUMNS
+    columns: tuple[str, ...] = COLUMNS
     if not any(strategy.host_bytes for strategy in plan.ways):
         at = COLUMNS.index("main")
         columns, rows = _without(at, COLUMNS), tuple(_without(at, row) for row in rows)

@@ -131,7 +131,7 @@ class Fitting:
         rows, tokens, have_length = agree(sizes)
         later = self.modes[self.modes.index(plan.activations) + 1 :]
         busy = plan.busy_tokens if have_length else 0
-        plan = replace(plan, tiles=True)
+        has_tiles, plan = plan.tiles, replace(plan, tiles=True)
         if rows > 1 and (tokens / 2 >= busy or not later):
             if plan.tokens is None:
                 return replace(plan, rows=_halved(plan.rows, rows))
@@ -139,14 +139,13 @@ class Fitting:
             return replace(plan, tokens=_halved(plan.tokens, min(tokens, plan.tokens)))
         if later:  # a new mode starts with the requested rows and tokens
             mode, most, requested = later[0], self.most_offloaded, self.requested
-            rows, tokens = requested.rows, requested.tokens
+            plan = replace(plan, activations=mode, rows=requested.rows, tokens=requested.tokens)
+            if mode == "offload" and most is not None and have_length:
+                return replace(plan, tokens=min(plan.tokens or most, most))
             if mode == "offload" and most is not None:
-                if have_length:
-                    tokens = min(tokens or most, most)
-                else:
-                    rows = max(min(rows, most), 1)
-            return replace(plan, activations=mode, rows=rows, tokens=tokens)
-        return None
+                return replace(plan, rows=max(min(plan.rows, most), 1))
+            return plan
+        return None if has_tiles or plan.activations == "keep" else plan
 
     def retry(
         self,

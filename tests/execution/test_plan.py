@@ -113,6 +113,9 @@ def test_tiles_and_main_memory_are_the_last_resort():
     smaller = fitting.smaller(replace(requested, activations="recompute"), rows)
     assert smaller is not None
     assert (smaller.activations, smaller.tiles, smaller.tokens) == ("offload", True, 100)
+    last = replace(smaller, tiles=False)  # counted to fit, and one row still ran out
+    assert fitting.smaller(last, rows) == smaller
+    assert fitting.smaller(smaller, rows) is None
 
 
 def fitting_of(plan: ExecutionPlan, modes: tuple[Activations, ...], length: int) -> Fitting:
