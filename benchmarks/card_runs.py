@@ -35,7 +35,8 @@ from benchmarks.gpu import PEAKS, share_of_peak
 from benchmarks.plan import Measured, planned, reckoner_of
 from benchmarks.report import versions
 from peftkit.errors import PeftkitError
-from peftkit.execution.environment import ALLOCATOR_VARIABLES, free_now
+from peftkit.execution.environment import free_now
+from peftkit.execution.gpu_support import allocator_variables
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.forward.blocks import Blocks
 from peftkit.inference.cached_engine import CachedEngine
@@ -66,7 +67,7 @@ def environment(job: Job) -> Iterator[Line]:
         yield "CUDA of torch", str(torch.version.cuda)
     yield "free for tensors", f"{here.usable / GB:.1f} GB"
     yield "fastest dtype", str(job.dtype).removeprefix("torch.")
-    for name in ALLOCATOR_VARIABLES:
+    for name in allocator_variables():
         yield name, os.environ.get(name, "")
     plan = ExecutionPlan(device=job.device.type)
     yield "LoRA layers grouped, kernels fused", f"{plan.lora_grouped}, {plan.fused_kernels}"

@@ -5,7 +5,8 @@
 
 LoRA of rank 16 on all linears, fp32 Adam, one row at a time. For each model and card: the longest
 row in any activation mode, with the packed base on the card and with its blocks streamed from main
-memory; "no" if a row of `--tokens` does not fit. Nothing is trained: a step of a few blocks is
+memory, and in parentheses the GB of main memory that this row takes; "no" if a row of `--tokens`
+does not fit. Nothing is trained: a step of a few blocks is
 counted without data, for rows of `--tokens` and longer rows, at least up to a quarter of the
 longest (`REACH` in `peftkit/planning/memory.py`).
 """
@@ -62,9 +63,11 @@ def rows_of(
         recipe = recipe_of(model, quantize, tokens, embeddings)
         for placement, name in PLACES.items():
             ways = [way_on(recipe, card, placement) for card in cards]
-            waits = max((way.host_bytes for way in ways if way is not None), default=0)
             cells = ["no" if way is None else f"{way.longest_row:,}" for way in ways]
-            table_rows.append([f"{model}{name}", *cells, f"{waits / GB:.1f}" if waits else ""])
+            waits = [None if way is None else way.host_bytes_of(way.longest_row) for way in ways]
+            main = ["" if num_bytes is None else f"{num_bytes / GB:.1f}" for num_bytes in waits]
+            table_rows.append([f"{model}{name}", *cells])
+            table_rows.append(["main memory, GB", *main])
     return table_rows
 
 
@@ -79,7 +82,7 @@ def main() -> None:
     asked = parser.parse_args()
     cards = [int(card) for card in asked.cards.split(",")]
     print(f"Longest row in tokens, {asked.quantize}, where one of {asked.tokens:,} fits:\n")
-    columns = ["model", *(f"{card} GB" for card in cards), "GB in main memory"]
+    columns = ["model", *(f"{card} GB" for card in cards)]
     models, how = asked.models.split(","), (asked.quantize, asked.tokens, asked.embeddings)
     print(table(columns, rows_of(models, cards, *how)))
 

@@ -18,8 +18,12 @@ if TYPE_CHECKING:
     from peftkit.planning.memory import Strategy
     from peftkit.planning.plan import Plan
 
-COLUMNS = ("base", "activations", "peak GB", "weights", "adapter", "step", "fits", "longest")
-"""adapter: includes gradients and optimizer state; longest: longest row that fits, in tokens."""
+COLUMNS = (
+    *("base", "activations", "peak", "weights", "adapter", "step", "main"),
+    *("fits", "longest"),
+)
+"""Sizes are in GB. adapter: with gradients and optimizer state; main: streamed weights and
+offloaded activations in main memory; longest: longest row that fits, in tokens."""
 
 FEW_SECONDS = 10.0
 """Runs below it are estimated as a few seconds: the estimate counts arithmetic and memory only."""
@@ -83,9 +87,17 @@ def _show(plan: Plan) -> None:
         f"{size(plan.usable_bytes, 2)} usable of {size(plan.memory_bytes, 2)}"
     )
     rows = tuple(_strategy_row(strategy, plan.rows) for strategy in plan.ways)
-    show_table(console, Table(title, COLUMNS, rows))
+    columns: tuple[str, ...] = COLUMNS
+    if not any(strategy.host_bytes for strategy in plan.ways):
+        at = COLUMNS.index("main")
+        columns, rows = _without(at, COLUMNS), tuple(_without(at, row) for row in rows)
+    show_table(console, Table(title, columns, rows))
     show_table(console, Table("", ("what", "how much"), tuple(_facts(plan).items())))
     console.print(_verdict(plan), markup=False)
+
+
+def _without(index: int, cells: tuple[str, ...]) -> tuple[str, ...]:
+    return (*cells[:index], *cells[index + 1 :])
 
 
 def _strategy_row(strategy: Strategy, rows: int) -> tuple[str, ...]:
@@ -96,6 +108,7 @@ def _strategy_row(strategy: Strategy, rows: int) -> tuple[str, ...]:
         strategy.activations,
         *(f"{each / 1e9:.2f}" for each in (strategy.peak_bytes, sizes["weights"], adapter)),
         f"{sizes['activations'] / 1e9:.2f}",
+        f"{strategy.host_bytes / 1e9:.2f}" if strategy.host_bytes else "",
         "yes" if strategy.fits else f"{most_rows} of {rows} rows" if most_rows else "no",
         f"{strategy.longest_row:,}",
     )
@@ -140,7 +153,7 @@ def _streamed(plan: Plan) -> Mapping[str, str]:
     seconds = chosen.moved_bytes / (plan.link * 1e9)
     hidden = f"; {chosen.compute_bound_tokens:,} tokens hide it" if plan.on_gpu else ""
     return {
-        "in main memory": f"{size(chosen.host_bytes, 2)} of blocks, two on the device",
+        "in main memory": f"{size(chosen.host_bytes, 2)} of blocks and their inputs",
         "moved in a batch": f"{size(chosen.moved_bytes, 2)}, {seconds:.2g} s at {plan.link:g} GB/s"
         + hidden,
     }

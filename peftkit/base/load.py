@@ -179,6 +179,10 @@ def _open(
         stack.enter_context(oom_as_error(location.name))
         inputs = _load_processors(location, purpose, on_event)
         compute = select_device() if device is None else device
+        from peftkit.execution.gpu_support import gpu_fallbacks
+
+        for fallback in gpu_fallbacks():
+            on_event(fallback.notice)
         dtype = compute_dtype(settings, compute)
         target = compute if sharing is None else CPU
         request = request_of(settings, purpose, location, target, dtype)
@@ -255,7 +259,7 @@ def _placed(
             on_event(Notice(place.notice))
         placement = place.placement
     if placement == "stream":
-        return replace(request, device=CPU), device
+        return replace(request, device=CPU, packs_on=device), device
     return request, None
 
 

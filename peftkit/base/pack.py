@@ -156,7 +156,7 @@ class PackingLoader:
             value = value.t()
         try:
             packed, packing = pack(
-                value.to(self.request.device),
+                value.to(self.request.packs_on or self.request.device),
                 kind,
                 double_quant=self.request.settings.double_quant,
             )

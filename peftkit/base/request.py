@@ -41,7 +41,8 @@ class BaseRequest:
         location: The files to read.
         config: The transformers config, with the head and the positions of `purpose`.
         dtype: The dtype of computation and of weights that are not packed.
-        device: The device that packs and keeps the weights.
+        device: The device that keeps the weights, and packs them by default.
+        packs_on: Another device that packs them one at a time: the GPU of a streamed base.
     """
 
     settings: BaseConfig
@@ -50,6 +51,7 @@ class BaseRequest:
     config: Any
     dtype: torch.dtype
     device: torch.device
+    packs_on: torch.device | None = None
 
     def with_tokens_of(self, tokenizer: Any) -> BaseRequest:
         """Complete a head that reads the last token of a row, or is initialised from words.

@@ -4,9 +4,10 @@ A unit is copied as a whole: the packed tensors of a block, or some of its exper
 allocation on the device, which follows the order of the compute stream: the copy stream waits until
 the previous user of that memory has finished.
 
-Pinned main memory is copied directly. Pages of a mapped file cannot be pinned: a thread stages them
-in a small ring of pinned buffers and launches the copies, which keeps file reads and copies off the
-thread that computes. On a CPU the copies are ordinary memory.
+Pinned main memory is copied directly. Pages of a mapped file cannot be pinned: they are copied into
+pinned memory if there is room. Otherwise a thread stages them in a small ring of pinned buffers and
+launches the copies, several times slower, which keeps file reads and copies off the thread that
+computes. On a CPU the copies are ordinary memory.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftkit.kernels.device import PINNING, pinned_empty
+from peftkit.kernels.device import PINNING, free_bytes, pinned_empty, trim_malloc
 
 ALIGNMENT = 32
 """Alignment in bytes of each tensor in a unit."""
 SLOT, NUM_SLOTS = 1 << 24, 8
 """Bytes per buffer of the ring (torch pins powers of two), and the number of buffers."""
+FREE_SHARE = 0.5
+"""Share of the free main memory that pinned copies of mapped files leave, for activations."""
 SEGMENT = 1 << 28
 """Largest segment of an arena in bytes; a larger tensor gets the next power of two."""
 ON_DEVICE = 2
@@ -170,28 +173,32 @@ class PinnedArena:
 
     torch rounds pinned allocations up to a power of two, up to twice a weight's size. Segments are
     powers of two, and each tensor goes into the first segment with room for it.
+    Copies of mapped files take main memory that the pages of the file did not, so a share of what
+    is free at the start remains free.
     """
 
     def __init__(self) -> None:
+        self._least_free = int(FREE_SHARE * (free_bytes() or 0))
         self._tails: list[Tensor] = []
         self._held = 0
 
     def pin(self, tensors: Sequence[Tensor]) -> bool:
         """Move tensors in main memory here, in place; return whether all of them are pinned.
 
-        Pages of a mapped file stay where they are: pinning would copy them into main memory.
+        Without enough free main memory, tensors stay where they are, for example in a mapped file.
         """
         return all(tensor.is_pinned() or self._moved(tensor) for tensor in tensors)
 
     def _moved(self, tensor: Tensor) -> bool:
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:  # a view into a mapped file
-            return False
         size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         number = next((n for n, tail in enumerate(self._tails) if len(tail) >= size), None)
         if number is None:
             number = len(self._tails)
             # at most an eighth of the total so far, to waste little memory on a small base too
             whole = 1 << (max(size, min(self._held // 8, SEGMENT)) - 1).bit_length()
+            trim_malloc()  # moved tensors have left free pages
+            if (free := free_bytes()) is not None and free - whole < self._least_free:
+                return False
             try:
                 self._tails.append(torch.empty(whole, dtype=torch.uint8, pin_memory=True))
             except RuntimeError as error:

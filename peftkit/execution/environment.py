@@ -6,7 +6,6 @@ Sizes are in bytes.
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,13 +15,10 @@ from peftkit.kernels.device import free_bytes, gpu_of, local_gpu, resident_bytes
 
 GPU_SHARE = 0.95
 """Share of a GPU's memory that can be allocated."""
+AUTO_SHARE = 0.8
+"""Share of the free main memory that a run plans for."""
 PROCESS_BYTES = {"cpu": 700_000_000, "cuda": 450_000_000}
 """Memory of a process without a model: Python with torch and transformers; the CUDA context."""
-
-SEGMENTS = "expandable_segments:True"
-"""Setting of the CUDA allocator; batches of many lengths fragment fixed-size segments."""
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables of torch's allocator; if both are set, the first one counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +32,7 @@ class Environment:
         share: Usable fraction of the memory.
         process: Memory of the process itself; 0 if `memory` already excludes it.
         world_size: Number of processes of the run.
+        main_memory: Main memory of a GPU's machine for weights and activations; None: unknown.
     """
 
     kind: str
@@ -43,6 +40,7 @@ class Environment:
     share: float = 1.0
     process: int = 0
     world_size: int = 1
+    main_memory: int | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -79,7 +77,10 @@ def this_machine() -> Environment:
     if (here := local_gpu()) is not None:
         device, gpu = here
         process = PROCESS_BYTES.get(device.type, 0)
-        return Environment(device.type, gpu.total(device), GPU_SHARE, process)
+        free = free_bytes()
+        main_memory = None if free is None else int(AUTO_SHARE * free)
+        total = gpu.total(device)
+        return Environment(device.type, total, GPU_SHARE, process, main_memory=main_memory)
     free = free_bytes()
     if free is None:
         raise ConfigError(
@@ -138,21 +139,11 @@ def as_current(device: torch.device) -> torch.device:
     """Make a device current, and return it with its index."""
     if device.type != "cuda":
         return device
-    _enable_expandable_segments()
+    from peftkit.execution import gpu_support
+
+    gpu_support.SEGMENTS.enable()  # before torch's allocator reads the environment
     index = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-def _enable_expandable_segments() -> None:
-    """Enable expandable_segments, unless the environment sets it.
-
-    Windows does not support them, and cudaMallocAsync has no segments.
-    """
-    if sys.platform != "linux":
-        return
-    set_by_user = [name for name in ALLOCATOR_VARIABLES if os.environ.get(name)]
-    for name in set_by_user or ALLOCATOR_VARIABLES[-1:]:
-        settings = os.environ.get(name, "").rstrip(", ")
-        if "expandable_segments" not in settings and "cudaMallocAsync" not in settings:
-            os.environ[name] = f"{settings},{SEGMENTS}".lstrip(",")
+    device = torch.device("cuda", index)
+    gpu_support.SEGMENTS.check(device)
+    return device

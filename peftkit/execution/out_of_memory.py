@@ -19,14 +19,31 @@ _SIGNS = (
     "can't allocate memory",
     "not enough memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    # NVML does not report the memory of MIG slices, Jetson and some containers (PyTorch 112377)
+    "NVML_SUCCESS == r INTERNAL ASSERT FAILED",
 )
+# of a full GPU, but also of a broken driver or an unsupported operation
+_SIGNS_OF_A_FULL_GPU = ("CUBLAS_STATUS_NOT_INITIALIZED", "Unable to find an engine to execute")
+LITTLE = 256 << 20
+"""Free bytes of a GPU below which cuBLAS and cuDNN cannot allocate their buffers."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that a GPU or the CPU ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    if any(sign in text for sign in _SIGNS):
+        return True
+    return any(sign in text for sign in _SIGNS_OF_A_FULL_GPU) and _is_nearly_full()
+
+
+def _is_nearly_full() -> bool:
+    """Return whether this process's current CUDA device has little memory left."""
+    return torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < LITTLE
 
 
 def attempt(

@@ -26,9 +26,6 @@ CPU_TOKENS = 1280
 GPU_TOKENS = 16_384
 """train.tokens_per_batch: auto on a GPU, far more than keeps it busy. Longer steps are sorted by
 length, to avoid padding short rows to the longest."""
-BUSY_TOKENS = {"cuda": 4096}
-"""Tokens per micro-batch below which a GPU waits for Python. Recomputing activations, a third more
-work, is preferred to smaller micro-batches."""
 TILE, MOST_TILES = 4096, 16
 """Minimum tokens per tile of a feed-forward layer, and maximum tiles per row. Smaller tiles leave
 matrix products idle and unpack 4-bit weights too often."""
@@ -54,6 +51,10 @@ class ExecutionPlan:
         dtype: Compute dtype of the base.
         autocast: Mixed precision from the launcher: bf16, fp16 or "".
         group_layers: Whether LoRA layers with the same input are computed together.
+        tiles: Whether recomputed feed-forward layers are computed in tiles for long rows. It saves
+            memory, and repeats a product, 5 % of a step.
+        busy_tokens: Tokens per micro-batch below which the device waits for Python. Recomputing
+            activations, a third more work, is preferred to smaller micro-batches.
     """
 
     device: str = "cpu"
@@ -67,6 +68,8 @@ class ExecutionPlan:
     dtype: str = ""
     autocast: str = ""
     group_layers: bool = True
+    tiles: bool = False
+    busy_tokens: int = 1
 
     @classmethod
     def for_model(cls, model: torch.nn.Module) -> ExecutionPlan:
@@ -119,7 +122,7 @@ class ExecutionPlan:
 
     def tile(self, length: int) -> int:
         """Return the tokens of a row per tile of a recomputed feed-forward layer."""
-        if length < 2 * TILE:  # a tile repeats its last product, 5 % of a step
+        if not self.tiles or length < 2 * TILE:
             return length
         return max(TILE, -(-length // MOST_TILES))
 
@@ -130,11 +133,6 @@ class ExecutionPlan:
         On CUDA, unpacking twice costs next to nothing.
         """
         return self.device != "cuda"
-
-    @property
-    def busy_tokens(self) -> int:
-        """Tokens per micro-batch below which the device idles."""
-        return BUSY_TOKENS.get(self.device, 1)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON, for `plan_from`."""

@@ -11,6 +11,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -50,6 +51,8 @@ class Blocks:
     Attributes:
         blocks: The innermost blocks, in the order of the model.
         activations: The activation mode.
+        tiles: Whether long rows are computed in tiles.
+        feed_forward: Feed-forward modules of the blocks.
         compiled: Whether blocks run compiled.
     """
 
@@ -69,12 +72,16 @@ class Blocks:
         ]
         recomputes = any(enabled for enabled, _ in self._marks_before)
         self.activations: Activations = "recompute" if recomputes else "keep"
-        self._feed_forward: list[Any] = feed_forward_modules(model)
-        self._forwards_before = [m.__dict__.get("forward") for m in self._feed_forward]
+        self.feed_forward: list[Any] = feed_forward_modules(model)
+        self._forwards_before = [m.__dict__.get("forward") for m in self.feed_forward]
         stream = getattr(model, STREAMED, None)
         self.are_streamed = stream is not None
         device = next(model.parameters(), torch.empty(0)).device
         self._recompute = _Recompute(self._plan, device, stream)
+
+    @property
+    def tiles(self) -> bool:
+        return self._plan.tiles
 
     @property
     def num_kinds(self) -> int:
@@ -95,8 +102,17 @@ class Blocks:
             recomputes=self.activations != "keep",
         )
 
-    def set_activations(self, activations: Activations) -> None:
+    @property
+    def can_tile(self) -> bool:
+        """Whether the model has feed-forward modules that can be computed in tiles."""
+        # a tile's backward pass needs the weights, which are no longer on the device if streamed
+        return bool(self.feed_forward) and not (self.are_streamed or self._plan.is_sharded)
+
+    def set_activations(self, activations: Activations, *, tiles: bool | None = None) -> None:
         """Set the activation mode.
+
+        Args:
+            tiles: Whether long rows are computed in tiles; by default as before.
 
         Raises:
             PeftkitError: The mode needs blocks, and the model has none.
@@ -108,6 +124,7 @@ class Blocks:
                 fix="Set it to auto or false; a smaller train.batch_size also saves memory.",
             )
         self.activations = activations
+        self._plan = self._plan if tiles is None else replace(self._plan, tiles=tiles)
         self._apply()
 
     @contextmanager
@@ -159,7 +176,7 @@ class Blocks:
         self.compiled = False
         self._compiler_settings.close()
         self._set_tiled(False)
-        for module, forward in zip(self._feed_forward, self._forwards_before, strict=True):
+        for module, forward in zip(self.feed_forward, self._forwards_before, strict=True):
             if forward is not None:
                 module.forward = forward
         for module, (enabled, function) in zip(self._marked, self._marks_before, strict=True):
@@ -188,12 +205,10 @@ class Blocks:
         """Switch checkpointing of blocks, and tiling of their feed-forward modules, on or off."""
         for module, (_, function) in zip(self._marked, self._marks_before, strict=True):
             _mark(module, is_on, self._recompute if is_on else function)
-        # a tile's backward pass needs the weights, which are no longer on the device if streamed
-        is_partial = self.are_streamed or self._plan.is_sharded
-        self._set_tiled(is_on and not (self.compiled or is_partial))
+        self._set_tiled(is_on and self.can_tile and not self.compiled)
 
     def _set_tiled(self, is_on: bool) -> None:
-        for module in self._feed_forward:
+        for module in self.feed_forward:
             module.__dict__.pop("forward", None)
             if is_on:
                 module.forward = functools.partial(_in_tiles, self._plan, module)

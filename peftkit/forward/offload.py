@@ -4,8 +4,11 @@ In the forward pass each block's input is copied into pinned memory on a separat
 backward pass, while one block is recomputed, the previous block's input is fetched. At most two
 inputs are on the device: in the forward pass the last two, whose copies may be unfinished; in the
 backward pass one in use and one in transfer. `record_stream` would hold more: the host runs ahead
-of the device, and marked tensors are only freed when the device has caught up. torch's allocator
-reuses pinned memory in later steps. On a CPU inputs are copied without a stream.
+of the device, and marked tensors are only freed when the device has caught up. On a CPU inputs are
+copied without a stream.
+
+Inputs share chunks of pinned memory. torch would round each input up to a power of two, which
+nearly doubles some: at 35,840 tokens an 8B's 9.4 GB took 17 GB.
 
 Shapes: a block's hidden states are (..., T, H), with any leading shape.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +28,8 @@ from peftkit.kernels.device import pinned_empty
 
 ON_DEVICE = 2
 """Maximum inputs on the device: one in use, one in transfer."""
+PAGE, CHUNK = 1 << 20, 1 << 25
+"""Bytes of a page, which belongs to one input, and of a chunk of pinned memory."""
 
 
 class Offload:
@@ -65,28 +70,104 @@ class Offload:
         return self._streams[device]
 
 
+class PinnedPages:
+    """Pages of pinned memory, in chunks that later inputs reuse.
+
+    One stream makes all copies, so a page can be reused while a copy of it is still queued.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: list[Tensor] = []
+        self._free: list[int] = []
+        self._returned: deque[Sequence[int]] = deque()  # a finalizer may run at any time
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all chunks."""
+        return len(self._chunks) * CHUNK
+
+    def take(self, num_bytes: int) -> list[int]:
+        """Return free pages with room for some bytes, in the order of memory."""
+        while self._returned:
+            self._free = sorted([*self._free, *self._returned.popleft()])
+        number = -(-num_bytes // PAGE)
+        while len(self._free) < number:
+            first = len(self._chunks) * (CHUNK // PAGE)
+            self._chunks.append(pinned_empty([CHUNK], torch.uint8))
+            self._free.extend(range(first, first + CHUNK // PAGE))
+        taken, self._free = self._free[:number], self._free[number:]
+        return taken
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Let other inputs use pages."""
+        self._returned.append(pages)
+
+    def pieces(self, pages: Sequence[int], num_bytes: int) -> list[Tensor]:
+        """Return the memory of pages, as bytes; adjacent pages of a chunk are one piece."""
+        per_chunk, runs = CHUNK // PAGE, list[list[int]]()
+        for page in pages:
+            if runs and page == runs[-1][1] and page % per_chunk:
+                runs[-1][1] += 1
+            else:
+                runs.append([page, page + 1])
+        pieces, left = [], num_bytes
+        for first, last in runs:
+            start = first % per_chunk * PAGE
+            size = min((last - first) * PAGE, left)
+            pieces.append(self._chunks[first // per_chunk][start : start + size])
+            left -= size
+        return pieces
+
+
+class PinnedCopy:
+    """A tensor's copy in pinned pages, which it gives back when it is deleted.
+
+    Attributes:
+        pieces: The bytes, in order.
+    """
+
+    def __init__(self, tensor: Tensor, memory: PinnedPages) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        pages = memory.take(tensor.nbytes)
+        self.pieces = memory.pieces(pages, tensor.nbytes)
+        weakref.finalize(self, memory.give_back, pages).atexit = False
+
+    def copy(self, tensor: Tensor, *, back: bool = False) -> None:
+        """Start copying a contiguous tensor here, or from here to it, on the current stream."""
+        flat, start = tensor.flatten().view(torch.uint8), 0
+        for piece in self.pieces:
+            part = flat[start : start + len(piece)]
+            target, source = (part, piece) if back else (piece, part)
+            target.copy_(source, non_blocking=True)
+            start += len(piece)
+
+
 class TransferStream:
-    """Copies between a device and host memory on a separate CUDA stream."""
+    """Copies between a device and host memory on a separate CUDA stream.
+
+    Attributes:
+        memory: The pinned memory of the copies.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.memory = device, PinnedPages()
         self._stream = torch.cuda.Stream(device)
         self._in_transfer: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
-    def send(self, hidden: Tensor) -> Tensor:
+    def send(self, hidden: Tensor) -> PinnedCopy:
         """Start copying a tensor to host memory; return the pinned copy."""
         # the device waits for older copies, which frees their memory for the current stream
         while len(self._in_transfer) >= ON_DEVICE:
             self._finish_oldest()
         hidden = hidden.contiguous()
-        pinned = pinned_empty(hidden.shape, hidden.dtype)
+        pinned = PinnedCopy(hidden, self.memory)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            pinned.copy_(hidden, non_blocking=True)
+            pinned.copy(hidden)
             self._in_transfer.append((hidden, self._stream.record_event()))
         return pinned
 
-    def fetch(self, pinned: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    def fetch(self, pinned: PinnedCopy) -> tuple[Tensor, torch.cuda.Event]:
         """Start copying a tensor back; return the copy and the event of its completion."""
         while self._in_transfer:
             self._finish_oldest()
@@ -94,7 +175,7 @@ class TransferStream:
         back = torch.empty(pinned.shape, dtype=pinned.dtype, device=self.device)
         self._stream.wait_stream(current)  # the current stream may still use this memory
         with torch.cuda.stream(self._stream):
-            back.copy_(pinned, non_blocking=True)
+            pinned.copy(back, back=True)
             return back, self._stream.record_event()
 
     def _finish_oldest(self) -> None:
@@ -124,7 +205,8 @@ class OffloadedInput:
         self._needs_grad = hidden.requires_grad
         self._fetched: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
-        self._in_main = hidden.detach().clone() if stream is None else stream.send(hidden.detach())
+        hidden = hidden.detach()
+        self._in_main = hidden.clone() if stream is None else stream.send(hidden)
 
     def take(self) -> Tensor:
         """Return the input on the device, and start fetching the previous block's input."""
@@ -143,7 +225,8 @@ class OffloadedInput:
         """Start copying the input back to the device, once."""
         if self._fetched is not None or self.live is not None:
             return
-        if self._stream is None:
-            self._fetched = self._in_main.clone()
-        else:
+        if isinstance(self._in_main, PinnedCopy):
+            assert self._stream is not None
             self._fetched, self._arrived = self._stream.fetch(self._in_main)
+        else:
+            self._fetched = self._in_main.clone()

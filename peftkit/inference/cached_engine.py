@@ -67,7 +67,8 @@ class CachedEngine(Engine):
     def _prepare(self, stack: ExitStack) -> None:
         self._attention = CachedAttention.of(self.model)
         stack.enter_context(registered(self.model, self._attention))
-        stack.callback(self._steps.clear)
+        # captured steps refer to the engine: without this, the cache would wait for a collection
+        stack.callback(self._take_back)
         if self._has_states and self.limits.tokens is not None:
             self._state_tokens = self.footprint().state_tokens
             self._prefixes = Prefixes(self.limits.prefix_tokens, self._state_tokens)
@@ -119,6 +120,8 @@ class CachedEngine(Engine):
 
     def _take_back(self) -> list[Completion]:
         running = self._running()
+        for arena in self._arenas.values():  # rows refer back to it: a cycle
+            arena.rows.clear()
         self._prompts, self._arenas, self._batch, self._steps = {}, {}, None, {}
         self._kept = {}
         self._prefixes = Prefixes(self.limits.prefix_tokens, self._state_tokens)

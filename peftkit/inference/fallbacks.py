@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from peftkit.events import Fallback
+from peftkit.execution.gpu_support import gpu_fallbacks
 from peftkit.forward.compiler import no_compiler, uncompiled
 from peftkit.inference.open_engine import generation_fallbacks
 from peftkit.kernels.device import PINNING, pinned_empty
@@ -27,6 +28,7 @@ def fallbacks_here() -> list[Fallback]:
     with torch.random.fork_rng(devices=[]):
         model = LlamaForCausalLM(config).eval()
     fallbacks = generation_fallbacks(model, SimpleNamespace(pad_token_id=0, eos_token_id=1))
+    fallbacks += gpu_fallbacks()
     if not torch.cuda.is_available():
         why = no_compiler()
         return [*fallbacks, uncompiled(why)] if why else fallbacks

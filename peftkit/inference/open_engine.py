@@ -64,6 +64,7 @@ from peftkit.inference.ready import on_device
 from peftkit.inference.recorder import unrecorded, why_not_recorded
 from peftkit.inference.sampling import Sampling
 from peftkit.inference.states import has_states
+from peftkit.kernels import checked
 from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import evaluating
 from peftkit.model.places import num_virtual
@@ -218,7 +219,8 @@ def generation_fallbacks(model: Any, tokenizer: Any) -> list[Fallback]:
     if why is None:
         on_gpu = ExecutionPlan.for_model(model).records_decoding
         problem = why_not_recorded(model) if on_gpu else ""
-        return [unrecorded(problem)] if problem else []
+        fallbacks = [unrecorded(problem)] if problem else []
+        return [*fallbacks, *filter(None, (checked.GEMM.fallback,))]
     return [
         Fallback(
             path="Completions are generated batch by batch",
@@ -407,7 +409,7 @@ class _Choose(LogitsProcessor):
         for row, choice in zip(self._rows, self._table.choices(chosen.tolist()), strict=True):
             row.take(choice)
         only_chosen = torch.full_like(scores, -torch.inf)
-        return only_chosen.scatter_(1, chosen[:, :1].long(), 0.0)
+        return only_chosen.scatter_(1, chosen[:, :1].to(scores.device, torch.long), 0.0)
 
 
 class _Ended(StoppingCriteria):

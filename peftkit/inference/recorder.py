@@ -93,7 +93,10 @@ def unrecorded(cause: str) -> Fallback:
 
 
 class Recorder:
-    """Captures the decoding steps of one engine as CUDA graphs, which share one memory pool.
+    """Captures the decoding steps of one engine as CUDA graphs, on one stream of its device.
+
+    The graphs share a memory pool while any of them exists. After the last one torch may keep the
+    empty pool, with expandable segments, and then fails to capture in it.
 
     Args:
         model: The engine's model. If a capture fails, except for lack of memory, later engines of
@@ -107,7 +110,9 @@ class Recorder:
     def __init__(self, model: Any) -> None:
         self.num_recorded, self.is_able = 0, True
         self._model = model
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._pool: Any = None
+        self._stream: Any = None
 
     def step(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Return a function that is captured after its first `EAGER_STEPS` calls.
@@ -133,11 +138,17 @@ class Recorder:
     def _record(self, run: Callable[[], Tensor]) -> tuple[Any, Tensor] | None:
         """Return a graph and its output tensor; None if the capture fails."""
         graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+        # torch's default stream for captures is on the first GPU that captured, and shared: with a
+        # graph, torch also frees cuBLAS' workspace of its stream, which others may use
+        self._stream = self._stream or torch.cuda.Stream(self._model.device)
         # a failed capture also raises at its end, and torch leaves the thread on its stream
         before = torch.cuda.stream(torch.cuda.current_stream())
         # other threads may use the device meanwhile
-        capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+        capture = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )
         try:
             with before, capture:
                 out = run()
@@ -147,5 +158,6 @@ class Recorder:
                 _unrecordable.add(self._model)
             _LOG.warning("%s", unrecorded(str(problem).splitlines()[0]).text)
             return None
+        self._graphs.add(graph)
         self.num_recorded += 1
         return graph, out

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from peftkit.errors import DataError, RunError
+from peftkit.kernels.device import near_float64
 
 MAX_NEW_TOKENS = 256
 COLDEST = 1e-6
@@ -140,6 +141,8 @@ def _wrapped(value: int) -> int:
 class SamplingTable:
     """The settings of the rows of a batch, as tensors on the model's device.
 
+    Apple's GPUs have no float64: there, the logits are copied to the CPU and tokens drawn on it.
+
     Args:
         seeds, counts: The seed of each row, and its number of tokens.
         wants_log_probs: Whether any row needs log-probabilities.
@@ -154,6 +157,7 @@ class SamplingTable:
         *,
         wants_log_probs: bool = False,
     ) -> None:
+        self._device = device = near_float64(torch.device(device))
         self.is_greedy = all(one.temperature == 0 for one in settings)
         cut = [bool(one.temperature and (one.top_p < 1 or one.top_k)) for one in settings]
         self.is_cut, self._all_cut = any(cut), all(cut)
@@ -181,6 +185,7 @@ class SamplingTable:
             (B, 2 + 2K) float64: token, its log-probability (0 if no row needs it), the K likeliest
             tokens, their log-probabilities. `choices` reads it.
         """
+        logits = logits.to(self._device)
         if self.is_greedy and not (self._wants_log_probs or self.top):
             tokens = logits.max(-1).indices  # argmax is slow in 16 bits on a CPU
             return torch.stack([tokens.double(), torch.zeros_like(tokens).double()], 1)

@@ -105,14 +105,61 @@ def local_gpu() -> tuple[Device, Gpu] | None:
     return next(((Device(kind, 0), gpu) for kind, gpu in GPUS.items() if gpu.is_there()), None)
 
 
+_PER_CYCLE = {(7, 0): 1024, (8, 0): 2048, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192}
+"""Dense 16-bit FLOPs with fp32 sums of a multiprocessor per cycle, by compute capability."""
+_FEWEST_PER_CYCLE = 512
+"""Of consumer cards (T4, RTX 3090, 4090, 5090), and where unknown."""
+_CLOCK = 1.8e9
+PRODUCTS_REACH = 0.8
+"""Share of the peak rate that large matrix products reach."""
+
+
+def product_rate(device: Device) -> float:
+    """Return the estimated FLOP/s of 16-bit matrix products of a CUDA GPU; 0 for other devices."""
+    if device.type != "cuda":
+        return 0.0
+    per_cycle = _PER_CYCLE.get(torch.cuda.get_device_capability(device), _FEWEST_PER_CYCLE)
+    number = torch.cuda.get_device_properties(device).multi_processor_count
+    return PRODUCTS_REACH * _CLOCK * per_cycle * number
+
+
+LAUNCH_SECONDS = 5e-3
+"""Estimated time in which Python launches a block's forward and backward pass, about 45 kernels."""
+FEWEST_BUSY, MOST_BUSY = 512, 4096
+"""Bounds of `busy_tokens`: below the first, a product waits for its weights on any GPU."""
+
+
+def busy_tokens(rate: float, num_parameters: int, num_blocks: int) -> int:
+    """Return the tokens per micro-batch below which a GPU waits for Python.
+
+    A token takes 4 FLOPs per parameter, since frozen weights need no gradient.
+
+    Args:
+        rate: FLOP/s of matrix products; 0: not a GPU, or unknown.
+    """
+    if not rate:
+        return 1
+    tokens = round(LAUNCH_SECONDS * num_blocks * rate / (4 * max(num_parameters, 1)))
+    return min(max(tokens, FEWEST_BUSY), MOST_BUSY)
+
+
 def is_before_ampere(device: Device) -> bool:
     """Return whether a device is a CUDA card without bf16 and flash attention (T4, V100)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
 
 
+WITHOUT_FLOAT64 = ("mps",)
+"""Kinds of devices on which torch raises if a tensor is in float64."""
+
+
+def near_float64(device: Device) -> Device:
+    """Return a device, or the CPU if the device has no float64 (MPS)."""
+    return Device("cpu") if device.type in WITHOUT_FLOAT64 else device
+
+
 def in_float64(tensor: Tensor) -> Tensor:
     """Return a tensor in float64, on the CPU if its device has no float64 (MPS)."""
-    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
+    return tensor.to(near_float64(tensor.device)).double()
 
 
 def forked_generators(device: Device, *, enabled: bool = True) -> AbstractContextManager[None]:
@@ -234,17 +281,23 @@ def peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
+
 def free_bytes() -> int | None:
     """Return the main memory that this process may still allocate, by the system and its cgroup.
 
     None if unknown (macOS, Windows).
     """
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
+    if not MEMINFO.exists():
         return None
-    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
     free = 1024 * int(lines.get("MemAvailable", "0 kB").split()[0])
-    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    limit, used, parts = (CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
     if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
+        cached = 0  # of files: the system evicts them when memory is needed
+        if parts.exists():
+            sizes = dict(line.split() for line in parts.read_text().splitlines())
+            cached = int(sizes.get("inactive_file", 0)) + int(sizes.get("active_file", 0))
+        free = min(free, int(limit.read_text()) - int(used.read_text()) + cached)
     return max(free, 0)

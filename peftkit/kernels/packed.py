@@ -244,7 +244,9 @@ def packed_linear(
 ) -> Tensor:
     """Return x W^T + b, (..., out), for a packed W (out, in), unpacked to `dtype`."""
     if not (torch.is_grad_enabled() and x.requires_grad) and _has_gemm(x, form, dtype):
-        return _gemm_4bit(x, packed, scales, form, bias)
+        found = _checked_gemm(x, bias, packed, scales, form)
+        if found is not None:
+            return found
     out, width = form.shape[-2:]
     if form.kind not in KINDS and out >= 8 * width and out * width > SLICE_SIZE:  # an LM head
         slices = list(slices_of(packed, scales, form))
@@ -270,6 +272,8 @@ def _product(
 
 GEMM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of bitsandbytes' product with a packed weight, in which it also unpacks."""
+MOST_GEMM_ROWS = 64
+"""Rows from which all its products are alike."""
 
 
 def _has_gemm(x: Tensor, form: PackedFormat, dtype: torch.dtype) -> bool:
@@ -280,6 +284,7 @@ def _has_gemm(x: Tensor, form: PackedFormat, dtype: torch.dtype) -> bool:
     """
     return (
         x.device.type == "cuda"
+        and torch.version.hip is None  # wrong results on gfx1100 (bitsandbytes issue 2087)
         and form.kind in ("nf4", "fp4")
         and form.shape[-1] % form.block == 0
         and x.dtype == dtype
@@ -299,6 +304,23 @@ def _gemm_4bit(
     if not nested:
         return gemm(*shape, absmax, *rest)
     return gemm(*shape, nested[0], *rest, absmax, *nested[1:])
+
+
+def _checked_gemm(
+    x: Tensor, bias: Tensor | None, packed: Tensor, scales: tuple[Tensor, ...], form: PackedFormat
+) -> Tensor | None:
+    """Return bitsandbytes' product; None if it is wrong."""
+    from peftkit.kernels import checked
+
+    if form.shape.numel() > SLICE_SIZE:  # an LM head: too large to unpack for a comparison
+        return _gemm_4bit(x, packed, scales, form, bias)
+    # another kernel for another number of rows
+    rows = min(x.numel() // x.shape[-1], MOST_GEMM_ROWS).bit_length()
+    return checked.GEMM.product(
+        (form.kind, form.block, len(scales), x.dtype, x.device, rows),
+        lambda: _gemm_4bit(x, packed, scales, form, bias),
+        lambda: functional.linear(x, unpack(packed, scales, form, x.dtype), bias),
+    )
 
 
 class PackedLinear(torch.autograd.Function):

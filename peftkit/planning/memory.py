@@ -17,7 +17,14 @@ from peftkit.base.streaming import streamed_footprint
 from peftkit.errors import TargetError
 from peftkit.events import Listener, Notice
 from peftkit.execution.environment import Environment
-from peftkit.execution.plan import Activations, ExecutionPlan, Placement, Shard, plan_of
+from peftkit.execution.plan import (
+    Activations,
+    ExecutionPlan,
+    Placement,
+    Shard,
+    plan_of,
+)
+from peftkit.kernels.device import PRODUCTS_REACH, busy_tokens
 from peftkit.planning.step_estimator import CountError, StepEstimator, steps_of
 from peftkit.recipe import Recipe
 from peftkit.train.optim import STATE_BYTES
@@ -88,7 +95,9 @@ class Strategy:
         moved_bytes: Weights of streamed blocks that are transferred to the device in a step.
         compute_bound_tokens: Tokens per batch from which a step takes longer than the transfer;
             0: no weights are streamed, or the device is not a GPU.
-        host_bytes: Weights in main memory.
+        host_bytes: Main memory of weights and of blocks' inputs of a batch.
+        host_bytes_per_token: Of them, inputs of blocks: bytes of each token.
+        host_weights: Of them, weights.
     """
 
     placement: Placement
@@ -102,6 +111,12 @@ class Strategy:
     moved_bytes: int = 0
     compute_bound_tokens: int = 0
     host_bytes: int = 0
+    host_bytes_per_token: float = 0.0
+    host_weights: int = 0
+
+    def host_bytes_of(self, tokens: int) -> int:
+        """Return the main memory of weights and of the inputs of a batch of some tokens."""
+        return self.host_weights + round(self.host_bytes_per_token * tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +168,14 @@ class MemoryEstimator:
         self.rows = rows
         main_memory = None if environment.on_gpu else environment.usable
         self.steps = steps_of(recipe, config, environment.kind, main_memory)
+
+    @cached_property
+    def busy_tokens(self) -> int:
+        """Tokens per micro-batch below which the device waits for Python."""
+        if self.environment.kind != "cuda":
+            return 1
+        rate = PRODUCTS_REACH * self.card.tflops * 1e12
+        return busy_tokens(rate, self.steps.num_parameters, self.steps.num_blocks)
 
     @cached_property
     def _bare(self) -> StepEstimator:
@@ -248,18 +271,24 @@ class MemoryEstimator:
         peak, longest, flops = self._count(footprint, activations, rows)
         num_bytes = sum(peak.values())
         moved = 0 if footprint is None else footprint.moved
+        elsewhere, tokens = self._in_main_memory(footprint), rows * self.length
+        per_token = self.steps.main_bytes_per_token(rows, self.length, activations)
+        host_bytes = elsewhere + round(per_token * tokens)
+        limit = self.environment.main_memory
         return Strategy(
             placement,
             activations,
             num_bytes,
             peak,
-            fits=num_bytes <= self.environment.room,
+            fits=num_bytes <= self.environment.room and (limit is None or host_bytes <= limit),
             longest_row=min(longest // STEP * STEP, self.limit),
             most_rows=longest // self.length,
             step_flops=flops,
             moved_bytes=moved,
             compute_bound_tokens=self._compute_bound_tokens(moved, flops / rows, self.link),
-            host_bytes=0 if footprint is None else footprint.elsewhere,
+            host_bytes=host_bytes,
+            host_bytes_per_token=per_token,
+            host_weights=elsewhere,
         )
 
     def share(self, cards: int) -> DeviceEstimate:
@@ -301,16 +330,28 @@ class MemoryEstimator:
         """
         length = length or self.length
         steps = self.steps if footprint is None else self._bare
-        count = steps.count(rows, length, activations)
+        # blocks that fetch their weights cannot compute tiles
+        count = steps.count(rows, length, activations, tiles=footprint is None)
         state = STATE_BYTES[self.recipe.train.optimizer] * steps.num_trained
         peak = {**count.peak, "optimizer": state, "process": self.environment.process}
         if footprint is not None:
             peak["weights"] += footprint.at_most - steps.weights
         if self.recipe.train.gradient_accumulation > 1:  # held during the second batch
             peak["gradients"] = max(peak["gradients"], sum(p.nbytes for p in steps.trained))
-        slope = max(steps.bytes_per_token(rows, length, activations), 1.0)
+        tiles = footprint is None
+        slope = max(steps.bytes_per_token(rows, length, activations, tiles=tiles), 1.0)
         left = self.environment.room - sum(peak.values())
-        return peak, max(int(rows * length + left / slope), 0), count.flops
+        longest = max(int(rows * length + left / slope), 0)
+        if self.environment.main_memory is not None:
+            per_token = steps.main_bytes_per_token(rows, length, activations)
+            free = max(self.environment.main_memory - self._in_main_memory(footprint), 0)
+            longest = min(longest, int(free / per_token) if per_token else longest)
+        return peak, longest, count.flops
+
+    @staticmethod
+    def _in_main_memory(footprint: WeightFootprint | None) -> int:
+        """Return the bytes of weights in main memory."""
+        return 0 if footprint is None else footprint.elsewhere
 
 
 def smallest_step(

@@ -119,8 +119,7 @@ def plan_run(
     estimator = MemoryEstimator(recipe, config, environment, link=link)
     rows, length, steps = estimator.rows, estimator.length, estimator.steps
     strategies = tuple(estimator.strategies())
-    chosen = next((s for s in strategies if s.fits), None)
-    chosen = chosen or next((s for s in strategies if s.longest_row >= length), None)
+    chosen = _chosen(strategies, rows, length, estimator.busy_tokens)
     fits = chosen is not None
     chosen = chosen or min(strategies, key=lambda s: s.peak_bytes)
     codes = published_codes(config, recipe.base)
@@ -167,6 +166,19 @@ def plan_run(
             for card in CARDS
         },
     )
+
+
+def _chosen(strategies: Sequence[Strategy], rows: int, length: int, busy: int) -> Strategy | None:
+    """Return the strategy that a run would choose (train/fitting.py); None: no row fits.
+
+    Args:
+        rows, length: The batch that the recipe requests.
+        busy: Tokens per micro-batch below which the device waits for Python.
+    """
+    for strategy in strategies:
+        if strategy.fits or strategy.most_rows * length >= min(max(length, busy), rows * length):
+            return strategy
+    return next((s for s in reversed(strategies) if s.longest_row >= length), None)
 
 
 def parse_size(text: str) -> int:

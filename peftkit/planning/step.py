@@ -206,8 +206,14 @@ class DatalessStep:
             warnings.simplefilter("ignore")
             yield
 
-    def count(self, rows: int, length: int, activations: Activations) -> StepCount:
-        """Count a step of B rows of T target tokens."""
+    def count(
+        self, rows: int, length: int, activations: Activations, *, tiles: bool = True
+    ) -> StepCount:
+        """Count a step of B rows of T target tokens.
+
+        Args:
+            tiles: Whether long rows are computed in tiles, as a run does if memory requires it.
+        """
         plan, widest = self.plan, _WidestInput()
         blocks = Blocks(self.model, plan)
         hooks = [b.register_forward_pre_hook(widest, with_kwargs=True) for b in blocks.blocks]
@@ -216,7 +222,7 @@ class DatalessStep:
             for p in self.trained
         ]
         try:
-            blocks.set_activations(activations)
+            blocks.set_activations(activations, tiles=tiles)
             with ExitStack() as stack:
                 stack.enter_context(self._counting())
                 with self.counter.during("weights"):  # fused modules may rearrange frozen weights

@@ -9,6 +9,7 @@ Shapes: B rows, T tokens.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -94,7 +95,7 @@ class StepEstimator:
         dtype = str(self.dtype).removeprefix("torch.")
         self._plan = plan_of(recipe.train, device, shard="none", dtype=dtype)
         self._steps: dict[int, DatalessStep] = {}
-        self._counts: dict[tuple[int, int, int, Activations], StepCount] = {}
+        self._counts: dict[tuple[int, int, int, Activations, bool], StepCount] = {}
         bare = skeleton_of(recipe, config, self.dtype)
         blocks = Blocks(bare, self._plan)
         self.num_parameters = sum(p.numel() for p in bare.parameters())
@@ -126,9 +127,13 @@ class StepEstimator:
         sizes = [p.form.shape.numel() * p.dtype.itemsize for _, _, p in packed_tensors(self.whole)]
         return bool(sizes) and sum(sizes) <= COPY_SHARE * max((main_memory or 0) - self.weights, 0)
 
-    def count(self, rows: int, length: int, mode: Activations) -> StepCount:
-        """Return the memory and the FLOPs of a step of the whole model."""
-        first, second, more = self._two_counts(rows, length, mode)
+    def count(self, rows: int, length: int, mode: Activations, *, tiles: bool = True) -> StepCount:
+        """Return the memory and the FLOPs of a step of the whole model.
+
+        Args:
+            tiles: Whether the model can compute long rows in tiles.
+        """
+        first, second, more = self._two_counts(rows, length, mode, tiles)
         peak = {}
         for name in CATEGORIES:
             start = first.peak.get(name, 0)
@@ -137,35 +142,47 @@ class StepEstimator:
         flops = round(first.flops + more * (second.flops - first.flops))
         return StepCount(peak, flops, first.block_input)
 
-    def bytes_per_token(self, rows: int, length: int, mode: Activations) -> float:
+    def main_bytes_per_token(self, rows: int, length: int, mode: Activations) -> float:
+        """Return the bytes of a token's inputs of blocks in main memory."""
+        if mode != "offload" or not self._plan.on_gpu:
+            return 0.0
+        first, _, _ = self._two_counts(rows, length, mode, False)
+        return first.block_input * self.num_blocks / (rows * length)
+
+    def bytes_per_token(
+        self, rows: int, length: int, mode: Activations, *, tiles: bool = True
+    ) -> float:
         """Return the bytes of each further token, from two lengths."""
-        first, second, more = self._two_counts(rows, length, mode)
+        first, second, more = self._two_counts(rows, length, mode, tiles)
         tokens, other = rows * length, length // 4 if length >= 512 else 4 * length
         other += length * (other == tokens)  # a slope needs two lengths
-        other_count = self._counted(self._depth, 1, other, mode)
+        other_count = self._counted(self._depth, 1, other, mode, tiles)
         slope = (other_count.without_weights - first.without_weights) / (other - tokens)
         further = more * (second.without_weights - first.without_weights)
         return slope + (further - self._offloaded(first, mode)) / tokens
 
     def _two_counts(
-        self, rows: int, length: int, mode: Activations
+        self, rows: int, length: int, mode: Activations, tiles: bool
     ) -> tuple[StepCount, StepCount, float]:
         """Return steps of few blocks and of one more, and the number of remaining blocks."""
-        first = self._counted(self._depth, rows, length, mode)
+        first = self._counted(self._depth, rows, length, mode, tiles)
         small = self._steps[self._depth].num_blocks
         if small == self.num_blocks:
             return first, first, 0.0
-        second = self._counted(self._depth + 1, rows, length, mode)
+        second = self._counted(self._depth + 1, rows, length, mode, tiles)
         large = self._steps[self._depth + 1].num_blocks
         return first, second, (self.num_blocks - small) / (large - small)
 
-    def _counted(self, depth: int, rows: int, length: int, mode: Activations) -> StepCount:
+    def _counted(
+        self, depth: int, rows: int, length: int, mode: Activations, tiles: bool
+    ) -> StepCount:
         """Return a step of a model with `depth` blocks per stack; cached.
 
         Raises:
             CountError: It cannot run without data.
         """
-        key = depth, rows, length, mode
+        tiles = tiles and replace(self._plan, tiles=True).tile(length) < length
+        key = depth, rows, length, mode, tiles
         if key not in self._counts:
             try:
                 if depth not in self._steps:
@@ -176,7 +193,7 @@ class StepEstimator:
                         self.dtype,
                         keeps_copies=self.keeps_copies,
                     )
-                self._counts[key] = self._steps[depth].count(rows, length, mode)
+                self._counts[key] = self._steps[depth].count(rows, length, mode, tiles=tiles)
             except PeftkitError:
                 raise
             except Exception as error:  # from any model's code, on tensors without data

@@ -11,113 +11,57 @@ Training runs (step.py, memory.py) and the server for Tinker's API use this modu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
-
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from peftkit.data.rows.lazy import num_tokens
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.train.optim import LossScale
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from peftkit.train.saved_bytes import ActivationBytes
 
-AUTO_SHARE = 0.8
-"""Share of the free main memory to plan for."""
+T = TypeVar("T")
 
 Costs = Sequence[tuple[Activations, float]]
 """Bytes per token (per row if rows have no tokens) of each activation mode, fastest first."""
 
 
-@dataclass(frozen=True, slots=True)
-class ActivationBytes:
-    """Bytes that one forward pass saves for the backward pass.
-
-    Attributes:
-        outside: Saved outside of blocks, by norms and the loss.
-        inside: Saved in each block.
-        inputs: Size of each block's hidden states.
-    """
-
-    outside: int
-    inside: tuple[int, ...]
-    inputs: tuple[int, ...]
-
-    def needed(self, activations: Activations) -> int:
-        """Return the peak bytes in an activation mode.
-
-        A block's backward pass also needs gradients as large as the tensors that the block saved.
-        """
-        largest = max(self.inside, default=0)
-        if activations == "keep":
-            return self.outside + sum(self.inside) + largest
-        # two offloaded inputs are on the device: one in use, one in transfer
-        inputs = sum(self.inputs if activations == "recompute" else sorted(self.inputs)[-2:])
-        return self.outside + inputs + 2 * largest
-
-
-def saved_by(run: Callable[[], Tensor], blocks: Sequence[nn.Module]) -> ActivationBytes:
-    """Count the bytes that a forward pass saves, without weights and other persistent tensors.
-
-    Hooks see each saved tensor and keep none, so counting needs no more memory than inference.
-    """
-    seen: dict[StorageWeakRef, tuple[int, int]] = {}  # (bytes, block call)
-    inputs: list[int] = []
-    within: list[int] = []
-
-    def pack(tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        call = within[-1] if within else -1
-        seen.setdefault(StorageWeakRef(storage), (storage.nbytes(), call))
-
-    def enter(block: nn.Module, args: tuple[Any, ...], more: dict[str, Any]) -> None:
-        hidden = next((x for x in (*args, *more.values()) if isinstance(x, Tensor)), None)
-        within.append(len(inputs))
-        inputs.append(0 if hidden is None else hidden.numel() * hidden.element_size())
-
-    def leave(block: nn.Module, args: Any, output: Any) -> None:
-        within.pop()
-
-    handles = [b.register_forward_pre_hook(enter, with_kwargs=True) for b in blocks]
-    handles += [b.register_forward_hook(leave, always_call=True) for b in blocks]
-    try:
-        with saved_tensors_hooks(pack, lambda packed: packed):  # there is no backward pass
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    sums = [0] * (len(inputs) + 1)  # the last, of call -1, is outside of blocks
-    for storage, (num_bytes, call) in seen.items():
-        sums[call] += num_bytes if storage.expired() else 0
-    return ActivationBytes(sums[-1], tuple(sums[:-1]), tuple(inputs))
-
-
 def choose(
-    requested: ExecutionPlan, costs: Costs, available: float, longest: int
+    requested: ExecutionPlan,
+    costs: Costs,
+    available: float,
+    longest: int,
+    *,
+    tiled: Costs = (),
+    most_offloaded: int | None = None,
 ) -> ExecutionPlan | None:
     """Return the plan with the first activation mode that fits; None if no row fits.
 
     It has at most the requested rows and tokens. Micro-batches too small to keep the device
-    busy are the last resort.
+    busy, and then tiles, are the last resort.
 
     Args:
         available: Bytes.
         longest: Tokens of the longest row, padding included; 1 if rows have none.
+        tiled: The costs if the longest row is computed in tiles.
+        most_offloaded: Tokens (rows if they have none) whose inputs fit into main memory.
     """
     rows, tokens = requested.rows, requested.tokens
     limit = rows * longest if tokens is None else max(min(tokens, rows * longest), longest)
     enough = max(longest, requested.busy_tokens if longest > 1 else 1)
-    for least, modes in ((enough, costs), (longest, costs[::-1])):
+    for least, modes in ((enough, costs), (longest, costs[::-1]), (longest, tiled)):
         for activations, per_token in modes:
             fit = int(available / per_token)
+            if activations == "offload" and most_offloaded is not None:
+                fit = min(fit, most_offloaded)
+            plan = replace(requested, activations=activations, tiles=modes is tiled)
             if fit >= limit:
-                return replace(requested, activations=activations)
+                return plan
             if fit >= least and longest > 1:
-                return replace(requested, activations=activations, tokens=fit)
+                return replace(plan, tokens=fit)
             if fit >= least:
-                return replace(requested, activations=activations, rows=fit, tokens=None)
+                return replace(plan, rows=fit, tokens=None)
     return None
 
 
@@ -139,6 +83,8 @@ class Fitting:
 
     Attributes:
         requested: `plan` with the fastest activation mode.
+        most_offloaded: Tokens (rows if they have none) whose inputs fit into main memory; None:
+            unknown.
     """
 
     def __init__(
@@ -151,12 +97,17 @@ class Fitting:
     ) -> None:
         self.requested, self.modes = replace(plan, activations=modes[0]), modes
         self.num_positions, self.scale = num_positions, LossScale(needs_scale)
+        self.most_offloaded: int | None = None
 
-    def costs(self, *measured: tuple[ActivationBytes, Sequence[Any]]) -> Costs:
-        """Return the costs of each activation mode, the maximum over measured batches of rows."""
+    def costs(self, *measured: tuple[ActivationBytes, Sequence[Any]], tile: float = 1.0) -> Costs:
+        """Return the costs of each activation mode, the maximum over measured batches of rows.
+
+        Args:
+            tile: A tile's share of a row's tokens; 1: no tiles.
+        """
         counts = [(saved, self.num_positions(rows)) for saved, rows in measured]
         return [
-            (mode, max(1.0, *(saved.needed(mode) / number for saved, number in counts)))
+            (mode, max(1.0, *(saved.needed(mode, tile) / number for saved, number in counts)))
             for mode in self.modes
         ]
 
@@ -180,15 +131,21 @@ class Fitting:
         rows, tokens, have_length = agree(sizes)
         later = self.modes[self.modes.index(plan.activations) + 1 :]
         busy = plan.busy_tokens if have_length else 0
+        has_tiles, plan = plan.tiles, replace(plan, tiles=True)
         if rows > 1 and (tokens / 2 >= busy or not later):
             if plan.tokens is None:
                 return replace(plan, rows=_halved(plan.rows, rows))
             # a single row may have more tokens than the limit
             return replace(plan, tokens=_halved(plan.tokens, min(tokens, plan.tokens)))
         if later:  # a new mode starts with the requested rows and tokens
-            requested = self.requested
-            return replace(plan, activations=later[0], rows=requested.rows, tokens=requested.tokens)
-        return None
+            mode, most, requested = later[0], self.most_offloaded, self.requested
+            plan = replace(plan, activations=mode, rows=requested.rows, tokens=requested.tokens)
+            if mode == "offload" and most is not None and have_length:
+                return replace(plan, tokens=min(plan.tokens or most, most))
+            if mode == "offload" and most is not None:
+                return replace(plan, rows=max(min(plan.rows, most), 1))
+            return plan
+        return None if has_tiles or plan.activations == "keep" else plan
 
     def retry(
         self,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +23,7 @@ from peftkit.data.rows.lazy import num_tokens, tokens_of_each
 from peftkit.errors import RunError
 from peftkit.events import Notice, Stage
 from peftkit.execution import rng
-from peftkit.execution.environment import used_bytes
+from peftkit.execution.environment import AUTO_SHARE, used_bytes
 from peftkit.execution.out_of_memory import (
     attempt,
     is_compile_error,
@@ -37,15 +37,21 @@ from peftkit.forward.compiler import uncompiled
 from peftkit.kernels.device import free_bytes, gpu_of
 from peftkit.quant.audit import audit
 from peftkit.settings import TrainConfig
-from peftkit.train.fitting import AUTO_SHARE, ActivationBytes, Costs, choose, saved_by
+from peftkit.train.fitting import Costs, choose
 from peftkit.train.optim import STATE_BYTES
 from peftkit.train.step import Trainer
+
+if TYPE_CHECKING:
+    from peftkit.train.saved_bytes import ActivationBytes
 
 BUDGET_SHARE = 0.92
 """Share of the memory budget to plan for; the rest is for fragmentation."""
 
 SAMPLE = 2_000
 """Maximum number of rows whose lengths are measured."""
+
+UNLIMITED = 1 << 62
+"""Tokens, if main memory does not limit them."""
 
 MIN_WORK = {"cpu": 1.2e13, "cuda": 4e16}
 """Minimum of tokens of the run times parameters of the model, per kind of block, to compile."""
@@ -72,6 +78,7 @@ def plan_memory_and_compile(trainer: Trainer, num_steps: int) -> None:
     if trainer.plan.on_gpu or free_bytes() is not None or run.config.memory != "auto":
         median = by_length[len(by_length) // 2]
         saved = _saved(trainer, median)  # also in a resumed run: it warms up the model
+        trainer.fitting.most_offloaded = _most_offloaded(trainer, saved, median)
         if not run.state.measured:
             _refine(trainer, median, saved, by_length[-1])
     run.state.measured = True
@@ -82,12 +89,27 @@ def plan_memory_and_compile(trainer: Trainer, num_steps: int) -> None:
 
 def _saved(trainer: Trainer, row: Any) -> ActivationBytes | None:
     """Count the bytes that one row saves in mode "keep"; None if memory runs out."""
+    from peftkit.train.saved_bytes import saved_by
 
     def count() -> ActivationBytes:
         with rng.untouched(trainer.model, trainer.world.device), trainer.blocks.keeping_all():
-            return saved_by(lambda: trainer.loss([row]), trainer.blocks.blocks)
+            blocks = trainer.blocks
+            return saved_by(lambda: trainer.loss([row]), blocks.blocks, blocks.feed_forward)
 
     return attempt(count, trainer.run.parallel.ran_out)
+
+
+def _most_offloaded(trainer: Trainer, saved: ActivationBytes | None, row: Any) -> int | None:
+    """Return the tokens (rows if they have none) whose blocks' inputs fit into main memory.
+
+    The minimum over all processes, which share it. None: unknown, or nothing can be offloaded.
+    """
+    most, free, world = UNLIMITED, free_bytes(), trainer.world
+    if saved is not None and free is not None and "offload" in trainer.fitting.modes:
+        per_token = sum(saved.inputs) / trainer.fitting.num_positions([row])
+        most = int(AUTO_SHARE * free / world.world_size / max(per_token, 1.0))
+    most = -world.max(-most)
+    return None if most == UNLIMITED else most
 
 
 def _refine(trainer: Trainer, median: Any, saved: ActivationBytes | None, longest: Any) -> None:
@@ -101,21 +123,33 @@ def _refine(trainer: Trainer, median: Any, saved: ActivationBytes | None, longes
     if saved is None or saved_by_longest is None:
         return  # the first step finds a plan that fits
     fitting, memory = trainer.fitting, trainer.run.config.memory
-    costs = fitting.costs((saved, [median]), (saved_by_longest, [longest]))
-    if trainer.world.world_size > 1:
-        costs = [(mode, float(trainer.world.max(math.ceil(cost)))) for mode, cost in costs]
-    plan = choose(fitting.requested, costs, available, fitting.num_positions([longest]))
+    measured = (saved, [median]), (saved_by_longest, [longest])
+    length = fitting.num_positions([longest])
+    can_tile = trainer.blocks.can_tile
+    tile = replace(trainer.plan, tiles=True).tile(length) / length if can_tile else 1
+    costs, tiled = (_agreed(trainer, fitting.costs(*measured, tile=share)) for share in (1, tile))
+    plan = choose(
+        fitting.requested,
+        costs,
+        available,
+        length,
+        tiled=tiled,
+        most_offloaded=fitting.most_offloaded,
+    )
     budget = "free memory" if memory == "auto" else f"train.memory's {memory:g} GB"
     left = size(available, 2) if available > 0 else "nothing"
     problem = f"Weights, optimizer and buffers leave {left} of {budget} for activations."
     if plan is None:
-        raise _too_little(trainer, longest, costs, available, problem)
+        raise _too_little(trainer, longest, tiled, available, problem)
     trainer.use(plan)
     if memory == "auto" and plan == fitting.requested:
         return
     at_once = f"{plan.rows} rows" if plan.tokens is None else f"{plan.tokens:,} tokens"
     less = "" if plan == fitting.requested else " The rows of a step stay the same."
     text = f"So {ACTIVATIONS_IN_WORDS[plan.activations]}, of at most {at_once} at a time.{less}"
+    if plan.activations == "offload" and fitting.most_offloaded is not None:
+        unit = "tokens" if num_tokens(longest) else "rows"
+        text += f" Main memory has room for the inputs of {fitting.most_offloaded:,} {unit}."
     trainer.run.say(Notice(f"{problem} {_in_words(costs, longest)} {text}"))
 
 
@@ -137,6 +171,13 @@ def _available(trainer: Trainer) -> float:
     return -trainer.world.max(-int(free - pending))
 
 
+def _agreed(trainer: Trainer, costs: Costs) -> Costs:
+    """Return the maximum of each cost over all processes."""
+    if trainer.world.world_size == 1:
+        return costs
+    return [(mode, float(trainer.world.max(math.ceil(cost)))) for mode, cost in costs]
+
+
 def _in_words(costs: Costs, row: Any) -> str:
     texts = [f"{size(cost, 2)} if {ACTIVATIONS_IN_WORDS[mode]}" for mode, cost in costs]
     return f"A {'token' if num_tokens(row) else 'row'} takes {', '.join(texts)}."
@@ -147,6 +188,10 @@ def _too_little(
 ) -> RunError:
     mode, cost = min(costs, key=lambda mode_and_cost: mode_and_cost[1])
     fit, length = int(available / cost), num_tokens(longest)
+    most_offloaded = trainer.fitting.most_offloaded
+    if mode == "offload" and most_offloaded is not None and most_offloaded < fit:
+        fit = most_offloaded
+        problem += " Main memory has no room for the longest row's offloaded activations."
     if length:
         source = getattr(longest, "source", "row")
         problem += f" The longest row, {source}, has {length:,} tokens."
@@ -171,7 +216,8 @@ def compile_blocks(trainer: Trainer, num_steps: int) -> None:
     run, config = trainer.run, trainer.run.config
     if trainer.plan.compile is None:
         work = work_of(trainer, num_steps) / trainer.blocks.num_kinds
-        pays = is_worth_it(config, work, trainer.plan.device)
+        # compiled blocks cannot compute the tiles that rows need to fit
+        pays = is_worth_it(config, work, trainer.plan.device) and not trainer.plan.tiles
         trainer.use(replace(trainer.plan, compile=pays))
     if not trainer.plan.compile:
         return

@@ -25,6 +25,8 @@ from peftkit.execution.out_of_memory import (
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.state import State, StepFacts
 from peftkit.forward.blocks import Blocks
+from peftkit.kernels.device import busy_tokens, product_rate
+from peftkit.quant.audit import audit
 from peftkit.tasks.batches import OnDevice, RowTooLarge, too_large
 from peftkit.train.batches import BatchPrefetcher, on_device
 from peftkit.train.diagnosis import Diagnosis, NonFiniteError, diagnose, sources
@@ -73,10 +75,14 @@ class Trainer:
     def __init__(self, run: Run) -> None:
         self.run, self.parameters = run, trainable_parameters(run.model)
         self.model, self.task, self.world = run.model, run.task, run.world
-        config, plan = run.config, run.state.plan
+        config, plan, device = run.config, run.state.plan, self.world.device
         self.optimizer = build_optimizer(self.parameters, config)
         self.prefetcher = BatchPrefetcher(run.task, self.world.device)
         self.blocks = Blocks(run.model, plan)
+        busy = busy_tokens(
+            product_rate(device), audit(run.model).num_parameters, len(self.blocks.blocks)
+        )
+        plan = replace(plan, busy_tokens=self.world.max(busy))
         in_fp16 = plan.on_gpu and plan.dtype == "float16"
         self.fitting = Fitting(
             plan,
@@ -97,7 +103,7 @@ class Trainer:
         if is_exact:
             plan = replace(plan, rows=saved.rows, tokens=saved.tokens, compile=saved.compile)
         if is_exact and saved.activations in self.fitting.modes:  # numbers do not depend on them
-            plan = replace(plan, activations=saved.activations)
+            plan = replace(plan, activations=saved.activations, tiles=saved.tiles)
         state.measured = state.measured and is_exact
         scale.factor, scale.good_steps = state.loss_scale, state.good_steps
         self.run.state = state
@@ -111,8 +117,8 @@ class Trainer:
     def use(self, plan: ExecutionPlan) -> None:
         """Switch to a plan; only `compile_blocks` compiles blocks."""
         self.run.state.plan = plan
-        if plan.activations != self.blocks.activations:
-            self.blocks.set_activations(plan.activations)
+        if (plan.activations, plan.tiles) != (self.blocks.activations, self.blocks.tiles):
+            self.blocks.set_activations(plan.activations, tiles=plan.tiles)
         if self.blocks.compiled and not plan.compile:
             self.blocks.compile(False)
 

@@ -26,11 +26,14 @@ def estimator_of(model: str, tokens: int, card: float) -> MemoryEstimator:
 
 @pytest.mark.slow
 def test_a_card_without_room_is_told_and_another_has_the_longest_row_of_its_plan():
-    resident, streamed = fits.rows_of(["gpt2"], (0, 1), "nf4", 256)
+    resident, inputs, streamed, weights = fits.rows_of(["gpt2"], (0, 1), "nf4", 256)
     assert resident[:2] == ["gpt2", "no"]
     assert streamed[:2] == ["gpt2, streamed", "no"]
-    assert not resident[3]
-    assert streamed[3]
+    assert inputs[1] == weights[1] == ""
+    assert float(inputs[2]) == pytest.approx(
+        int(resident[2].replace(",", "")) * 12 * 768 * 2 / 1e9, abs=0.05
+    )
+    assert weights[2]
     estimator = estimator_of("gpt2", 256, 1)
     assert resident[2] == f"{max(way.longest_row for way in estimator.strategies()):,}"
 
@@ -42,10 +45,12 @@ def test_long_rows_are_extrapolated_from_near(monkeypatch, tokens):
     def bytes_of(length: int) -> int:
         return 4_000 * length + 36_000 * max(length - 2048, 0)
 
-    def count(steps: StepEstimator, rows: int, length: int, mode: str) -> StepCount:
+    def count(steps: StepEstimator, rows: int, length: int, mode: str, *, tiles: bool) -> StepCount:
         return StepCount({"activations": rows * bytes_of(length)}, 1, 0)
 
-    def bytes_per_token(steps: StepEstimator, rows: int, length: int, mode: str) -> float:
+    def bytes_per_token(
+        steps: StepEstimator, rows: int, length: int, mode: str, *, tiles: bool
+    ) -> float:
         return (bytes_of(length) - bytes_of(length // 4)) / (length - length // 4)
 
     monkeypatch.setitem(
@@ -53,6 +58,7 @@ def test_long_rows_are_extrapolated_from_near(monkeypatch, tokens):
     )
     monkeypatch.setattr(StepEstimator, "count", count)
     monkeypatch.setattr(StepEstimator, "bytes_per_token", bytes_per_token)
+    monkeypatch.setattr(StepEstimator, "main_bytes_per_token", lambda *_: 0.0)
     longest = []
     for card in (2, 4, 8):
         estimator = estimator_of("tiny", tokens, card)

@@ -5,7 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from peftkit.execution.plan import Activations, ExecutionPlan, activation_modes, plan_from
+from peftkit.execution.plan import (
+    Activations,
+    ExecutionPlan,
+    activation_modes,
+    plan_from,
+)
+from peftkit.kernels.device import busy_tokens
 from peftkit.train.fitting import Fitting, choose
 
 COSTS: list[tuple[Activations, float]] = [("keep", 10.0), ("recompute", 4.0), ("offload", 2.0)]
@@ -46,17 +52,70 @@ def test_rows_without_tokens_are_planned_by_rows():
     [
         (10 * 8000, ("keep", 8000)),
         (10 * 5000, ("keep", 5000)),
-        (10 * 4000, ("recompute", None)),  # 4,000 tokens would leave the GPU waiting
+        (10 * 4000, ("recompute", None)),  # 4,000 tokens would leave this GPU waiting
         (4 * 5000, ("recompute", 5000)),
         (4 * 4000, ("recompute", 4000)),  # and so do these, but nothing takes more
     ],
 )
 def test_a_gpu_recomputes_first(available, expected):
     costs: list[tuple[Activations, float]] = [("keep", 10.0), ("recompute", 4.0)]
-    requested = ExecutionPlan(device="cuda", rows=200)
+    requested = ExecutionPlan(device="cuda", rows=200, busy_tokens=4096)
     chosen = choose(requested, costs, available, 50)
     assert chosen is not None
     assert (chosen.activations, chosen.tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("teraflops", "parameters", "blocks", "expected"),
+    [
+        (132, 8.0e9, 32, 660),  # an 8B on an RTX 4090
+        (780, 8.0e9, 32, 3900),  # on an H100
+        (132, 0.49e9, 24, 4096),  # a 0.5B
+        (20, 8.0e9, 32, 512),  # on an RTX 3060
+        (0, 8.0e9, 32, 1),  # on a CPU
+    ],
+)
+def test_tokens_that_keep_a_card_busy_follow_from_model_and_card(
+    teraflops, parameters, blocks, expected
+):
+    assert busy_tokens(teraflops * 1e12, int(parameters), blocks) == expected
+
+
+def test_an_8b_keeps_its_activations_on_24_gb():
+    """In nf4 it keeps 4.53 MB a token; 16.3 GB are left, and 660 tokens keep the card busy."""
+    costs: list[tuple[Activations, float]] = [
+        *(("keep", 4.53e6), ("recompute", 0.405e6), ("offload", 0.19e6))
+    ]
+    requested = ExecutionPlan(device="cuda", rows=8, tokens=16_384, busy_tokens=660)
+    chosen = choose(requested, costs, 16.3e9, 1024)
+    assert chosen is not None
+    assert (chosen.activations, chosen.tokens) == ("keep", 3598)
+
+
+def test_tiles_and_main_memory_are_the_last_resort():
+    """Recomputed blocks repeat a product for tiles; offloaded inputs need main memory."""
+    tiled: list[tuple[Activations, float]] = [("keep", 10.0), ("recompute", 2.0), ("offload", 1.0)]
+    requested = ExecutionPlan(rows=4, tokens=200)
+
+    def chosen(available: float, most: int | None = None) -> tuple[str, bool, int | None] | None:
+        plan = choose(requested, COSTS, available, 80, tiled=tiled, most_offloaded=most)
+        return None if plan is None else (plan.activations, plan.tiles, plan.tokens)
+
+    assert chosen(320) == ("recompute", False, 80)
+    assert chosen(200) == ("offload", False, 100)
+    assert chosen(200, most=90) == ("offload", False, 90)
+    assert chosen(200, most=70) == ("recompute", True, 100)
+    assert chosen(159) == ("offload", True, 159)
+    assert chosen(159, most=79) is None
+    fitting = fitting_of(requested, ALL, 80)
+    fitting.most_offloaded = 100
+    rows = [[SimpleNamespace(input_ids=range(80))]]
+    smaller = fitting.smaller(replace(requested, activations="recompute"), rows)
+    assert smaller is not None
+    assert (smaller.activations, smaller.tiles, smaller.tokens) == ("offload", True, 100)
+    last = replace(smaller, tiles=False)  # counted to fit, and one row still ran out
+    assert fitting.smaller(last, rows) == smaller
+    assert fitting.smaller(smaller, rows) is None
 
 
 def fitting_of(plan: ExecutionPlan, modes: tuple[Activations, ...], length: int) -> Fitting:
@@ -94,7 +153,8 @@ def test_one_row_longer_than_the_limit_does_not_keep_the_limit_where_it_is():
 
 
 def test_a_gpu_is_kept_busy_as_long_as_another_step_takes_less():
-    chosen = steps(ExecutionPlan(device="cuda", rows=16, tokens=16_384), ALL, 1024)
+    plan = ExecutionPlan(device="cuda", rows=16, tokens=16_384, busy_tokens=4096)
+    chosen = steps(plan, ALL, 1024)
     shown = [(plan.activations, plan.tokens) for plan in chosen]
     most = [16_384, 8192, 4096]
     assert shown == [

@@ -16,6 +16,7 @@ from peftkit.execution.environment import select_device, used_bytes
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.forward.blocks import Blocks
+from peftkit.kernels import device
 from peftkit.kernels.device import GPUS, forked_generators, gpu_of, in_float64, local_gpu
 from peftkit.planning.step_estimator import StepEstimator
 from peftkit.recipe import Recipe
@@ -102,6 +103,21 @@ def test_its_generator_is_saved_and_set_again(apple):
     rng.restore(before, MPS)
     assert torch.equal(apple.state, torch.arange(8, dtype=torch.uint8))
     rng.restore({n: t for n, t in before.items() if n != "mps"}, MPS)  # saved on a CPU
+
+
+def test_cached_files_count_as_free_memory(tmp_path, monkeypatch):
+    """A container that has read 6 GB of weights from its disk has not used them up."""
+    monkeypatch.setattr(device, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(device, "CGROUP", tmp_path)
+    (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable: 20000000 kB\n")
+    assert device.free_bytes() == 20_480_000_000
+    (tmp_path / "memory.current").write_text("7000000000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert device.free_bytes() == 20_480_000_000
+    (tmp_path / "memory.max").write_text("8000000000\n")
+    assert device.free_bytes() == 1_000_000_000
+    (tmp_path / "memory.stat").write_text("anon 1000000000\nactive_file 2000\ninactive_file 6000\n")
+    assert device.free_bytes() == 1_000_008_000
 
 
 def test_numbers_come_to_any_device():

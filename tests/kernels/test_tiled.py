@@ -75,7 +75,7 @@ def test_gradients_equal_those_without_tiles(method, family, kind, monkeypatch):
         keep_copies(model, 0)
     moved(model, METHODS[method])
     blocks = Blocks(model)
-    blocks.set_activations("recompute")
+    blocks.set_activations("recompute", tiles=True)
     expected = gradients(model)
     monkeypatch.setattr(plan, "TILE", 5)
     values = gradients(model)
@@ -92,7 +92,7 @@ def test_dropout_of_a_tile_repeats_in_backward(monkeypatch):
     model: Any = moved(ARCHITECTURES["llama"](), LoRA(rank=3, dropout=0.5))
     layer = model.model.layers[0].mlp
     blocks = Blocks(model)
-    blocks.set_activations("recompute")
+    blocks.set_activations("recompute", tiles=True)
     x = torch.randn(1, 12, 32, dtype=torch.float32)
     b = layer.down_proj.lora_B
     torch.manual_seed(5)
@@ -116,7 +116,7 @@ def test_recomputation_ends_before_the_feed_forward(monkeypatch):
         lambda module, args, out: seen.append(out.shape[1])
     )
     blocks = Blocks(model)
-    blocks.set_activations("recompute")
+    blocks.set_activations("recompute", tiles=True)
     loss(model, inputs(model)).backward()
     assert seen == [5, 5, 2] * 2  # once forward, once again tile by tile
     blocks.restore()
@@ -133,12 +133,12 @@ def test_computing_between_two_steps_keeps_the_tiles(monkeypatch):
         lambda module, args, out: seen.append(out.shape[1])
     )
     run = Blocks(model)
-    run.set_activations("recompute")
+    run.set_activations("recompute", tiles=True)
     between = Blocks(model)
     between.set_activations("keep")
     loss(model, inputs(model)).backward()
     assert seen == [12]
-    between.set_activations("recompute")
+    between.set_activations("recompute", tiles=True)
     between.restore()
     seen.clear()
     loss(model, inputs(model)).backward()

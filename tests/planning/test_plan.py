@@ -241,6 +241,11 @@ def test_command_prints_a_verdict_or_json(folder, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert any("It fits" in line for line in lines)
+    assert "main" not in lines[1]
+    assert run([*asked[:-2], "--set", "train.gradient_checkpointing=true"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "main" in lines[1]
     assert run(["plan", str(folder / "none.yaml")]) == 2
     assert run([*asked[:3], "8Q"]) == 2
     assert "8Q" in capsys.readouterr().err

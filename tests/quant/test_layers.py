@@ -10,7 +10,9 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from peftkit.errors import BaseError
+from peftkit.kernels import checked
 from peftkit.kernels import packed as packed_module
+from peftkit.kernels.checked import CheckedProduct
 from peftkit.model.places import linear_shape
 from peftkit.quant.copies import keep_copies
 from peftkit.quant.layers import QuantizedLinear, pack
@@ -86,13 +88,38 @@ def test_without_a_gradient_a_gpu_reads_the_packed_weight(kind, double, dtype, b
     plain, x = dequantized(quantized), torch.randn(3, 5, 192).to(dtype)
     unpacked = []
     monkeypatch.setattr(packed_module, "_has_gemm", lambda x, form, dtype: True)  # its CPU form
-    monkeypatch.setattr(packed_module, "unpack", lambda *args: unpacked.append(args))
+    monkeypatch.setattr(checked, "GEMM", CheckedProduct())
     with torch.no_grad():
+        quantized(x)  # the first product is compared with the one of the unpacked weight
+        monkeypatch.setattr(packed_module, "unpack", lambda *args: unpacked.append(args))
         found = quantized(x)
     torch.testing.assert_close(found, plain(x))
     assert found.dtype == dtype
     assert not unpacked
     torch.testing.assert_close(quantized(x), plain(x))  # whose input needs none
+
+
+@pytest.mark.skipif(not HAS_GEMM, reason="bitsandbytes has this product since 0.50")
+@pytest.mark.parametrize("num_rows", [1, 5, 90])
+def test_a_wrong_product_of_a_gpu_is_replaced(num_rows, monkeypatch, caplog):
+    """As on gfx1100: garbage without an error."""
+    _, quantized = layer("nf4", shape=(40, 192))
+    plain, x = dequantized(quantized), torch.randn(num_rows, 192)
+    gemm, calls = packed_module._gemm_4bit, []
+
+    def wrong(*args):
+        calls.append(args)
+        return gemm(*args).flip(-1)
+
+    monkeypatch.setattr(packed_module, "_has_gemm", lambda x, form, dtype: True)
+    monkeypatch.setattr(packed_module, "_gemm_4bit", wrong)
+    monkeypatch.setattr(checked, "GEMM", CheckedProduct())
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(quantized(x), plain(x))
+    assert len(calls) == 1
+    assert "Update bitsandbytes" in caplog.text
+    assert checked.GEMM.fallback is not None
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -19,13 +20,17 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
-from peftkit.kernels import fused
+from peftkit.execution import gpu_support
+from peftkit.kernels import checked, fused
+from peftkit.kernels import device as device_kinds
 from peftkit.train import fallbacks, loop
 from tests.simulated_gpu import tensors
 from tests.simulated_gpu.real import REAL, real_card
 from tests.simulated_gpu.tensors import Card, CudaTensor, Kernels
 
 STREAMS: list[Stream] = []
+ALLOCATOR = "_accelerator_setAllocatorSettings"
+WSL_RELEASE = "5.15.167.4-microsoft-standard-WSL2"
 ONE_AT_A_TIME = threading.RLock()
 _device_constructors()  # torch lists its functions once, and must find them as they are
 
@@ -170,16 +175,28 @@ class Recording:
     """torch.cuda.graph: records what is launched; whatever makes the host wait is an error.
 
     As torch's, one that breaks off ends in an error of its own, and the thread stays on the stream
-    that was recorded.
+    that was recorded. A pool whose last graph is gone is refused: with expandable segments torch
+    keeps it, and asserts that a graph uses it. Without a stream all processes' recordings share
+    the one of the card that recorded first.
     """
 
-    def __init__(self, graph: Graph, **_: Any) -> None:
-        self._graph, self._before = graph, None
+    def __init__(
+        self, graph: Graph, pool: Any = None, stream: Stream | None = None, **_: Any
+    ) -> None:
+        self._graph, self._before, self._pool = graph, None, pool
+        card = tensors.CARD
+        if stream is None:
+            card.capture_stream = card.capture_stream or Stream(card.current, is_default=True)
+        self._stream: Stream = stream or card.capture_stream
 
     def __enter__(self) -> None:
-        tensors.CARD.wait("torch.cuda.graph()")
-        self._before, tensors.CARD.stream = tensors.CARD.stream, Stream(is_default=True)
-        tensors.CARD.graph = self._graph
+        card = tensors.CARD
+        card.wait("torch.cuda.graph()")
+        if torch.device("cuda", card.current) != tensors._device(self._stream.device):
+            raise RuntimeError("CUDA error: the stream that is captured is of another device")
+        card.pools.begin(self._graph, self._pool)
+        self._before, card.stream = card.stream, Stream(is_default=True)
+        card.graph = self._graph
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         tensors.CARD.graph = None
@@ -268,6 +285,7 @@ def _answers(card: Card) -> dict[str, Any]:
         "memory_stats": lambda *_, **__: {"num_alloc_retries": card.retries},
         "set_per_process_memory_fraction": cap,
         "host_memory_stats": lambda: {"allocated_bytes.current": card.pinned.held},
+        "get_arch_list": lambda: list(card.arch_list),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "manual_seed": nothing,
@@ -281,7 +299,7 @@ def _answers(card: Card) -> dict[str, Any]:
         "is_current_stream_capturing": lambda: card.graph is not None,
         "CUDAGraph": Graph,
         "graph": Recording,
-        "graph_pool_handle": lambda: (0, 1),
+        "graph_pool_handle": card.pools.handle,
     }
 
 
@@ -388,6 +406,13 @@ def simulated(card: Card | None = None, kernels: Callable[[], Kernels] = Kernels
     with ExitStack() as stack:
         patch = mock.patch.object
         stack.enter_context(patch(tensors, "CARD", card))
+        without = device_kinds.WITHOUT_FLOAT64 + ("cuda",) * (not card.has_float64)
+        stack.enter_context(patch(device_kinds, "WITHOUT_FLOAT64", without))
+        stack.enter_context(patch(gpu_support, "SEGMENTS", gpu_support.Segments()))
+        stack.enter_context(patch(checked, "GEMM", checked.CheckedProduct()))
+        if card.is_wsl:
+            stack.enter_context(patch(platform, "release", lambda: WSL_RELEASE))
+        stack.enter_context(patch(torch._C, ALLOCATOR, card.set_allocator))
         launcher = fused.Launcher(BrokenKernels() if card.broken else None)
         stack.enter_context(patch(fused, "TRITON", launcher))
         stack.enter_context(patch(loop, "TRITON", launcher))

@@ -12,6 +12,7 @@ memory must stay as it is until the host next waits; `Card.wait` checks that.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
@@ -27,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peftkit.kernels.fused import norm_gradient
+from tests.simulated_gpu.graph_pools import GraphPools
 from tests.simulated_gpu.pinned import PinnedHeap
 
 COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
@@ -78,11 +80,24 @@ class Card:
     waits: list[Wait] = field(default_factory=list)
     operators: Counter[str] = field(default_factory=Counter)
     pinned: PinnedHeap = field(default_factory=PinnedHeap)
+    has_segments: bool = True
+    """Whether its driver maps expandable segments; WSL2, vGPU and Jetson do not."""
+    is_wsl: bool = False
+    arch_list: tuple[str, ...] = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
+    full_says: str | None = None
+    """The message of a RuntimeError of a full card; None: torch's OutOfMemoryError."""
+    allocator: str | None = None
+    """Settings of torch's allocator; None: the environment's."""
+    has_float64: bool = True
+    """Apple's cards have none."""
     broken: frozenset[str] = frozenset()
     """Operators of kernels/fused.py whose Triton kernels raise."""
     default_stream: Any = None
     graph: Any = None
     """The one that is recorded now."""
+    capture_stream: Any = None
+    """torch.cuda.graph's default one: of the process, on the card that recorded first."""
+    pools: GraphPools = field(default_factory=GraphPools)
     host_tasks: list[Callable[[], None]] = field(default_factory=list)
     """What is done when the host next waits."""
     _known: dict[int, Any] = field(default_factory=dict)
@@ -105,6 +120,17 @@ class Card:
     @current.setter
     def current(self, number: int) -> None:
         self._chosen.current = number
+
+    def set_allocator(self, settings: str) -> None:
+        """Change the settings of torch's allocator."""
+        self.allocator = settings
+
+    def _refuse_segments(self) -> None:
+        """Raise what an allocation raises without expandable segments, if they are enabled."""
+        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        found = next(filter(None, (self.allocator, *(os.environ.get(name) for name in names))), "")
+        if (self.is_wsl or not self.has_segments) and "expandable_segments:True" in found:
+            raise torch.AcceleratorError("CUDA driver error: operation not supported")
 
     def reset(self) -> None:
         """Begin to count anew."""
@@ -134,9 +160,12 @@ class Card:
         key, size = id(storage), -(-storage.nbytes() // 512) * 512  # as CUDA's allocator rounds
         if not size or key in self._known:
             return
+        self._refuse_segments()
         if self.reserved + size > self.memory > self.allocated + size:
             self.retries, self.reserved = self.retries + 1, self.allocated  # given back first
         if self.allocated + size > self.memory:
+            if self.full_says is not None:
+                raise RuntimeError(self.full_says)
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes.")
 
         def gone() -> None:
@@ -460,6 +489,8 @@ class Kernels(TorchDispatchMode):
         if CARD.graph is not None:
             CARD.graph.keep(func, args, kwargs)
         out = _run(func, name, args, kwargs, ours, place)
+        if not CARD.has_float64 and any(t.dtype == torch.float64 for t in _tensors(out)):
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype. Please use float32")
         if CARD.graph is not None:
             CARD.graph.note(func, args, kwargs, out)
         self.launched(func, name, args, kwargs, out)

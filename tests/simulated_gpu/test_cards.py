@@ -5,6 +5,8 @@ the process takes as much of it as CUDA's context does. So plans and limits meet
 there; the simulated card refuses what it does not hold.
 """
 
+import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +98,16 @@ def test_servers_use_any(cards, base, weights, tmp_path):
             assert (card.peak < 0.9 * peak) == (gigabytes == 8), "fewer at a time, or as many"
 
 
-def learnt(folder: Path, base: Path) -> tuple[list[float], list[str]]:
-    """Return the losses and rewards of three steps of GRPO, and the notices."""
+def learnt(
+    folder: Path, base: Path, num_steps: int = 3, after_step: Callable[[], object] = bool
+) -> tuple[list[float], list[str]]:
+    """Return the losses and rewards of some steps of GRPO, and the notices."""
     figures: list[float] = []
     notices: list[str] = []
 
     def listen(event: Event) -> None:
         if isinstance(event, StepDone):
+            after_step()
             figures.extend((event.loss, event.figures["reward"]))
         elif isinstance(event, Notice):
             notices.append(event.text)
@@ -119,7 +124,7 @@ def learnt(folder: Path, base: Path) -> tuple[list[float], list[str]]:
         data={"train": str(folder / "rows.jsonl"), "max_length": 64},
         train={
             "output_dir": folder / "out",
-            "max_steps": 3,
+            "max_steps": num_steps,
             "batch_size": 2,
             "learning_rate": 0.02,
             "compile": False,
@@ -140,3 +145,20 @@ def test_grpo_is_equal_on_all_cards(gigabytes, base, weights, tmp_path):
         assert card.peak <= card.memory
     assert figures == pytest.approx(expected, abs=1e-3)
     assert any("too little memory" in notice for notice in notices) == (gigabytes == 8)
+
+
+@pytest.mark.slow
+def test_grpo_leaves_no_cache_on_the_card(base, weights, tmp_path, monkeypatch):
+    """20 steps without a garbage collection: each opens an engine, whose cache was 256 KiB more."""
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"what is {n}?"} for n in range(8)])
+    allocated: list[int] = []
+    with simulated(card_of(24, weights)) as card:
+        gc.collect()
+        gc.disable()
+        try:
+            _, notices = learnt(tmp_path, base, 20, lambda: allocated.append(card.allocated))
+        finally:
+            gc.enable()
+    print(allocated, notices)
+    assert len(set(allocated[4:])) == 1, allocated  # the first steps allocate buffers
+    assert not notices

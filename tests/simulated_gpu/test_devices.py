@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.base.load import load_base
-from peftkit.execution.environment import SEGMENTS, as_current, select_device
+from peftkit.execution import gpu_support
+from peftkit.execution.environment import as_current, select_device
+from peftkit.execution.gpu_support import DISABLED, gpu_fallbacks
+from peftkit.execution.gpu_support import ENABLED as SEGMENTS
+from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.execution.world import World
 from peftkit.forward.attention_kernels import KERNELS, Call
 from peftkit.kernels import fused
@@ -63,6 +67,109 @@ def test_allocator_settings_join_those_of_the_user(given, expected, monkeypatch)
         # lets torch 2.13 hand out blocks that are too small
         assert not {key for key in keys if key.startswith("pinned_")}
     torch._C._accelerator_setAllocatorSettings("")
+
+
+@pytest.fixture
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the allocator's environment variables out, and as they were."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
+
+
+@pytest.mark.usefixtures("no_settings")
+def test_wsl_allocates_without_expandable_segments(tmp_path):
+    with simulated(Card(is_wsl=True)):
+        select_device()
+        found, _ = train("cuda", tmp_path)
+        assert gpu_fallbacks() == []
+    assert len(found.losses) == 2
+
+
+@pytest.mark.usefixtures("no_settings")
+def test_a_driver_without_expandable_segments_is_noticed(model_folder, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    notices: list[str] = []
+    with simulated(Card(has_segments=False)) as card:
+        base = load_base(
+            str(model_folder), on_event=lambda e: notices.append(getattr(e, "text", ""))
+        )
+        assert base.device.type == "cuda"
+        assert card.allocator == f"max_split_size_mb:128,{DISABLED}"
+        assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == card.allocator
+    (notice,) = [text for text in notices if "segments" in text]
+    assert "operation not supported" in notice
+    assert "Update the driver" in notice
+
+
+@pytest.mark.parametrize(
+    ("files", "cuda", "words"),
+    [
+        (("nvidia0",), None, "is for CPUs only"),
+        (("nvidia0",), "13.0", "Update the NVIDIA driver"),
+        (("dxg",), "13.0", "Update the NVIDIA driver"),
+        (("kfd",), None, "is for CPUs only"),
+        (("null",), "13.0", ""),
+    ],
+)
+def test_a_gpu_that_torch_does_not_find_is_noticed(
+    files, cuda, words, model_folder, tmp_path, monkeypatch
+):
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(gpu_support, "DEVICES", tmp_path)
+    monkeypatch.setattr(gpu_support.shutil, "which", lambda name: None)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    for name in gpu_support.HIDING:
+        monkeypatch.delenv(name, raising=False)
+    notices: list[str] = []
+    load_base(str(model_folder), on_event=lambda e: notices.append(getattr(e, "text", "")))
+    found = [text for text in notices if "is not used" in text]
+    assert len(found) == bool(words)
+    assert all(words in text and "tens of times slower" in text for text in found)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
+    assert gpu_fallbacks() == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch_list", "is_noticed"),
+    [
+        ((7, 0), ("sm_75", "sm_80", "sm_120"), True),
+        ((7, 5), ("sm_75", "sm_80", "sm_120"), False),
+        ((9, 0), ("sm_80", "sm_90a", "compute_120"), False),
+        ((6, 1), (), False),
+    ],
+)
+def test_a_card_older_than_torch_is_noticed(capability, arch_list, is_noticed):
+    with simulated(Card(capability=capability, arch_list=arch_list, name="Tesla V100")):
+        found = gpu_fallbacks()
+    assert len(found) == is_noticed
+    assert all("Tesla V100 is too old" in one.text and "12.6" in one.text for one in found)
+
+
+NVML = 'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "CUDACachingAllocator.cpp":1124'
+CUBLAS = "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+
+
+@pytest.mark.parametrize("text", [NVML, CUBLAS, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"])
+def test_a_card_that_is_full_in_other_words_gets_a_smaller_plan(text, tmp_path):
+    with simulated() as card:
+        expected, _ = train("cuda", tmp_path)
+        needed = card.peak
+    with simulated(Card(memory=int(0.8 * needed), full_says=text)):
+        found, _ = train("cuda", tmp_path)
+    assert found.notices
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+
+
+def test_a_library_that_fails_on_an_empty_card_is_not_out_of_memory():
+    engine = "Unable to find an engine to execute this computation"
+    with simulated(Card(memory=80 * 10**9)):
+        assert not is_out_of_memory(RuntimeError(CUBLAS))
+        assert not is_out_of_memory(RuntimeError(engine))
+    with simulated(Card(memory=10**8)):
+        assert is_out_of_memory(RuntimeError(CUBLAS))
+        assert is_out_of_memory(RuntimeError(engine))
+    assert not is_out_of_memory(RuntimeError(CUBLAS))
 
 
 @pytest.mark.parametrize("names", [("gated",), ("gated_backward", "rotated"), None])

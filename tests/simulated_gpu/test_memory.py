@@ -6,15 +6,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from benchmarks.plan import Measured, planned, reckoner_of
+from peftkit.errors import RunError
+from peftkit.execution import plan
 from peftkit.execution.plan import Activations
 from peftkit.forward import offload
 from peftkit.forward.blocks import Blocks
 from peftkit.forward.offload import Offload
-from peftkit.train import loop
+from peftkit.train import loop, memory
+from peftkit.train.fitting import choose
 from peftkit.train.step import Trainer
 from tests.helpers.families import llama
+from tests.simulated_gpu import same
 from tests.simulated_gpu.same import make_model, train
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
@@ -106,6 +111,41 @@ def test_two_inputs_at_most_are_on_the_card(card):
     del hidden
 
 
+def test_offloaded_inputs_share_pinned_memory(card):
+    """A power of two for each of 12 inputs of 4.5 MiB would be 96 MiB; they take two chunks."""
+    size, num_blocks = (9 << 20) // 16, 12
+    offloaded = Offload()
+    for _ in range(3):
+        hidden = chain(offloaded, num_blocks, size)
+        hidden.sum().backward()
+        del hidden
+    assert card.pinned.held == 2 << 25
+    chain(offloaded, 2, 3).sum().backward()  # small inputs reuse the chunks
+    assert card.pinned.held == 2 << 25
+
+
+def test_inputs_that_do_not_fit_one_chunk_come_back(card, monkeypatch):
+    """Pages of several chunks, some of them adjacent, are one input."""
+    monkeypatch.setattr(offload, "PAGE", 64)
+    monkeypatch.setattr(offload, "CHUNK", 256)
+    memory = offload.PinnedPages()
+    stream = offload.TransferStream(torch.device("cuda", 0))
+    stream.memory = memory
+    values = [torch.randn(size) for size in (40, 3, 200, 64)]
+    for order in ((0, 1, 2, 3), (3, 1, 0, 2), (2, 0, 1, 3)):
+        copies = [stream.send(values[n].to("cuda")) for n in order]
+        del copies[1]  # its pages lie between those of others
+        kept = [order[0], *order[2:]]
+        copies.append(stream.send(values[2].to("cuda")))
+        for n, copy in zip([*kept, 2], copies, strict=True):
+            back, arrived = stream.fetch(copy)
+            torch.cuda.current_stream().wait_event(arrived)
+            assert torch.equal(on_cpu(back), values[n])
+    assert max(len(copy.pieces) for copy in copies) > 1
+    # two lists of copies are alive at a time: 54 pages, in chunks of four
+    assert memory.num_bytes == card.pinned.held == 14 * 256
+
+
 @pytest.mark.parametrize("forgotten", ["arriving", "leaving"])
 def test_a_missing_wait_is_detected(card, forgotten, monkeypatch):
     """The simulation would show a stream that is not waited for."""
@@ -143,6 +183,56 @@ def test_memory_that_is_given_is_planned_on_a_card(tmp_path):
     with simulated():
         found, _ = train("cuda", tmp_path, memory=0.0012)
     assert "of train.memory's 0.0012 GB" in found.notices[0]
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+
+
+def test_offloaded_inputs_are_planned_within_main_memory(tmp_path, monkeypatch):
+    calls: list[tuple[Any, Any]] = []
+
+    def noted(*args: Any, **named: Any) -> Any:
+        calls.append((args, named))
+        return choose(*args, **named)
+
+    config = llama(num_hidden_layers=5)  # of two blocks, both inputs are on the card
+    monkeypatch.setitem(same.FAMILIES, "deep", lambda: LlamaForCausalLM(config))
+    monkeypatch.setattr(memory, "choose", noted)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 1_000_000)
+    with simulated():
+        expected, _ = train("cuda", tmp_path, family="deep")
+        (_, costs, _, longest), named = calls[0]
+        per_token = 5 * config.hidden_size * 4
+        most = named["most_offloaded"]  # rows are padded by up to a tenth
+        assert 0.9 * 0.8 * 1_000_000 / per_token < most <= 0.8 * 1_000_000 / per_token
+        offload = dict(costs)["offload"]
+        monkeypatch.setattr(memory, "_available", lambda trainer: 1.01 * longest * offload)
+        found, _ = train("cuda", tmp_path, family="deep")
+        monkeypatch.setattr(memory, "free_bytes", lambda: per_token * longest)  # 0.8 of it is used
+        with pytest.raises(RunError) as caught:
+            train("cuda", tmp_path, family="deep")
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+    assert "recomputed from main memory" in found.notices[0]
+    assert f"Main memory has room for the inputs of {most:,} tokens" in found.notices[0]
+    assert "Main memory has no room" in str(caught.value)
+
+
+def test_a_row_that_fits_in_tiles_is_trained(tmp_path, monkeypatch):
+    """The run counts what tiles spare; otherwise it refuses rows that its plan says would fit."""
+    calls: list[tuple[Any, Any]] = []
+
+    def noted(*args: Any, **named: Any) -> Any:
+        calls.append((args, named))
+        return choose(*args, **named)
+
+    monkeypatch.setattr(plan, "TILE", 4)
+    monkeypatch.setattr(memory, "choose", noted)
+    with simulated():
+        expected, _ = train("cuda", tmp_path)
+        (_, costs, _, longest), named = calls[0]
+        needed, in_tiles = (min(c for _, c in each) for each in (costs, named["tiled"]))
+        assert in_tiles < 0.8 * needed
+        between = longest * (needed + in_tiles) / 2
+        monkeypatch.setattr(memory, "_available", lambda trainer: between)
+        found, _ = train("cuda", tmp_path)
     assert found.losses == pytest.approx(expected.losses, rel=1e-4)
 
 

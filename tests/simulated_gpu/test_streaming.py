@@ -141,6 +141,33 @@ def test_weights_share_pinned_memory_instead_of_being_rounded_up_each(card):
         assert torch.equal(tensor, values)
 
 
+def test_mapped_weights_are_pinned_if_main_memory_has_room(folders, monkeypatch):
+    """The second run opens the base from the cache; it is as fast as the first one."""
+    pack_base(str(folders["llama"]), dtype="fp32")
+    _, expected = steps(folders["llama"], "cpu", "recompute", True, count=1)
+    numbers = []
+    for room in (1 << 30, 30_000, 0):
+        with simulated() as card:
+            monkeypatch.setattr(
+                transfer, "free_bytes", lambda room=room, card=card: room - card.pinned.held
+            )
+            ran = steps(folders["llama"], "cuda", "recompute", True, count=1)
+            units = [block.unit for block in next(ran).block_stream._blocks]
+            numbers.append(sum(unit.is_pinned for unit in units))
+            assert card.pinned.held <= room / 2
+            found = next(ran)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-4)
+    assert numbers[0] == LAYERS > numbers[1] > numbers[2] == 0
+
+
+def test_a_streamed_base_is_packed_on_the_card(folders, card):
+    model = next(steps(folders["llama"], "cuda", "recompute", False))
+    assert card.operators["quantize_4bit"] == LAYERS * 7
+    host = model.block_stream._blocks[0].host
+    assert all(tensor.device.type == "cpu" for tensor in host)
+
+
 def test_an_unpinnable_streamed_base_uses_the_ring_buffer(folders):
     _, expected = steps(folders["llama"], "cpu", "recompute", False, count=1)
     with simulated() as card:

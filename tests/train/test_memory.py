@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from peftkit.adapter import attach
 from peftkit.errors import RunError
 from peftkit.events import Event, StepDone
 from peftkit.execution.environment import used_bytes
 from peftkit.execution.plan import Activations
 from peftkit.forward.blocks import Blocks
+from peftkit.methods.lora import LoRA
 from peftkit.train import memory
-from peftkit.train.fitting import ActivationBytes, saved_by
+from peftkit.train.saved_bytes import ActivationBytes, saved_by
+from tests.helpers.families import FAMILIES
 from tests.helpers.toy import (
     CausalTask,
     Deep,
@@ -68,6 +71,27 @@ def test_what_is_needed_under_each_way():
     assert saved.needed("recompute") == 7 + 60 + 2 * 300
     assert saved.needed("offload") == 7 + 50 + 2 * 300
     assert ActivationBytes(7, (), ()).needed("keep") == 7
+
+
+def test_tiles_spare_the_feed_forward_of_recomputed_blocks():
+    saved = ActivationBytes(7, (100, 300, 200), (10, 30, 20), tiled=(80, 200, 160))
+    assert saved.needed("keep", 0.25) == saved.needed("keep")
+    assert saved.needed("recompute", 0.25) == 7 + 60 + 2 * 150
+    assert saved.needed("recompute", 1.0) == 7 + 60 + 2 * 300
+
+
+def test_what_feed_forward_modules_save_is_counted_within_their_block():
+    model = FAMILIES["llama"]()
+    attach(model, LoRA(rank=3))
+    blocks, ids = Blocks(model), torch.arange(5, 45)[None]
+    saved = saved_by(
+        lambda: model(input_ids=ids, use_cache=False).logits.sum(),
+        blocks.blocks,
+        blocks.feed_forward,
+    )
+    assert len(saved.tiled) == len(saved.inside) == 2
+    for tiled, inside in zip(saved.tiled, saved.inside, strict=True):
+        assert 0.4 * inside < tiled < 0.9 * inside
 
 
 def test_the_memory_in_use_is_that_of_this_process():
@@ -189,10 +213,6 @@ def test_counting_before_the_first_step_leaves_no_trace(tmp_path):
 
 
 def test_what_is_planned_for_a_transformer_covers_what_its_batches_save(monkeypatch):
-    from peftkit.adapter import attach
-    from peftkit.methods.lora import LoRA
-    from tests.helpers.families import FAMILIES
-
     torch.manual_seed(0)
     model = FAMILIES["llama"]()
     attach(model, LoRA(rank=3, dropout=0.1))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from peftkit.adapter import attach, group_modules, refresh_copies
 from peftkit.base.load import Base
-from peftkit.execution.environment import free_now
+from peftkit.execution.environment import AUTO_SHARE, free_now
 from peftkit.execution.out_of_memory import attempt
 from peftkit.execution.plan import CPU_TOKENS, GPU_TOKENS, Activations, ExecutionPlan
 from peftkit.forward.blocks import Blocks
@@ -30,7 +30,8 @@ from peftkit.serve.tinker.losses import LOSSES, Loss, Settings
 from peftkit.serve.tinker.rows import Datum, DatumTask
 from peftkit.serve.tinker.tenant import Tenant
 from peftkit.tasks.batches import split_micro_batches
-from peftkit.train.fitting import AUTO_SHARE, Costs, Fitting, choose, saved_by
+from peftkit.train.fitting import Costs, Fitting, choose
+from peftkit.train.saved_bytes import saved_by
 
 ROWS = 1024
 """Maximum rows at once."""

@@ -1,0 +1,79 @@
+"""Products of a library that are compared with torch's at their first uses.
+
+On some GPUs a library computes wrong results without an error, as bitsandbytes' gemm_4bit on
+gfx1100 (bitsandbytes issue 2087).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+from peftkit.events import Fallback
+
+TOLERANCE = 0.03
+"""Relative error of a right product; results in 16 bits are rounded by up to 0.4 %."""
+_LOG = logging.getLogger(__name__)
+
+
+class CheckedProduct:
+    """A product that is compared once for each key, with a synchronization.
+
+    Attributes:
+        problem: The first wrong product, in words, or "".
+    """
+
+    def __init__(self) -> None:
+        self.problem = ""
+        self._is_right: dict[Hashable, bool] = {}
+
+    def product(
+        self, key: Hashable, compute: Callable[[], Tensor], expected: Callable[[], Tensor]
+    ) -> Tensor | None:
+        """Return compute(); None if it is wrong, or cannot be compared during a capture.
+
+        Args:
+            key: All properties that may select another kernel.
+            expected: Computes the same by torch.
+        """
+        is_right = self._is_right.get(key)
+        if is_right is False or (is_right is None and _is_capturing()):
+            return None
+        found = compute()
+        if is_right:
+            return found
+        right = expected().float()
+        size = float(right.norm())
+        if not 0 < size < math.inf:  # says nothing about the product
+            return found
+        error = float((found.float() - right).norm()) / size
+        self._is_right[key] = error <= TOLERANCE
+        if self._is_right[key]:
+            return found
+        self.problem = self.problem or f"a result is off by {error:.0%}."
+        _LOG.warning("%s", self.fallback.text if self.fallback else self.problem)
+        return None
+
+    @property
+    def fallback(self) -> Fallback | None:
+        """The fallback, if a product was wrong."""
+        if not self.problem:
+            return None
+        return Fallback(
+            path="Generation unpacks each 4-bit weight for each token",
+            cause=f"bitsandbytes' gemm_4bit is wrong on this GPU: {self.problem}",
+            cost="A token takes several times longer.",
+            fix="Update bitsandbytes.",
+        )
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+GEMM = CheckedProduct()
+"""bitsandbytes' product with packed weights, in this process."""
