@@ -99,7 +99,6 @@ def test_without_a_gradient_a_gpu_reads_the_packed_weight(kind, double, dtype, b
     torch.testing.assert_close(quantized(x), plain(x))  # whose input needs none
 
 
-@pytest.mark.skipif(not HAS_GEMM, reason="bitsandbytes has this product since 0.50")
 @pytest.mark.parametrize("num_rows", [1, 5, 90])
 def test_a_wrong_product_of_a_gpu_is_replaced(num_rows, monkeypatch, caplog):
     """As on gfx1100: garbage without an error."""
