@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from peftkit.adapter import Adapter, attach, check_fits
 from peftkit.base.load import Base, open_base
@@ -46,7 +46,7 @@ from peftkit.train.start import locked, new_run, prepare_output, removed_if_empt
 def run(
     recipe: Recipe,
     *,
-    resume: bool = False,
+    resume: bool | Literal["auto"] = False,
     overwrite: bool = False,
     allow_changes: Sequence[str] = (),
     metrics: Mapping[str, Any] | None = None,
@@ -56,7 +56,8 @@ def run(
     """Train a recipe's adapter and save it to `train.output_dir`.
 
     Args:
-        resume: Continue from the newest valid checkpoint of the output folder.
+        resume: Continue from the newest valid checkpoint of the output folder. auto: if it has
+            one, else start; return the result of a finished run.
         overwrite: Start again in a folder that already holds a run.
         allow_changes: Dotted keys in which a resumed run may differ from its checkpoint.
         metrics: Functions of a completion and its reference that return a float, by name; computed
@@ -71,6 +72,13 @@ def run(
     """
     check_settings(recipe, world_size())
     folder = recipe.train.output_dir
+    if resume == "auto":
+        from peftkit.train.resume import resume_or_result
+
+        state = resume_or_result(recipe, overwrite, on_event)
+        if isinstance(state, Result):
+            return state
+        resume, allow_changes = state, allow_changes if state else ()
     start: dict[str, Any] = {
         "resume": resume,
         "overwrite": overwrite,
@@ -83,7 +91,7 @@ def run(
             from peftkit.train.resume import check_settings_of_resume
 
             check_settings_of_resume(recipe, allow_changes)
-        require_trackers(recipe.train.log_to)
+        require_trackers(recipe.train)
         world.check_equal_across_ranks(
             recipe=flat(recipe.model_dump(mode="json")), version=versions(), command=start
         )
@@ -117,6 +125,10 @@ def run(
             with stop_requests(message=SAVING) as stop:
                 result = replace(result, metrics={**base_metrics, **result.metrics})
                 result = save_result(record, result, on_event=on_event)
+                if result.is_main:
+                    from peftkit.train.finish import finish
+
+                    finish(recipe, result, on_event)
             if stop.signum:
                 raise Interrupted(stop.signum, f"the run is complete; the adapter is in {folder}.")
         if base is not None:
@@ -130,7 +142,7 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
     Raises:
         PeftkitError: The first error that would have stopped the run.
     """
-    require_trackers(recipe.train.log_to)
+    require_trackers(recipe.train)
     check_folder(recipe.train.output_dir)
     plan = resolve_plan(recipe, on_event)
     record = prepare(recipe, plan=replace(plan, shard="none"), on_event=on_event)  # one process

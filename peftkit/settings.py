@@ -119,6 +119,11 @@ class DataConfig(Config):
         return self.model_copy(update={"packing": False})
 
 
+Tracker = Literal[
+    "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"
+]
+
+
 class EarlyStopping(Config):
     """When to stop a run whose evaluations no longer improve."""
 
@@ -204,8 +209,14 @@ class TrainConfig(Config):
     """With several processes: base shards the frozen base over them, block by block; offload also
     keeps the shards in main memory. Each process has the complete adapter. auto: base if a device
     cannot hold the base and a step of one row, estimated before loading."""
-    log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    log_to: tuple[Tracker, ...] = ()
     """Trackers that also receive the metrics; metrics.jsonl is always written."""
+    trackers: dict[Tracker, dict[str, Any] | None] = Field(default={})
+    """Trackers with options: {mlflow: {experiment: support, tags: {team: a}}}; experiment is the
+    project, the others are passed to the tracker."""
+    upload: str | None = None
+    """Where to upload the finished run, without checkpoints: s3://bucket/folder, gs://, az://; or
+    hf://user/name, the adapter only."""
 
     @model_validator(mode="before")
     @classmethod

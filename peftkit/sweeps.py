@@ -226,7 +226,7 @@ def sweep(
     waiting = [member for member in members if outcomes[member.name].state != "done"]
     for member in waiting:
         prepare_output(member.folder, resume=resume and member.has_checkpoints)
-        require_trackers(member.recipe.train.log_to)
+        require_trackers(member.recipe.train)
     for recipe in {m.recipe.method.model_dump_json(): m.recipe for m in waiting}.values():
         if not recipe.method.start_from:
             model, revision = recipe.base.model, recipe.base.revision

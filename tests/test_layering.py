@@ -38,7 +38,8 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     # comes with transformers: a checkpoint holds its generator's state, gguf reads arrays of it
     "numpy": ("execution/rng", "base/gguf_file", "base/gguf_reader"),
     "triton": ("kernels/",),
-    "accelerate": ("execution/world", "train/metrics"),
+    "accelerate": ("execution/world", "train/trackers"),
+    "mlflow": ("train/trackers",),  # a tracker that users install; imported when called
     "datasets": ("data/readers",),
     "pyarrow": ("data/rows/",),  # datasets brings it; imported when rows are encoded
     "filelock": ("files/disk",),  # likewise

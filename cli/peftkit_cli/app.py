@@ -38,6 +38,7 @@ from peftkit_cli import (
     talk,
     train,
 )
+from peftkit_cli.arguments import ResumeCommand
 
 
 class CommandsByPurpose(typer.core.TyperGroup):
@@ -68,7 +69,7 @@ TRAIN, USE, INSPECT = "Train", "Use", "Inspect"
 app.command(rich_help_panel=TRAIN)(about.quickstart)
 app.command(rich_help_panel=TRAIN)(init.init)
 app.command("import-recipe", rich_help_panel=TRAIN)(import_recipe.import_recipe)
-app.command(rich_help_panel=TRAIN)(train.train)
+app.command(cls=ResumeCommand, rich_help_panel=TRAIN)(train.train)
 app.command(rich_help_panel=TRAIN)(train.check)
 app.command(rich_help_panel=TRAIN)(distill.distill)
 app.command(rich_help_panel=TRAIN)(runs.sweep)

@@ -229,6 +229,8 @@ UNBOUND = {
     "keep_checkpoints",
     "gradient_checkpointing",
     "log_to",
+    "trackers",
+    "upload",
     "eval_before",
     "eval_generate",
     "early_stopping",

@@ -10,8 +10,8 @@ from accelerate import tracking
 
 from peftkit.errors import ConfigError
 from peftkit.forward.loss import perplexity
-from peftkit.train import metrics
-from peftkit.train.metrics import require_trackers
+from peftkit.train import trackers
+from peftkit.train.trackers import require
 from tests.helpers.toy import play
 
 
@@ -52,7 +52,7 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Recorder]]:
 
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", First)
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "trackio", Second)
-    monkeypatch.setattr(metrics, "get_available_trackers", lambda: ["wandb", "trackio"])
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: ["wandb", "trackio"])
     return {"wandb": First, "trackio": Second}
 
 
@@ -108,7 +108,7 @@ def test_trackers_end_with_a_failure(tmp_path, kinds):
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_way_to_get_it(tmp_path):
     with pytest.raises(ConfigError, match="pip install trackio"):
-        require_trackers(["trackio"])
+        require({"trackio": {}})
     run = play(tmp_path, log_to=["trackio"])
     assert isinstance(run.error, ConfigError)
     assert run.events == []
