@@ -39,7 +39,7 @@ from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.run_hooks import Reference, RunHooks, hooks_of
 from peftkit.train.checkpoint_files import Checkpoints, versions
 from peftkit.train.loop import train
-from peftkit.train.metrics import require_trackers
+from peftkit.train.metrics import check_services
 from peftkit.train.start import locked, new_run, prepare_output, removed_if_empty
 
 
@@ -91,7 +91,7 @@ def run(
             from peftkit.train.resume import check_settings_of_resume
 
             check_settings_of_resume(recipe, allow_changes)
-        require_trackers(recipe.train)
+        check_services(recipe.train)
         world.check_equal_across_ranks(
             recipe=flat(recipe.model_dump(mode="json")), version=versions(), command=start
         )
@@ -142,7 +142,7 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
     Raises:
         PeftkitError: The first error that would have stopped the run.
     """
-    require_trackers(recipe.train)
+    check_services(recipe.train)
     check_folder(recipe.train.output_dir)
     plan = resolve_plan(recipe, on_event)
     record = prepare(recipe, plan=replace(plan, shard="none"), on_event=on_event)  # one process

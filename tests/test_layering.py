@@ -41,6 +41,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "accelerate": ("execution/world", "train/trackers"),
     "mlflow": ("train/trackers",),  # a tracker that users install; imported when called
     "datasets": ("data/readers",),
+    "fsspec": ("files/remote",),  # datasets requires it
     "pyarrow": ("data/rows/",),  # datasets brings it; imported when rows are encoded
     "filelock": ("files/disk",),  # likewise
     "transformers": ("base/", "forward/", "tasks/", "methods/prefix", "inference/"),

@@ -80,8 +80,12 @@ def files_of(path: str) -> list[str]:
     Raises:
         DataError: No file matches.
     """
-    if not any(sign in path for sign in "*?[") or is_url(path) or Path(path).expanduser().exists():
+    if not any(sign in path for sign in "*?[") or Path(path).expanduser().exists():
         return [path]
+    if is_url(path):
+        from peftkit.files.remote import matching
+
+        return [path] if path.startswith("https:") else matching(path)
     files = sorted(glob(str(Path(path).expanduser()), recursive=True))
     if not files:
         raise DataError(
@@ -90,6 +94,15 @@ def files_of(path: str) -> list[str]:
             fix="Write a pattern such as data/*.jsonl, or name the files.",
         )
     return files
+
+
+def local_path(where: str) -> Path:
+    """Return the path of a file; of a URL, such as s3://bucket/rows.jsonl, the path of a copy."""
+    if is_url(where):
+        from peftkit.files.remote import fetch
+
+        return fetch(where)
+    return Path(where).expanduser()
 
 
 Part = Callable[[], list[Record]]
@@ -104,7 +117,7 @@ def parts(where: str) -> Iterator[Part]:
     Raises:
         DataError: The source does not exist or cannot be read.
     """
-    path = Path(where).expanduser()
+    path = local_path(where)
     reader = READERS.get(path.suffix.lower())
     if path.is_file() and reader is read_jsonl and _is_array(path):
         reader = read_json
@@ -195,9 +208,6 @@ def _files_next_to(path: Path) -> list[str]:
 def _missing(where: str, path: Path) -> DataError:
     if path.exists():
         return DataError(f"Cannot read {where}.", found="It is not a regular file.")
-    if is_url(where):
-        fix = "Download the file first, or give a data set of the Hugging Face hub: ORG/NAME."
-        return DataError(f"Cannot read {where}.", found="URLs are not read.", fix=fix)
     similar = neighbours(path, "*")
     return DataError(f"Cannot read {where}.", found=f"There is no such file. {similar}")
 

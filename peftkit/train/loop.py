@@ -37,7 +37,7 @@ from peftkit.train.metrics import (
     peak_bytes,
     recording,
     reporting_a_stop,
-    require_trackers,
+    check_services,
     run_started,
 )
 from peftkit.train.optim import learning_rate
@@ -94,7 +94,7 @@ def fit(
     config = config or TrainConfig()
     folder = config.output_dir
     prepare_output(folder, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
-    require_trackers(config)
+    check_services(config)
     with locked(folder), stop_requests() as stop:
         return train(
             new_run(model, task, train_rows, eval_rows, config, stop=stop, on_event=on_event),

@@ -28,6 +28,7 @@ from peftkit.events import (
     Saved,
     StepDone,
 )
+from peftkit.execution.environment import is_main_process
 from peftkit.execution.plan import Activations
 from peftkit.execution.signals import Interrupted
 from peftkit.forward.blocks import Blocks
@@ -135,12 +136,20 @@ def reporting_a_stop(run: Run) -> Iterator[None]:
         raise
 
 
-def require_trackers(config: TrainConfig) -> None:
-    """Check the trackers of a run; see `peftkit.train.trackers.require`."""
+def check_services(config: TrainConfig) -> None:
+    """Check the trackers and the upload of a run before it starts.
+
+    Raises:
+        PeftkitError: A tracker is not installed, or the target of the upload cannot be written.
+    """
     if config.log_to or config.trackers:
         from peftkit.train.trackers import require, trackers_of
 
         require(trackers_of(config))
+    if config.upload and is_main_process():
+        from peftkit.formats.upload import check_upload
+
+        check_upload(config.upload)
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peftkit.base.locate import cache_folder
-from peftkit.files.disk import alone
+from peftkit.files.disk import alone, cache_folder
 
 ROOT = Path(__file__).parents[2]
 TORCH = "torch==2.13.0"
