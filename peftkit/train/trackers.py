@@ -7,8 +7,9 @@ run continues the same curve. Other trackers begin a new run.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -39,6 +40,8 @@ INIT = {
     "wandb": "wandb:init",
 }
 """The function of each tracker that receives its options."""
+REPLACED = ("project", "project_name", "experiment_name", "config")
+"""Parameters that `experiment` and the settings of the run take the place of."""
 CONTINUED: Mapping[str, tuple[str, Callable[[Any], str], Options]] = {
     "mlflow": ("run_id", lambda run: run.info.run_id, {}),
     "wandb": ("id", lambda run: run.id, {"resume": "allow"}),
@@ -93,7 +96,7 @@ def _accepted(name: str) -> Sequence[str] | None:
         return None
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
-    return [n for n in parameters if n not in ("self", "project", "project_name", "config")]
+    return [name for name in parameters if name not in REPLACED]
 
 
 class Trackers:
@@ -108,7 +111,8 @@ class Trackers:
         plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in settings.items()}
         for name, options in trackers_of(config).items():
             try:
-                self._start(name, options, plain)
+                with redirect_stdout(sys.stderr):  # stdout is for the data of commands
+                    self._start(name, options, plain)
             except Exception as error:  # no account, no network, a broken install
                 complain(_failed(name, error))
         with suppress(OutputError, OSError):
@@ -164,7 +168,8 @@ class Trackers:
     def _each(self, call: Callable[[GeneralTracker], Any]) -> None:
         for tracker in list(self._trackers):
             try:
-                call(tracker)
+                with redirect_stdout(sys.stderr):
+                    call(tracker)
             except Exception as error:  # a tracker must not end the run
                 self._trackers.remove(tracker)
                 self._complain(_failed(tracker.name, error))
