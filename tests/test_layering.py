@@ -73,6 +73,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "jiwer": ("tasks/metrics",),
     "starlette": ("serve/",),  # the optional extra `serve`, with uvicorn; imported when called
     "uvicorn": ("serve/server",),
+    "prometheus_client": ("serve/metrics",),  # the optional extra `metrics`
     "google": ("serve/tinker/wire",),  # protobuf: the optional extra `train-api`
     "llguidance": ("serve/grammars",),  # the optional extra `json`; imported when called
     "lm_eval": ("inference/harness",),  # the optional extra `lm-eval`; imported when called

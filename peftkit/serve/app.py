@@ -36,6 +36,7 @@ from peftkit.serve.dialects import dialects
 from peftkit.serve.generation import Generation, Output, resolve_seed
 from peftkit.serve.grammars import Grammars, check_grammar, schema_text
 from peftkit.serve.limits import Limits
+from peftkit.serve.metrics import PATH, Measure, ServerMetrics
 from peftkit.serve.models import BARE, Models
 from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
 from peftkit.serve.store import Store
@@ -88,7 +89,7 @@ def make_app(
         max_waiting=limits.max_waiting,
         ready=models.load,
     )
-    service = _Service(bank, models, worker, limits)
+    service, metrics = _Service(bank, models, worker, limits), ServerMetrics(worker)
     training_apis: Sequence[Dialect] = ()
     if training and store:
         training_apis = dialects(
@@ -111,6 +112,7 @@ def make_app(
     app = Starlette(
         routes=[
             Route("/health", service.health),
+            Route(PATH, metrics.respond),
             Route("/v1/models", service.models),
             Route("/v1/models/{name:path}", service.model),
             Route("/v1/chat/completions", service.chat, methods=["POST"]),
@@ -118,7 +120,10 @@ def make_app(
             Route("/inference/v1/generate", service.generate, methods=["POST"]),
             *(route for dialect in training_apis for route in dialect.routes),
         ],
-        middleware=[Middleware(Gate, keys=keys)],
+        middleware=[
+            Middleware(Measure, metrics=metrics, routes=lambda: app.routes),
+            Middleware(Gate, keys=keys),
+        ],
         exception_handlers={PeftkitError: _refuse, HTTPException: _refuse_route},
         lifespan=lifespan,
     )
