@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 import typer
 import typer.core
 
+from peftkit_cli import json_log
+
 Adapter = Annotated[
     str,
     typer.Argument(metavar="ADAPTER", help="Adapter folder, or USER/NAME[@REVISION] on the hub."),
@@ -74,4 +76,5 @@ class ResumeCommand(typer.core.TyperCommand):
 
 def note(text: str) -> None:
     """Print a line to stderr; stdout is for data."""
-    typer.echo(text, err=True)
+    if not json_log.write_note(text):
+        typer.echo(text, err=True)

@@ -29,7 +29,7 @@ from peftkit.errors import BaseError, OutputError, PeftkitError
 from peftkit.events import Listener, Notice
 from peftkit.figures import size
 from peftkit.files import disk
-from peftkit.files.disk import new_folder, cache_folder
+from peftkit.files.disk import cache_folder, new_folder
 from peftkit.files.tensors import specs_of, write_tensor_stream
 
 VERSION = 3

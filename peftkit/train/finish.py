@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.errors import CheckpointError, PeftkitError
-from peftkit.events import Listener, Notice, Saved
+from peftkit.events import Listener, Notice, Saved, plain
 from peftkit.execution.environment import is_main_process
 from peftkit.execution.state import Result
 from peftkit.files.disk import read_json, sha256_of, write_json
@@ -46,7 +46,7 @@ def finish(recipe: Recipe, result: Result, on_event: Listener) -> None:
 
         log_adapter(folder, trackers_of(recipe.train), lambda text: on_event(Notice(text)))
     record = {
-        "result": _without_nan(asdict(result)),
+        "result": plain(asdict(result)),
         "settings": bound_settings(recipe),
         "adapter": sha256_of(folder / TENSORS),
     }
@@ -91,10 +91,3 @@ def _result(values: Mapping[str, Any], checkpoints: Path) -> Result:
         best_checkpoint=None if best is None else checkpoints / best,
         is_main=is_main_process(),
     )
-
-
-def _without_nan(value: Any) -> Any:
-    """Replace NaN and infinity by null, for JSON."""
-    if isinstance(value, Mapping):
-        return {key: _without_nan(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -34,10 +34,10 @@ from peftkit.train.checkpoint import Saver, TrainableWeights, Weights, identity_
 from peftkit.train.diagnosis import NonFiniteError, written_error
 from peftkit.train.memory import plan_memory_and_compile
 from peftkit.train.metrics import (
+    check_services,
     peak_bytes,
     recording,
     reporting_a_stop,
-    check_services,
     run_started,
 )
 from peftkit.train.optim import learning_rate

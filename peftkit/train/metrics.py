@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from peftkit.events import (
     Sampled,
     Saved,
     StepDone,
+    plain,
 )
 from peftkit.execution.environment import is_main_process
 from peftkit.execution.plan import Activations
@@ -61,14 +61,14 @@ def lines_of(event: Event) -> tuple[str, list[dict[str, Any]]]:
     if isinstance(event, Sampled):
         return SAMPLES, [{"step": event.step, **asdict(sample)} for sample in event.samples]
     if isinstance(event, RolledOut):
-        return ANSWERS, [{"step": event.step, **_plain(asdict(a))} for a in event.answers]
+        return ANSWERS, [{"step": event.step, **plain(asdict(a))} for a in event.answers]
     if isinstance(event, ClassReport):
         event_fields = {"labels": event.labels, "confusion": event.confusion}
         return FILE, [{"event": "ClassReport", "time": round(time.time(), 3), **event_fields}]
     if not isinstance(event, RECORDED):
         return FILE, []
     head = {"event": type(event).__name__, "time": round(time.time(), 3)}
-    return FILE, [{**head, **_plain(asdict(event))}]
+    return FILE, [{**head, **plain(asdict(event))}]
 
 
 class MetricsFiles:
@@ -199,13 +199,6 @@ def _execution_paths(model: nn.Module, blocks: Blocks, task_paths: Mapping[str, 
         paths["blocks"] = f"{compiled}{IN_BLOCKS[blocks.activations]}"
     paths |= {name: path for name, path in task_paths.items() if name != "attention"}
     return "; ".join(f"{name}: {path}" for name, path in paths.items() if path)
-
-
-def _plain(value: Any) -> Any:
-    """Replace NaN and infinity by null, for JSON."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_cut_short(path: Path) -> bool:

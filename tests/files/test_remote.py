@@ -52,7 +52,9 @@ def test_patterns_name_files(store):
 
 
 def test_a_missing_object_is_named(store):
-    with pytest.raises(DataError, match=r"cannot read memory://b/rows\.jsonl\.\n  There is no such"):
+    with pytest.raises(
+        DataError, match=r"cannot read memory://b/rows\.jsonl\.\n  There is no such"
+    ):
         fetch("memory://b/rows.jsonl")
     with pytest.raises(DataError, match="There is no such folder"):
         fetch_folder("memory://b/model")

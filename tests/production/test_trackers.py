@@ -64,7 +64,9 @@ def test_mlflow_receives_parameters_metrics_and_the_adapter(
     (stopped,) = client.search_runs([experiment.experiment_id])
     assert stopped.info.status == "KILLED"
     run(recipe, resume="auto", on_event=events.append)
-    assert not [event.text for event in events if isinstance(event, Notice) and "track" in event.text]
+    assert not [
+        event.text for event in events if isinstance(event, Notice) and "track" in event.text
+    ]
 
     (tracked,) = client.search_runs([experiment.experiment_id])
     assert tracked.info.status == "FINISHED"
@@ -93,9 +95,9 @@ def test_mlflow_receives_parameters_metrics_and_the_adapter(
 @pytest.mark.slow
 def test_an_unknown_option_of_mlflow_is_refused_before_the_run():
     pytest.importorskip("mlflow", reason="mlflow is not installed")
-    with pytest.raises(ConfigError, match="(?s)no option 'tag'.*Did you mean 'tags'"):
+    with pytest.raises(ConfigError, match=r"(?s)no option 'tag'.*Did you mean 'tags'"):
         require({"mlflow": {"tag": {"team": "a"}}})
-    with pytest.raises(ConfigError, match="(?s)no option 'run_nam'.*Did you mean 'run_name'"):
+    with pytest.raises(ConfigError, match=r"(?s)no option 'run_nam'.*Did you mean 'run_name'"):
         require({"mlflow": {"run_nam": "x"}})
 
 

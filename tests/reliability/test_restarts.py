@@ -1,4 +1,4 @@
-"""`--resume auto`: one command that starts, continues and ends a run, however often it is killed."""
+"""`--resume auto`: one command that starts, continues and ends a run, however often it dies."""
 
 import json
 import random
