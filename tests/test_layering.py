@@ -48,7 +48,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     # the optional extra; imported when called
     "gguf": ("formats/gguf/", "base/gguf_file", "base/gguf_reader"),
     "tokenizers": ("base/gguf_reader",),  # comes with transformers: the cached tokenizer of a file
-    "huggingface_hub": ("formats/hub",),
+    "huggingface_hub": ("formats/hub", "formats/card"),
     "tqdm": ("base/pretrained",),  # what the hub tells of a download by; transformers brings it
     "safetensors": ("files/tensors", "merging/", "base/store"),
     "pydantic_core": ("config/",),

@@ -171,16 +171,16 @@ def _download(
 ) -> None:
     """Write an object to a file, complete or not at all."""
     size = info.get("size")
-    with _call(message, error, lambda: fs.open(path, "rb")) as source:
-        with replacing(target, size or 0) as file:
-            while chunk := _call(message, error, lambda: source.read(CHUNK_BYTES)):
-                file.write(chunk)
-            if size is not None and file.tell() != size:
-                raise RunError(
-                    message,
-                    found=f"The connection broke after {file.tell():,} of {size:,} bytes.",
-                    fix="Try again.",
-                )
+    source = _call(message, error, lambda: fs.open(path, "rb"))
+    with source, replacing(target, size or 0) as file:
+        while chunk := _call(message, error, lambda: source.read(CHUNK_BYTES)):
+            file.write(chunk)
+        if size is not None and file.tell() != size:
+            raise RunError(
+                message,
+                found=f"The connection broke after {file.tell():,} of {size:,} bytes.",
+                fix="Try again.",
+            )
 
 
 def _open(url: str) -> tuple[Any, str]:
