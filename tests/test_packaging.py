@@ -144,3 +144,21 @@ def test_make_refuses_an_old_python_with_a_message(target, tmp_path):
     assert done.returncode == 2
     assert "peftkit needs Python 3.11 or newer" in done.stdout
     assert not (tmp_path / ".venv").exists()
+
+
+def test_a_release_is_published_without_tokens(pyproject, tmp_path):
+    yaml = pytest.importorskip("yaml")
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+    assert "secrets." not in text
+    workflow = yaml.safe_load(text)
+    assert workflow["permissions"] == {"contents": "read"}
+    jobs = workflow["jobs"]
+    assert jobs["pypi"]["permissions"] == {"id-token": "write"}
+    (publish,) = (step for step in jobs["pypi"]["steps"] if "pypi-publish" in step["uses"])
+    assert "with" not in publish, "a trusted publisher needs no password"
+    assert jobs["pypi"]["needs"] == "build"
+    assert jobs["github"]["needs"] == ["pypi", "image"]
+    (check,) = (s["run"] for s in jobs["build"]["steps"] if s.get("name", "").startswith("The tag"))
+    for tag, code in ((f"v{pyproject['project']['version']}", 0), ("v9.9.9", 1)):
+        variables = os.environ | {"GITHUB_REF_NAME": tag}
+        assert subprocess.run(["bash", "-c", check], cwd=ROOT, env=variables).returncode == code

@@ -54,8 +54,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--cpu", action="store_true")
     arguments = parser.parse_args()
-    result = train(arguments.recipe, arguments.out, workers=arguments.workers, cpu=arguments.cpu)
-    print(result.metrics)
+    train(arguments.recipe, arguments.out, workers=arguments.workers, cpu=arguments.cpu)
+    print(arguments.out)
 
 
 if __name__ == "__main__":

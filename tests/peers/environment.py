@@ -71,7 +71,7 @@ PEERS = {
     "launchers": Peer(
         (
             ("skypilot-nightly", "dstack", "kubernetes", "kubeflow-trainer-api"),
-            ("--no-deps", "docker-compose==1.29.2"),  # for the schema of Compose files
+            ("--no-deps", "check-jsonschema"),  # schemas of Compose and of GitHub's workflows
         ),
         ("skypilot-nightly", "dstack", "kubernetes", "kubeflow-trainer-api"),
     ),

@@ -157,8 +157,9 @@ def test_the_slurm_script_asks_for_a_signal_and_a_requeue():
 
 @pytest.mark.slow
 def test_the_programs_clients_accept_the_files():
+    files = [*YAML, *(ROOT / ".github" / "workflows").glob("*.yml")]
     try:
-        problems = ask("launchers", "launchers", {path.name: str(path) for path in YAML})
+        problems = ask("launchers", "launchers", {path.name: str(path) for path in files})
     except UnavailableError as reason:
         pytest.skip(str(reason))
-    assert problems == dict.fromkeys((path.name for path in YAML), "")
+    assert problems == dict.fromkeys((path.name for path in files), "")

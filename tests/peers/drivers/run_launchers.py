@@ -52,15 +52,15 @@ def dstack(path):
     return ""
 
 
-def compose(path):
-    from importlib.metadata import distribution
-
+def by_schema(path, name):
     import jsonschema
     import yaml
+    from check_jsonschema import builtin_schemas
 
-    folder = distribution("docker-compose").locate_file("compose/config")
-    schema = json.loads((Path(str(folder)) / "compose_spec.json").read_text())
-    jsonschema.validate(yaml.safe_load(Path(path).read_text()), schema)
+    folder = Path(builtin_schemas.__file__).parent / "vendor"
+    content = yaml.safe_load(Path(path).read_text())
+    content = {"on" if key is True else key: value for key, value in content.items()}
+    jsonschema.validate(content, json.loads((folder / name).read_text()))
     return ""
 
 
@@ -70,7 +70,9 @@ CHECKS = {
     "kubeflow-trainjob.yaml": lambda path: of_kubeflow(path, "TrainerV1alpha1TrainJob"),
     "skypilot.yaml": skypilot,
     "dstack.dstack.yml": dstack,
-    "compose.yaml": compose,
+    "compose.yaml": lambda path: by_schema(path, "compose-spec.json"),
+    "release.yml": lambda path: by_schema(path, "github-workflows.json"),
+    "ci.yml": lambda path: by_schema(path, "github-workflows.json"),
 }
 
 
