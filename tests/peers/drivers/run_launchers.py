@@ -53,11 +53,13 @@ def dstack(path):
 
 
 def by_schema(path, name):
+    from importlib.util import find_spec
+
     import jsonschema
     import yaml
-    from check_jsonschema import builtin_schemas
 
-    folder = Path(builtin_schemas.__file__).parent / "vendor"
+    (package,) = find_spec("check_jsonschema").submodule_search_locations
+    folder = Path(package) / "builtin_schemas" / "vendor"
     content = yaml.safe_load(Path(path).read_text())
     content = {"on" if key is True else key: value for key, value in content.items()}
     jsonschema.validate(content, json.loads((folder / name).read_text()))
