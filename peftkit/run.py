@@ -56,8 +56,7 @@ def run(
     """Train a recipe's adapter and save it to `train.output_dir`.
 
     Args:
-        resume: Continue from the newest valid checkpoint of the output folder. auto: if it has
-            one, else start; return the result of a finished run.
+        resume: Continue from the newest valid checkpoint of the output folder; auto: if any.
         overwrite: Start again in a folder that already holds a run.
         allow_changes: Dotted keys in which a resumed run may differ from its checkpoint.
         metrics: Functions of a completion and its reference that return a float, by name; computed
@@ -73,12 +72,11 @@ def run(
     check_settings(recipe, world_size())
     folder = recipe.train.output_dir
     if resume == "auto":
-        from peftkit.train.resume import resume_or_result
+        from peftkit.train.resume import finished_or_resume
 
-        state = resume_or_result(recipe, overwrite, on_event)
-        if isinstance(state, Result):
-            return state
-        resume, allow_changes = state, allow_changes if state else ()
+        done, resume, allow_changes = finished_or_resume(recipe, allow_changes, overwrite, on_event)
+        if done is not None:
+            return done
     start: dict[str, Any] = {
         "resume": resume,
         "overwrite": overwrite,
@@ -125,10 +123,9 @@ def run(
             with stop_requests(message=SAVING) as stop:
                 result = replace(result, metrics={**base_metrics, **result.metrics})
                 result = save_result(record, result, on_event=on_event)
-                if result.is_main:
-                    from peftkit.train.finish import finish
+                from peftkit.train.finish import finish
 
-                    finish(recipe, result, on_event)
+                finish(recipe, result, on_event)
             if stop.signum:
                 raise Interrupted(stop.signum, f"the run is complete; the adapter is in {folder}.")
         if base is not None:

@@ -49,6 +49,9 @@ class BaseConfig(Config):
 CHAT = ("chat_template", "chat_template_kwargs")
 """Fields of the data section for rendering a conversation as text."""
 FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+Tracker = Literal[
+    "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"
+]
 
 
 class Source(Config):
@@ -117,11 +120,6 @@ class DataConfig(Config):
     def without_packing(self) -> DataConfig:
         """Return the same data with one document in each row."""
         return self.model_copy(update={"packing": False})
-
-
-Tracker = Literal[
-    "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"
-]
 
 
 class EarlyStopping(Config):
@@ -212,11 +210,9 @@ class TrainConfig(Config):
     log_to: tuple[Tracker, ...] = ()
     """Trackers that also receive the metrics; metrics.jsonl is always written."""
     trackers: dict[Tracker, dict[str, Any] | None] = Field(default={})
-    """Trackers with options: {mlflow: {experiment: support, tags: {team: a}}}; experiment is the
-    project, the others are passed to the tracker."""
+    """Trackers with their options: {mlflow: {experiment: support, tags: {team: a}}}."""
     upload: str | None = None
-    """Where to upload the finished run, without checkpoints: s3://bucket/folder, gs://, az://; or
-    hf://user/name, the adapter only."""
+    """Where to upload the finished run: s3://bucket/folder, gs://, az:// or hf://user/name."""
 
     @model_validator(mode="before")
     @classmethod

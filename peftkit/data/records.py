@@ -21,11 +21,13 @@ from peftkit.data.readers import (
     Fields,
     identify_by_signature,
     line_parts,
+    local_path,
     open_data_set,
     read_csv,
     read_data_set,
     read_json,
     read_jsonl,
+    urls_of,
 )
 from peftkit.errors import DataError, did_you_mean, is_url, neighbours
 from peftkit.settings import DataConfig, Source
@@ -83,9 +85,7 @@ def files_of(path: str) -> list[str]:
     if not any(sign in path for sign in "*?[") or Path(path).expanduser().exists():
         return [path]
     if is_url(path):
-        from peftkit.files.remote import matching
-
-        return [path] if path.startswith("https:") else matching(path)
+        return urls_of(path)
     files = sorted(glob(str(Path(path).expanduser()), recursive=True))
     if not files:
         raise DataError(
@@ -94,15 +94,6 @@ def files_of(path: str) -> list[str]:
             fix="Write a pattern such as data/*.jsonl, or name the files.",
         )
     return files
-
-
-def local_path(where: str) -> Path:
-    """Return the path of a file; of a URL, such as s3://bucket/rows.jsonl, the path of a copy."""
-    if is_url(where):
-        from peftkit.files.remote import fetch
-
-        return fetch(where)
-    return Path(where).expanduser()
 
 
 Part = Callable[[], list[Record]]

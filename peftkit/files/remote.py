@@ -42,9 +42,12 @@ _SECRET = re.compile(
 )
 """A user with a password, or parameters of a signed URL."""
 T = TypeVar("T")
+Kind = Callable[..., PeftkitError]
+"""The class of the error for an object that does not exist."""
 
 
-def fetch(url: str, error: type[PeftkitError] = DataError) -> Path:
+@functools.cache
+def fetch(url: str, error: Kind = DataError) -> Path:
     """Return the copy of a file in the cache, downloading it if needed.
 
     A process fetches a URL once; the file may change for the next process.
@@ -52,12 +55,46 @@ def fetch(url: str, error: type[PeftkitError] = DataError) -> Path:
     Raises:
         PeftkitError: Of the given class: there is no such file. RunError: The download failed.
     """
-    return _fetched(url, error)
+    fs, path = _open(url)
+    message = f"cannot read {url}"
+    info = _call(message, error, lambda: fs.info(path))
+    if info.get("type") == "directory":
+        raise error(f"{message}.", found="It is a folder.", fix="Name a file, or a pattern.")
+    target = cache_folder() / FOLDER / _key(url, [info]) / posixpath.basename(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with alone(target):
+        if not target.is_file():
+            _download(fs, path, info, target, message, error)
+    return target
 
 
-def fetch_folder(url: str, error: type[PeftkitError] = DataError) -> Path:
+@functools.cache
+def fetch_folder(url: str, error: Kind = DataError) -> Path:
     """Return the copy of a folder in the cache, such as a base model; see `fetch`."""
-    return _fetched_folder(url.rstrip("/"), error)
+    fs, path = _open(url)
+    message = f"cannot read {url}"
+    if url.startswith("https:"):
+        raise error(f"{message}.", found="A folder cannot be listed over https.", fix=_FOLDERS)
+    found = _call(message, error, lambda: fs.find(path, detail=True))
+    if not found:
+        raise error(f"{message}.", found="There is no such folder, or it is empty.")
+    folder = cache_folder() / FOLDER / _key(url, [found[name] for name in sorted(found)])
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with alone(folder):
+        if not folder.is_dir():
+            temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+            try:
+                for name, info in found.items():
+                    inside = posixpath.relpath(_without_scheme(name), _without_scheme(path))
+                    if inside.startswith("..") or posixpath.isabs(inside):
+                        raise error(f"{message}.", found=f"It holds {name!r}, outside the folder.")
+                    target = temporary / inside
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    _download(fs, name, info, target, message, error)
+                temporary.rename(folder)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+    return folder
 
 
 def matching(pattern: str) -> list[str]:
@@ -115,49 +152,6 @@ def upload(files: Mapping[str, Path], url: str, last: tuple[str, bytes]) -> None
         raise
 
 
-@functools.cache
-def _fetched(url: str, error: type[PeftkitError]) -> Path:
-    fs, path = _open(url)
-    message = f"cannot read {url}"
-    info = _call(message, error, lambda: fs.info(path))
-    if info.get("type") == "directory":
-        raise error(f"{message}.", found="It is a folder.", fix="Name a file, or a pattern.")
-    target = cache_folder() / FOLDER / _key(url, [info]) / posixpath.basename(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with alone(target):
-        if not target.is_file():
-            _download(fs, path, info, target, message, error)
-    return target
-
-
-@functools.cache
-def _fetched_folder(url: str, error: type[PeftkitError]) -> Path:
-    fs, path = _open(url)
-    message = f"cannot read {url}"
-    if url.startswith("https:"):
-        raise error(f"{message}.", found="A folder cannot be listed over https.", fix=_FOLDERS)
-    found = _call(message, error, lambda: fs.find(path, detail=True))
-    if not found:
-        raise error(f"{message}.", found="There is no such folder, or it is empty.")
-    folder = cache_folder() / FOLDER / _key(url, [found[name] for name in sorted(found)])
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with alone(folder):
-        if not folder.is_dir():
-            temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-            try:
-                for name, info in found.items():
-                    inside = posixpath.relpath(_without_scheme(name), _without_scheme(path))
-                    if inside.startswith("..") or posixpath.isabs(inside):
-                        raise error(f"{message}.", found=f"It holds {name!r}, outside the folder.")
-                    target = temporary / inside
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    _download(fs, name, info, target, message, error)
-                temporary.rename(folder)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
-    return folder
-
-
 _FOLDERS = "Use s3://, gs://, az:// or hf://, or a .gguf file."
 
 
@@ -167,7 +161,7 @@ def _download(
     info: Mapping[str, Any],
     target: Path,
     message: str,
-    error: type[PeftkitError],
+    error: Kind,
 ) -> None:
     """Write an object to a file, complete or not at all."""
     size = info.get("size")
@@ -212,7 +206,7 @@ def _open(url: str) -> tuple[Any, str]:
     return fs, str(path)
 
 
-def _call(message: str, error: type[PeftkitError], act: Callable[[], T]) -> T:
+def _call(message: str, error: Kind, act: Callable[[], T]) -> T:
     """Call a function of a store, and translate its errors."""
     try:
         return act()
@@ -255,5 +249,5 @@ def _key(url: str, infos: list[Mapping[str, Any]]) -> str:
     listing = [(str(info.get("name")), info.get("size")) for info in infos]
     if not all(versions):
         listing.append(("process", os.getpid()))
-    text = repr((url, listing, versions))
+    text = repr((url.rstrip("/"), listing, versions))
     return hashlib.sha256(text.encode()).hexdigest()[:32]

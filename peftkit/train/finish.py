@@ -37,9 +37,13 @@ def bound_settings(recipe: Recipe) -> dict[str, dict[str, Any]]:
 def finish(recipe: Recipe, result: Result, on_event: Listener) -> None:
     """Send the saved adapter to trackers and to `train.upload`; then record that nothing is left.
 
+    Only the main process does it.
+
     Raises:
         RunError: The upload failed. The run is not finished, and `--resume auto` uploads again.
     """
+    if not result.is_main:
+        return
     folder = recipe.train.output_dir
     if recipe.train.log_to or recipe.train.trackers:
         from peftkit.train.trackers import log_adapter, trackers_of

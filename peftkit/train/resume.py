@@ -15,8 +15,12 @@ from peftkit.train.checkpoint_files import Checkpoints
 from peftkit.train.finish import bound_settings, read_finished
 
 
-def resume_or_result(recipe: Recipe, overwrite: bool, on_event: Listener) -> bool | Result:
-    """Decide what `resume="auto"` does: resume (True), start (False), or return a saved Result.
+def finished_or_resume(
+    recipe: Recipe, changes: Sequence[str], overwrite: bool, on_event: Listener
+) -> tuple[Result | None, bool, Sequence[str]]:
+    """Return what `resume="auto"` does: the result of a finished run, or None and how to start.
+
+    The second value is whether the run resumes, the third the changes that are allowed then.
 
     A run is finished if `finished.json` has the settings of the recipe and the hash of the adapter
     in the folder, and no checkpoint is newer. All processes of a run decide alike, because none
@@ -25,14 +29,14 @@ def resume_or_result(recipe: Recipe, overwrite: bool, on_event: Listener) -> boo
     folder = recipe.train.output_dir
     steps = Checkpoints(folder).steps()
     if overwrite:
-        return True  # `prepare_output` refuses the combination
+        return None, True, changes  # `prepare_output` refuses the combination
     result = read_finished(recipe)
     if result is None or (steps and steps[-1] > result.step):
-        return bool(steps)
+        return None, bool(steps), changes if steps else ()
     if is_main_process():
         text = f"The run in {folder} is finished, after {result.step:,} steps."
         on_event(Notice(f"{text} Nothing is left to do."))
-    return result
+    return result, False, ()
 
 
 def check_settings_of_resume(recipe: Recipe, allow_changes: Sequence[str]) -> None:

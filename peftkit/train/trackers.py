@@ -59,7 +59,8 @@ _COLUMNS = sorted(
 
 def trackers_of(config: TrainConfig) -> dict[str, dict[str, Any]]:
     """Return the options of each tracker in `train.log_to` and `train.trackers`."""
-    return {n: dict(config.trackers.get(n) or {}) for n in (*config.log_to, *config.trackers)}
+    options = config.model_dump(mode="json")["trackers"]  # lists, which a config holds as tuples
+    return {name: options.get(name) or {} for name in (*config.log_to, *config.trackers)}
 
 
 def require(trackers: Mapping[str, Options]) -> None:

@@ -22,7 +22,7 @@ def store(tmp_path, monkeypatch):
     monkeypatch.setitem(remote.PACKAGES, "memory", "fsspec")
     fs = fsspec.filesystem("memory")
     fs.store.clear()
-    for cached in (remote._fetched, remote._fetched_folder):
+    for cached in (remote.fetch, remote.fetch_folder):
         cached.cache_clear()
     yield fs
     fs.store.clear()

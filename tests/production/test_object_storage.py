@@ -39,7 +39,7 @@ def bucket(endpoint, tmp_path, monkeypatch):
         "PEFTKIT_CACHE": str(tmp_path / "cache"),
     }.items():
         monkeypatch.setenv(name, value)
-    for cached in (remote._fetched, remote._fetched_folder):
+    for cached in (remote.fetch, remote.fetch_folder):
         cached.cache_clear()
     s3fs.S3FileSystem.clear_instance_cache()
     fs = s3fs.S3FileSystem(use_listings_cache=False)
@@ -78,7 +78,7 @@ def test_a_changed_object_is_fetched_again(bucket):
     first = remote.fetch("s3://models/a.jsonl")
     bucket.pipe_file("models/a.jsonl", b"two")
     assert remote.fetch("s3://models/a.jsonl") == first, "a process reads one version"
-    remote._fetched.cache_clear()
+    remote.fetch.cache_clear()
     assert remote.fetch("s3://models/a.jsonl").read_bytes() == b"two"
 
 

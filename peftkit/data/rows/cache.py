@@ -31,7 +31,8 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from peftkit.data.records import is_read_by_lines, local_path
+from peftkit.data.readers import local_path
+from peftkit.data.records import is_read_by_lines
 from peftkit.data.rows.columns import DAMAGED, FACTS, ROWS, StoredRows, columns_of, feed
 from peftkit.data.rows.encoder import RowEncoder
 from peftkit.data.rows.workers import Block, blocks
