@@ -51,7 +51,7 @@ class Renderer:
         console = Console(file=cast("IO[str]", Unfailing(sys.stderr)), highlight=False)
         self._live: LiveScreen | None = None
         if os.environ.get("RANK", "0") != "0":  # under `accelerate launch`, rank 0 draws
-            self._listener = events.ignore
+            self._listener: Listener = events.ignore
         elif logs_json():
             self._listener = json_listener(tables, quiet=quiet)
         elif quiet or not console.is_terminal or console.is_dumb_terminal:

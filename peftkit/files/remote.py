@@ -71,10 +71,10 @@ def fetch(url: str, error: Kind = DataError) -> Path:
 @functools.cache
 def fetch_folder(url: str, error: Kind = DataError) -> Path:
     """Return the copy of a folder in the cache, such as a base model; see `fetch`."""
-    fs, path = _open(url)
     message = f"cannot read {url}"
     if url.startswith("https:"):
         raise error(f"{message}.", found="A folder cannot be listed over https.", fix=_FOLDERS)
+    fs, path = _open(url)
     found = _call(message, error, lambda: fs.find(path, detail=True))
     if not found:
         raise error(f"{message}.", found="There is no such folder, or it is empty.")

@@ -13,6 +13,7 @@ import torch
 from peftkit.adapter import Adapter
 from peftkit.base.load import Base
 from peftkit.base.purpose import CAUSAL_LM, Purpose
+from peftkit.errors import is_url
 from peftkit.events import Table
 from peftkit.figures import metric, metric_name
 from peftkit.files.disk import write_text
@@ -116,7 +117,7 @@ def adapter_usage(
 def render_card(card: Card) -> str:
     """Return the card as Markdown, with the front matter of model hubs."""
     front = ["---", f"library_name: {card.library}", "tags:", "- peftkit"]
-    if card.base and not card.base.startswith(("/", ".", "~")):
+    if card.base and not card.base.startswith(("/", ".", "~")) and not is_url(card.base):
         front.insert(1, f"base_model: {card.base}")
     lines = [*front, *_eval_results(card), "---", "", f"# {card.title}", ""]
     if card.facts:

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from peftkit.data.generation import prompt_ids, stop_ids
 from peftkit.data.style import Style
@@ -109,19 +109,20 @@ def make_app(
             if store is not None:
                 store.close()
 
+    routes: list[BaseRoute] = [
+        Route("/health", service.health),
+        Route(PATH, metrics.respond),
+        Route("/v1/models", service.models),
+        Route("/v1/models/{name:path}", service.model),
+        Route("/v1/chat/completions", service.chat, methods=["POST"]),
+        Route("/v1/completions", service.complete, methods=["POST"]),
+        Route("/inference/v1/generate", service.generate, methods=["POST"]),
+        *(route for dialect in training_apis for route in dialect.routes),
+    ]
     app = Starlette(
-        routes=[
-            Route("/health", service.health),
-            Route(PATH, metrics.respond),
-            Route("/v1/models", service.models),
-            Route("/v1/models/{name:path}", service.model),
-            Route("/v1/chat/completions", service.chat, methods=["POST"]),
-            Route("/v1/completions", service.complete, methods=["POST"]),
-            Route("/inference/v1/generate", service.generate, methods=["POST"]),
-            *(route for dialect in training_apis for route in dialect.routes),
-        ],
+        routes=routes,
         middleware=[
-            Middleware(Measure, metrics=metrics, routes=lambda: app.routes),
+            Middleware(Measure, metrics=metrics, routes=routes),
             Middleware(Gate, keys=keys),
         ],
         exception_handlers={PeftkitError: _refuse, HTTPException: _refuse_route},

@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -88,9 +88,7 @@ class ServerMetrics:
 class Measure:
     """Middleware that records each response; the paths of a route count together."""
 
-    def __init__(
-        self, app: ASGIApp, metrics: ServerMetrics, routes: Callable[[], Sequence[BaseRoute]]
-    ) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, routes: Sequence[BaseRoute]) -> None:
         self._app, self._metrics, self._routes = app, metrics, routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,7 +108,7 @@ class Measure:
             await self._app(scope, receive, send_and_note)
         finally:
             seconds = time.perf_counter() - began
-            route = _route_of(scope, self._routes())
+            route = _route_of(scope, self._routes)
             self._metrics.record(scope["method"], route, status, seconds)
 
 

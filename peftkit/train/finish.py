@@ -53,6 +53,7 @@ def finish(recipe: Recipe, result: Result, on_event: Listener) -> None:
         "result": plain(asdict(result)),
         "settings": bound_settings(recipe),
         "adapter": sha256_of(folder / TENSORS),
+        "upload": recipe.train.upload,
     }
     record["result"].update(checkpoint=result.checkpoint.name)
     if (best := result.best_checkpoint) is not None:
@@ -68,7 +69,8 @@ def finish(recipe: Recipe, result: Result, on_event: Listener) -> None:
 def read_finished(recipe: Recipe) -> Result | None:
     """Return the result of a finished run of this recipe; None if it is not finished.
 
-    The record counts only if the adapter in the folder is the one that the run saved.
+    The record counts only if the adapter in the folder is the one that the run saved, and if it was
+    uploaded to where the recipe says now.
     """
     folder = recipe.train.output_dir
     if not (folder / FINISHED).is_file() or not (folder / TENSORS).is_file():
@@ -76,7 +78,8 @@ def read_finished(recipe: Recipe) -> Result | None:
     try:
         record = read_json(folder / FINISHED, max_bytes=MAX_BYTES, error=CheckpointError)
         is_same = record["settings"] == bound_settings(recipe)
-        if not is_same or record["adapter"] != sha256_of(folder / TENSORS):
+        is_uploaded = recipe.train.upload in (None, record["upload"])
+        if not (is_same and is_uploaded) or record["adapter"] != sha256_of(folder / TENSORS):
             return None
         return _result(record["result"], folder / "checkpoints")
     except (PeftkitError, KeyError, TypeError, AttributeError):  # damaged: the run resumes instead

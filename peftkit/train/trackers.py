@@ -7,6 +7,7 @@ run continues the same curve. Other trackers begin a new run.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
@@ -48,6 +49,7 @@ CONTINUED: Mapping[str, tuple[str, Callable[[Any], str], Options]] = {
     "trackio": ("name", lambda run: run.name, {"resume": "allow"}),
 }
 """Trackers whose runs can be continued: the argument, its value for a run, further arguments."""
+_SECRET = re.compile(r"(^|_)(api_?key|key|token|password|secret)$", re.IGNORECASE)
 STATUS = {"stopped": "KILLED", "failed": "FAILED"}
 """MLflow's status of a run, by the state of RunStopped."""
 UPLOADED = (TENSORS, CONFIG, NOTES, RECIPE, CARD)
@@ -74,6 +76,12 @@ def require(trackers: Mapping[str, Options]) -> None:
         if name not in installed:
             fix = f"Install it: pip install {name}"
             raise ConfigError(f"train.log_to: {name} is not installed", fix=fix)
+        if secrets := [option for option in options if _SECRET.search(option)]:
+            raise ConfigError(
+                f"train.trackers.{name}.{secrets[0]} is a credential.",
+                found="Recipes are saved with the adapter, and shared.",
+                fix="Set it in the environment, as the tracker documents.",
+            )
         given = [option for option in options if option != EXPERIMENT]
         accepted = _accepted(name) if given else None
         for option in given if accepted is not None else ():

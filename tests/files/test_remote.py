@@ -7,7 +7,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from peftkit.errors import ConfigError, DataError, RunError
+from peftkit.base.locate import locate
+from peftkit.errors import BaseError, ConfigError, DataError, RunError
 from peftkit.files import remote
 from peftkit.files.disk import LOCKS
 from peftkit.files.remote import check_writable, fetch, fetch_folder, matching, upload
@@ -58,6 +59,14 @@ def test_a_missing_object_is_named(store):
         fetch("memory://b/rows.jsonl")
     with pytest.raises(DataError, match="There is no such folder"):
         fetch_folder("memory://b/model")
+
+
+def test_a_base_of_the_hub_by_its_url_is_the_same_base(store):
+    assert locate("hf://org/name@v1") == locate("org/name", "v1")
+    with pytest.raises(BaseError, match=r"Leave base\.revision out"):
+        locate("memory://b/model", "v1")
+    with pytest.raises(BaseError, match="cannot be listed over https"):
+        locate("https://host/model")
 
 
 @pytest.mark.parametrize("kind", ["short", "error"])
@@ -155,6 +164,9 @@ def test_a_run_reads_its_data_and_base_from_a_store_and_uploads_itself(
     notes = json.loads(store.cat("/b/runs/demo/peftkit.json"))
     assert "memory://b/base" in json.dumps(notes)
     assert run(recipe, resume="auto").step == 2
+    moved = recipe.train.model_copy(update={"upload": "memory://b/runs/other"})
+    run(recipe.model_copy(update={"train": moved}), resume="auto")
+    assert "/b/runs/other/finished.json" in store.find("/b/runs/other")
 
 
 def test_a_failed_upload_keeps_the_adapter_and_is_repeated(store, asked_upload, monkeypatch):

@@ -137,6 +137,11 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_way_to_get_it(tmp_p
     assert run.events == []
 
 
+def test_credentials_in_a_recipe_are_refused(kinds):
+    with pytest.raises(ConfigError, match=r"wandb\.api_key is a credential"):
+        require({"wandb": {"experiment": "orders", "api_key": "hunter2"}})
+
+
 def test_perplexity_has_no_upper_end():
     assert perplexity(0.0) == 1.0
     assert perplexity(1e4) == math.inf
