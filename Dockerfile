@@ -10,7 +10,7 @@ ARG BASE=python:3.12-slim
 FROM ${BASE}
 
 ARG TORCH_INDEX=
-ARG EXTRAS=gguf,images,json,serve
+ARG EXTRAS=gguf,images,json,metrics,s3
 ENV PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1 HF_HOME=/cache/huggingface PEFTKIT_CACHE=/cache/peftkit
 
 # Triton compiles a helper with gcc and Python.h when a kernel is first launched, torch.compile on a CPU

@@ -6,9 +6,17 @@ Sizes are bytes, times are seconds, counts are `num_*`.
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+LOG_FORMAT = "PEFTKIT_LOG_FORMAT"
+"""Environment variable: with "json", each message on stderr is one line of JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +215,31 @@ class RunStopped(Event):
     step: int
     state: str
     text: str
+
+
+def logs_json() -> bool:
+    """Return whether messages on stderr are lines of JSON."""
+    return os.environ.get(LOG_FORMAT) == "json"
+
+
+def as_line(event: str, fields: Mapping[str, Any]) -> str:
+    """Return an event as a line of JSON: its name, the time in seconds, and its fields."""
+    line = {"event": event, "time": round(time.time(), 3), **fields}
+    return json.dumps(plain(line), default=str, ensure_ascii=False) + "\n"
+
+
+def plain(value: Any) -> Any:
+    """Replace NaN and infinity by null, for JSON."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def event_line(event: Event) -> str:
+    """Return an event of this module as a line of JSON; see `as_line`."""
+    return as_line(type(event).__name__, asdict(event))
 
 
 Listener = Callable[[Event], None]

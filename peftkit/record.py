@@ -179,6 +179,8 @@ class RunRecord:
             },
             recipe=schema.dump_yaml(recipe),
             usage=usage,
+            eval_data=recipe.data.eval,
+            auto_class=self.settings.auto_class,
         )
         return render_card(card)
 

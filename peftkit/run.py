@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from peftkit.adapter import Adapter, attach, check_fits
 from peftkit.base.load import Base, open_base
@@ -39,14 +39,14 @@ from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.run_hooks import Reference, RunHooks, hooks_of
 from peftkit.train.checkpoint_files import Checkpoints, versions
 from peftkit.train.loop import train
-from peftkit.train.metrics import require_trackers
+from peftkit.train.metrics import check_services
 from peftkit.train.start import locked, new_run, prepare_output, removed_if_empty
 
 
 def run(
     recipe: Recipe,
     *,
-    resume: bool = False,
+    resume: bool | Literal["auto"] = False,
     overwrite: bool = False,
     allow_changes: Sequence[str] = (),
     metrics: Mapping[str, Any] | None = None,
@@ -56,7 +56,7 @@ def run(
     """Train a recipe's adapter and save it to `train.output_dir`.
 
     Args:
-        resume: Continue from the newest valid checkpoint of the output folder.
+        resume: Continue from the newest valid checkpoint of the output folder; auto: if any.
         overwrite: Start again in a folder that already holds a run.
         allow_changes: Dotted keys in which a resumed run may differ from its checkpoint.
         metrics: Functions of a completion and its reference that return a float, by name; computed
@@ -71,6 +71,12 @@ def run(
     """
     check_settings(recipe, world_size())
     folder = recipe.train.output_dir
+    if resume == "auto":
+        from peftkit.train.resume import finished_or_resume
+
+        done, resume, allow_changes = finished_or_resume(recipe, allow_changes, overwrite, on_event)
+        if done is not None:
+            return done
     start: dict[str, Any] = {
         "resume": resume,
         "overwrite": overwrite,
@@ -83,7 +89,7 @@ def run(
             from peftkit.train.resume import check_settings_of_resume
 
             check_settings_of_resume(recipe, allow_changes)
-        require_trackers(recipe.train.log_to)
+        check_services(recipe.train)
         world.check_equal_across_ranks(
             recipe=flat(recipe.model_dump(mode="json")), version=versions(), command=start
         )
@@ -120,6 +126,9 @@ def run(
             with stop_requests(message=SAVING) as stop:
                 result = replace(result, metrics={**base_metrics, **result.metrics})
                 result = save_result(record, result, on_event=on_event)
+                from peftkit.train.finish import finish
+
+                finish(recipe, result, on_event)
             if stop.signum:
                 raise Interrupted(stop.signum, f"the run is complete; the adapter is in {folder}.")
         if base is not None:
@@ -133,7 +142,7 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
     Raises:
         PeftkitError: The first error that would have stopped the run.
     """
-    require_trackers(recipe.train.log_to)
+    check_services(recipe.train)
     check_folder(recipe.train.output_dir)
     plan = resolve_plan(recipe, on_event)
     record = prepare(recipe, plan=replace(plan, shard="none"), on_event=on_event)  # one process

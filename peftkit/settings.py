@@ -49,6 +49,9 @@ class BaseConfig(Config):
 CHAT = ("chat_template", "chat_template_kwargs")
 """Fields of the data section for rendering a conversation as text."""
 FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+Tracker = Literal[
+    "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"
+]
 
 
 class Source(Config):
@@ -219,8 +222,12 @@ class TrainConfig(Config):
     """With several processes: base shards the frozen base over them, block by block; offload also
     keeps the shards in main memory. Each process has the complete adapter. auto: base if a device
     cannot hold the base and a step of one row, estimated before loading."""
-    log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    log_to: tuple[Tracker, ...] = ()
     """Trackers that also receive the metrics; metrics.jsonl is always written."""
+    trackers: dict[Tracker, dict[str, Any] | None] = Field(default={})
+    """Trackers with their options: {mlflow: {experiment: support, tags: {team: a}}}."""
+    upload: str | None = None
+    """Where to upload the finished run: s3://bucket/folder, gs://, az:// or hf://user/name."""
 
     @model_validator(mode="before")
     @classmethod

@@ -41,7 +41,7 @@ from peftkit.report.history import is_run, read_history
 from peftkit.report.page import REPORT, LiveReport, write_report
 from peftkit.run import run
 from peftkit.train.checkpoint_files import Checkpoints
-from peftkit.train.metrics import require_trackers
+from peftkit.train.metrics import check_services
 from peftkit.train.start import locked, prepare_output
 
 BEST = "best"
@@ -164,6 +164,11 @@ def _member(
     changes = (f"{key}={text}" for key, text in texts.items())
     folder = f"train.output_dir={json.dumps(str(out / name))}"
     recipe = load(path, [*overrides, *changes, folder])
+    if url := recipe.train.upload:  # each member to its own folder or repository
+        url = f"{url}-{name}" if url.startswith("hf://") else f"{url.rstrip('/')}/{name}"
+        recipe = recipe.model_copy(
+            update={"train": recipe.train.model_copy(update={"upload": url})}
+        )
     values = flat(recipe.model_dump(mode="json"))
     return Member(name, recipe, {key: values.get(key, text) for key, text in texts.items()})
 
@@ -226,7 +231,7 @@ def sweep(
     waiting = [member for member in members if outcomes[member.name].state != "done"]
     for member in waiting:
         prepare_output(member.folder, resume=resume and member.has_checkpoints)
-        require_trackers(member.recipe.train.log_to)
+        check_services(member.recipe.train)
     for recipe in {m.recipe.method.model_dump_json(): m.recipe for m in waiting}.values():
         if not recipe.method.start_from:
             model, revision = recipe.base.model, recipe.base.revision

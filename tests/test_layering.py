@@ -38,15 +38,17 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     # comes with transformers: a checkpoint holds its generator's state, gguf reads arrays of it
     "numpy": ("execution/rng", "base/gguf_file", "base/gguf_reader"),
     "triton": ("kernels/",),
-    "accelerate": ("execution/world", "train/metrics"),
+    "accelerate": ("execution/world", "train/trackers"),
+    "mlflow": ("train/trackers",),  # a tracker that users install; imported when called
     "datasets": ("data/readers",),
+    "fsspec": ("files/remote",),  # datasets requires it
     "pyarrow": ("data/rows/",),  # datasets brings it; imported when rows are encoded
     "filelock": ("files/disk",),  # likewise
     "transformers": ("base/", "forward/", "tasks/", "methods/prefix", "inference/"),
     # the optional extra; imported when called
     "gguf": ("formats/gguf/", "base/gguf_file", "base/gguf_reader"),
     "tokenizers": ("base/gguf_reader",),  # comes with transformers: the cached tokenizer of a file
-    "huggingface_hub": ("formats/hub",),
+    "huggingface_hub": ("formats/hub", "formats/card"),
     "tqdm": ("base/pretrained",),  # what the hub tells of a download by; transformers brings it
     "safetensors": ("files/tensors", "merging/", "base/store"),
     "pydantic_core": ("config/",),
@@ -71,6 +73,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "jiwer": ("tasks/metrics",),
     "starlette": ("serve/",),  # the optional extra `serve`, with uvicorn; imported when called
     "uvicorn": ("serve/server",),
+    "prometheus_client": ("serve/metrics",),  # the optional extra `metrics`
     "google": ("serve/tinker/wire",),  # protobuf: the optional extra `train-api`
     "llguidance": ("serve/grammars",),  # the optional extra `json`; imported when called
     "lm_eval": ("inference/harness",),  # the optional extra `lm-eval`; imported when called

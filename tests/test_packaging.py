@@ -159,3 +159,21 @@ def test_make_installs_the_requested_versions(versions, code, text):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == code
     assert text in done.stdout + done.stderr
+
+
+def test_a_release_is_published_without_tokens(pyproject, tmp_path):
+    yaml = pytest.importorskip("yaml")
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+    assert "secrets." not in text
+    workflow = yaml.safe_load(text)
+    assert workflow["permissions"] == {"contents": "read"}
+    jobs = workflow["jobs"]
+    assert jobs["pypi"]["permissions"] == {"id-token": "write"}
+    (publish,) = (step for step in jobs["pypi"]["steps"] if "pypi-publish" in step["uses"])
+    assert "with" not in publish, "a trusted publisher needs no password"
+    assert jobs["pypi"]["needs"] == "build"
+    assert jobs["github"]["needs"] == ["pypi", "image"]
+    (check,) = (s["run"] for s in jobs["build"]["steps"] if s.get("name", "").startswith("The tag"))
+    for tag, code in ((f"v{pyproject['project']['version']}", 0), ("v9.9.9", 1)):
+        variables = os.environ | {"GITHUB_REF_NAME": tag}
+        assert subprocess.run(["bash", "-c", check], cwd=ROOT, env=variables).returncode == code

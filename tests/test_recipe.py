@@ -97,6 +97,7 @@ def test_a_run_learns_and_its_folder_is_an_adapter(trained):
         "recipe.yaml",
         "metrics.jsonl",
         "run.json",
+        "finished.json",
         "checkpoints",
         ".locks",
     } == names

@@ -308,3 +308,16 @@ def test_members_are_picked_by_name(base, tmp_path):
     file.write_text("- 1\n")
     with pytest.raises(ConfigError, match="does not name the members"):
         pick(recipe, file, out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("url", "urls"),
+    [
+        ("s3://b/runs/", ["s3://b/runs/rank-2", "s3://b/runs/rank-3"]),
+        ("hf://org/name", ["hf://org/name-rank-2", "hf://org/name-rank-3"]),
+    ],
+)
+def test_each_member_is_uploaded_to_its_own_place(base, url, urls, tmp_path):
+    recipe = write(tmp_path / "data", base)
+    members = grid(recipe, ["method.rank=2,3"], [f"train.upload={url}"], out=tmp_path / "out")
+    assert [member.recipe.train.upload for member in members] == urls

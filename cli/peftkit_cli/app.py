@@ -17,12 +17,13 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 import typer.core
 
 from peftkit.errors import PeftkitError, is_silent
+from peftkit.events import LOG_FORMAT, logs_json
 from peftkit_cli import (
     about,
     data,
@@ -31,6 +32,7 @@ from peftkit_cli import (
     import_recipe,
     init,
     inspect,
+    json_log,
     merge,
     plan,
     runs,
@@ -38,6 +40,7 @@ from peftkit_cli import (
     talk,
     train,
 )
+from peftkit_cli.arguments import ResumeCommand
 
 
 class CommandsByPurpose(typer.core.TyperGroup):
@@ -64,11 +67,12 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+LogFormat = Literal["text", "json"]
 TRAIN, USE, INSPECT = "Train", "Use", "Inspect"
 app.command(rich_help_panel=TRAIN)(about.quickstart)
 app.command(rich_help_panel=TRAIN)(init.init)
 app.command("import-recipe", rich_help_panel=TRAIN)(import_recipe.import_recipe)
-app.command(rich_help_panel=TRAIN)(train.train)
+app.command(cls=ResumeCommand, rich_help_panel=TRAIN)(train.train)
 app.command(rich_help_panel=TRAIN)(train.check)
 app.command(rich_help_panel=TRAIN)(distill.distill)
 app.command(rich_help_panel=TRAIN)(runs.sweep)
@@ -109,6 +113,15 @@ def root(
         bool,
         typer.Option("--debug", envvar="PEFTKIT_DEBUG", help="Show tracebacks and warnings."),
     ] = False,
+    log_format: Annotated[
+        LogFormat,
+        typer.Option(
+            "--log-format",
+            envvar=LOG_FORMAT,
+            metavar="text|json",
+            help="json: each message and event on stderr is one line of JSON.",
+        ),
+    ] = "text",
     show_version: Annotated[
         bool,
         typer.Option(
@@ -117,6 +130,8 @@ def root(
     ] = False,
 ) -> None:
     """Parameter-efficient fine-tuning of transformers."""
+    if log_format == "json":
+        os.environ[LOG_FORMAT] = "json"
     if debug:
         os.environ["PEFTKIT_DEBUG"] = "1"
     else:
@@ -157,7 +172,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         code = app(args=argv, prog_name="peftkit", standalone_mode=False)
     except PeftkitError as error:
         if not is_silent(error):
-            _print_error(type(error).__name__, str(error))
+            _print_error(type(error).__name__, str(error), error)
         return error.exit_code
     except BrokenPipeError:
         _abandon_stdout()
@@ -211,7 +226,10 @@ def _save_traceback(error: Exception) -> str:
     )
 
 
-def _print_error(name: str, text: str) -> None:
+def _print_error(name: str, text: str, error: Exception | None = None) -> None:
+    if logs_json():
+        json_log.write_error(name, error, text)
+        return
     rank = os.environ.get("RANK", "0")
     prefix = "" if rank == "0" else f"[rank {rank}] "
     typer.echo(f"{prefix}{typer.style(name, fg='red', bold=True)}: {text}", err=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
+import typer.core
+
+from peftkit_cli import json_log
 
 Adapter = Annotated[
     str,
@@ -40,6 +43,16 @@ Overrides = Annotated[
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")]
+ResumeOrAuto = Annotated[
+    Literal["no", "yes", "auto"],
+    typer.Option(
+        "--resume",
+        metavar="[auto]",
+        show_default=False,
+        help="Continue the run in the output folder; auto: start, continue, or do nothing if it "
+        "is finished.",
+    ),
+]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the run in the output folder.")
 ]
@@ -47,6 +60,21 @@ OutFolder = Annotated[Path, typer.Option(metavar="DIR", help="New folder for the
 Replace = Annotated[bool, typer.Option("--force", help="Replace an adapter in the output folder.")]
 
 
+class ResumeCommand(typer.core.TyperCommand):
+    """A command whose option `--resume` takes `auto` as an optional value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give `--resume` a value: `auto` if it is the next argument, otherwise `yes`."""
+        rest = [*args, ""]
+        joined = [
+            arg if arg != "--resume" else f"--resume={'auto' if rest[n + 1] == 'auto' else 'yes'}"
+            for n, arg in enumerate(args)
+            if not (arg == "auto" and n and args[n - 1] == "--resume")
+        ]
+        return super().parse_args(ctx, joined)
+
+
 def note(text: str) -> None:
     """Print a line to stderr; stdout is for data."""
-    typer.echo(text, err=True)
+    if not json_log.write_note(text):
+        typer.echo(text, err=True)

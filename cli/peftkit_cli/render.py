@@ -18,8 +18,9 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from peftkit import events
-from peftkit.events import Event, Listener
+from peftkit.events import Event, Listener, logs_json
 from peftkit.figures import count, duration, loss_name, metric, metric_name, size
+from peftkit_cli import json_log
 
 STEP_METRICS = ("accuracy", "margin", "reward", "entropy")  # metrics.jsonl has all
 PLAIN_LINES = 40  # approximate number of step lines in a log
@@ -50,7 +51,9 @@ class Renderer:
         console = Console(file=cast("IO[str]", Unfailing(sys.stderr)), highlight=False)
         self._live: LiveScreen | None = None
         if os.environ.get("RANK", "0") != "0":  # under `accelerate launch`, rank 0 draws
-            self._listener = events.ignore
+            self._listener: Listener = events.ignore
+        elif logs_json():
+            self._listener = json_listener(tables, quiet=quiet)
         elif quiet or not console.is_terminal or console.is_dumb_terminal:
             screen = PlainScreen(console, tables or console, brief=brief, quiet=quiet)
             self._listener = screen.on_event
@@ -68,6 +71,18 @@ class Renderer:
     def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.finish(failed=error[0] is not None)
+
+
+def json_listener(tables: Console | None, *, quiet: bool) -> Listener:
+    """Return a listener that writes events as JSON; tables that are output stay tables."""
+
+    def on_event(event: Event) -> None:
+        if tables is not None and isinstance(event, events.Table):
+            show_table(tables, event)
+        elif not quiet or isinstance(event, events.Notice):
+            json_log.on_event(event)
+
+    return on_event
 
 
 class Unfailing:

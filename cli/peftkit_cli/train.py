@@ -13,7 +13,7 @@ import typer
 
 from peftkit.errors import ConfigError, neighbours
 from peftkit_cli.about import check_recipe_exists
-from peftkit_cli.arguments import Overrides, Overwrite, Quiet, Resume, note
+from peftkit_cli.arguments import Overrides, Overwrite, Quiet, ResumeOrAuto, note
 
 if TYPE_CHECKING:
     from peftkit.recipe import Recipe
@@ -36,7 +36,7 @@ def train(
             "--from", metavar="RUN", help="Start a new run with the recipe of a finished run."
         ),
     ] = None,
-    resume: Resume = False,
+    resume: ResumeOrAuto = "no",
     overwrite: Overwrite = False,
     allow_changes: Annotated[
         list[str] | None,
@@ -71,7 +71,7 @@ def train(
         report = LiveReport(settings.train.output_dir, screen)
         result = run(
             settings,
-            resume=resume,
+            resume=resume if resume == "auto" else resume == "yes",
             overwrite=overwrite,
             allow_changes=allow_changes or (),
             metrics={name: _function(name) for name in metrics or ()},

@@ -22,9 +22,8 @@ import tokenizers
 import transformers
 from transformers import modeling_gguf_pytorch_utils as transformers_gguf
 
-from peftkit.base.locate import cache_folder
 from peftkit.errors import BaseError, PeftkitError
-from peftkit.files.disk import replacing
+from peftkit.files.disk import cache_folder, replacing
 
 MIN_CACHED_TOKENS = 1 << 16
 """Size of a vocabulary whose converted tokenizer is cached."""

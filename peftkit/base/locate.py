@@ -11,12 +11,14 @@ import os
 import re
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from peftkit.errors import BaseError, did_you_mean, first_few, is_url
+from peftkit.files.disk import cache_folder
 
+_LEAVE_OUT = "Leave base.revision out."
 HUB_ID = r"[\w.-]+(/[\w.-]+)?"
 
 
@@ -83,17 +85,11 @@ class Location:
         return Path(self.source, self.gguf)
 
 
-def cache_folder() -> Path:
-    """Return peftkit's cache: PEFTKIT_CACHE, XDG_CACHE_HOME/peftkit, or ~/.cache/peftkit."""
-    folder, shared = (os.environ.get(name) for name in ("PEFTKIT_CACHE", "XDG_CACHE_HOME"))
-    return Path(folder or f"{shared or '~/.cache'}/peftkit").expanduser()
-
-
 def locate(model: str, revision: str | None = None) -> Location:
     """Find a base model, without requests to the hub.
 
     Args:
-        model: Folder, GGUF file, hub id or short name.
+        model: Folder, GGUF file, hub id, short name, or a URL of object storage, which is fetched.
         revision: Branch, tag or commit on the hub; a short name then means the hub.
 
     Raises:
@@ -101,23 +97,35 @@ def locate(model: str, revision: str | None = None) -> Location:
     """
     if model in KNOWN:
         return _short_name(model, revision)
+    if is_url(model):
+        return _remote(model, revision)
     path = Path(model).expanduser()
     if model.strip() and path.exists():
         if revision:
             raise BaseError(
                 f"there is no revision {revision!r} of {model}.",
                 found="It is on this machine, not on the hub.",
-                fix="Leave base.revision out.",
+                fix=_LEAVE_OUT,
             )
         return _local(path)
     if re.fullmatch(HUB_ID, model) and not model.startswith(".") and path.suffix != ".gguf":
         return Location(model, model, hub_id=model, revision=revision)
-    if is_url(model):
-        fix = "Download the model first, or give its id on the Hugging Face hub: ORG/NAME."
-        raise BaseError(f"cannot read the base {model}.", found="URLs are not read.", fix=fix)
     raise BaseError(
         f"there is no base model {model!r}.", found="No such file or folder.", fix=suggest(model)
     )
+
+
+def _remote(url: str, revision: str | None) -> Location:
+    """Return the copy of a base in object storage; hf:// is a name on the hub."""
+    if url.startswith("hf://"):
+        name, _, at = url.removeprefix("hf://").partition("@")
+        return Location(name, name, hub_id=name, revision=revision or at or None)
+    if revision:
+        raise BaseError(f"there is no revision {revision!r} of {url}.", fix=_LEAVE_OUT)
+    from peftkit.files.remote import fetch, fetch_folder
+
+    get = fetch if url.endswith(".gguf") else fetch_folder
+    return replace(_local(get(url, BaseError)), name=url)
 
 
 def suggest(model: str) -> str:
@@ -169,6 +177,8 @@ def gguf_of(model: str) -> Path | None:
         path = Path(folder) / KNOWN[model].inside
         if path.suffix == ".gguf" and path.is_file():
             return path
+    if is_url(model):
+        return locate(model).gguf_path if model.endswith(".gguf") else None
     path = Path(model).expanduser()
     return path if path.suffix == ".gguf" and path.is_file() else None
 

@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from peftkit.base.build import LoadedModel, build
-from peftkit.base.locate import cache_folder
 from peftkit.base.pretrained import files_of, published
 from peftkit.base.request import BaseRequest
 from peftkit.base.skeleton import packed_skeleton, weight_bytes
@@ -30,7 +29,7 @@ from peftkit.errors import BaseError, OutputError, PeftkitError
 from peftkit.events import Listener, Notice
 from peftkit.figures import size
 from peftkit.files import disk
-from peftkit.files.disk import new_folder
+from peftkit.files.disk import cache_folder, new_folder
 from peftkit.files.tensors import specs_of, write_tensor_stream
 
 VERSION = 3

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from peftkit.errors import DataError
+from peftkit.errors import DataError, is_url
 from peftkit.files.strict_json import AmbiguousJsonError, strict_decoder
 
 Fields = dict[str, Any]
@@ -49,6 +49,24 @@ def identify_by_signature(head: bytes) -> tuple[str, str] | None:
     if start.startswith((b"<!doctype html", b"<html")):
         return "It is an HTML page.", "Download the file itself, not the page that shows it."
     return None
+
+
+def local_path(where: str) -> Path:
+    """Return the path of a file; of a URL, such as s3://bucket/rows.jsonl, the path of a copy."""
+    if not is_url(where):
+        return Path(where).expanduser()
+    from peftkit.files.remote import fetch
+
+    return fetch(where)
+
+
+def urls_of(pattern: str) -> list[str]:
+    """Return the URLs that match a pattern; over https, which has no listing, the URL itself."""
+    if pattern.startswith("https:"):
+        return [pattern]
+    from peftkit.files.remote import matching
+
+    return matching(pattern)
 
 
 def read_jsonl(

@@ -21,11 +21,13 @@ from peftkit.data.readers import (
     Fields,
     identify_by_signature,
     line_parts,
+    local_path,
     open_data_set,
     read_csv,
     read_data_set,
     read_json,
     read_jsonl,
+    urls_of,
 )
 from peftkit.errors import DataError, did_you_mean, is_url, neighbours
 from peftkit.settings import DataConfig, Source
@@ -80,8 +82,10 @@ def files_of(path: str) -> list[str]:
     Raises:
         DataError: No file matches.
     """
-    if not any(sign in path for sign in "*?[") or is_url(path) or Path(path).expanduser().exists():
+    if not any(sign in path for sign in "*?[") or Path(path).expanduser().exists():
         return [path]
+    if is_url(path):
+        return urls_of(path)
     files = sorted(glob(str(Path(path).expanduser()), recursive=True))
     if not files:
         raise DataError(
@@ -104,7 +108,7 @@ def parts(where: str) -> Iterator[Part]:
     Raises:
         DataError: The source does not exist or cannot be read.
     """
-    path = Path(where).expanduser()
+    path = local_path(where)
     reader = READERS.get(path.suffix.lower())
     if path.is_file() and reader is read_jsonl and _is_array(path):
         reader = read_json
@@ -195,9 +199,6 @@ def _files_next_to(path: Path) -> list[str]:
 def _missing(where: str, path: Path) -> DataError:
     if path.exists():
         return DataError(f"Cannot read {where}.", found="It is not a regular file.")
-    if is_url(where):
-        fix = "Download the file first, or give a data set of the Hugging Face hub: ORG/NAME."
-        return DataError(f"Cannot read {where}.", found="URLs are not read.", fix=fix)
     similar = neighbours(path, "*")
     return DataError(f"Cannot read {where}.", found=f"There is no such file. {similar}")
 

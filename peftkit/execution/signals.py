@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from peftkit.events import Notice, event_line, logs_json
 from peftkit.execution.environment import is_main_process, world_size
 
 RELAY_SECONDS = 2.0
@@ -46,6 +47,10 @@ class StopRequest:
         self.signum, self.is_immediate, self._message = 0, immediately, message
         self._received = 0.0
 
+    @property
+    def _line(self) -> str:
+        return event_line(Notice(self._message)) if logs_json() else f"\n{self._message}\n"
+
     def receive(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal: record the first, raise on the second."""
         if not self.signum:
@@ -54,7 +59,7 @@ class StopRequest:
                 if self._message and is_main_process():
                     # not print: the handler may interrupt one
                     with suppress(OSError):
-                        os.write(2, f"\n{self._message}\n".encode())
+                        os.write(2, self._line.encode())
                 return
         elif world_size() > 1 and time.monotonic() - self._received < RELAY_SECONDS:
             return

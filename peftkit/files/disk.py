@@ -85,6 +85,12 @@ def fsync_dir(folder: Path) -> None:
         os.close(descriptor)
 
 
+def cache_folder() -> Path:
+    """Return peftkit's cache: PEFTKIT_CACHE, XDG_CACHE_HOME/peftkit, or ~/.cache/peftkit."""
+    folder, shared = (os.environ.get(name) for name in ("PEFTKIT_CACHE", "XDG_CACHE_HOME"))
+    return Path(folder or f"{shared or '~/.cache'}/peftkit").expanduser()
+
+
 def free_bytes(folder: Path) -> int:
     """Return the free space of the file system that holds `folder`."""
     return shutil.disk_usage(folder).free

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 from peftkit.adapter import Adapter
 from peftkit.base.load import Base
 from peftkit.base.purpose import CAUSAL_LM, Purpose
+from peftkit.errors import is_url
 from peftkit.events import Table
 from peftkit.figures import metric, metric_name
 from peftkit.files.disk import write_text
@@ -27,6 +29,24 @@ SMALL_REACH = 0.5
 """Share of the base's matrices below which all-linear gives a warning."""
 
 
+EVAL = "eval_"
+"""Prefix of the names of metrics on the eval rows."""
+PIPELINES = {
+    "AutoModel": "feature-extraction",
+    "AutoModelForAudioClassification": "audio-classification",
+    "AutoModelForCTC": "automatic-speech-recognition",
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForImageClassification": "image-classification",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSeq2SeqLM": "text2text-generation",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForSpeechSeq2Seq": "automatic-speech-recognition",
+    "AutoModelForTokenClassification": "token-classification",
+}
+"""The hub's name of a task, by transformers' class of its models."""
+
+
 @dataclass(frozen=True, slots=True)
 class Card:
     """The contents of a card; empty fields are left out.
@@ -39,6 +59,8 @@ class Card:
         recipe: The recipe as YAML.
         usage: Heading, language and code of each way to load it.
         notes: Warnings, one sentence each.
+        eval_data: Name of the eval rows, for the hub's evaluation results; "": none.
+        pipeline: The hub's name of the task, for the same.
     """
 
     title: str
@@ -49,6 +71,8 @@ class Card:
     usage: Sequence[tuple[str, str, str]] = ()
     notes: Sequence[str] = ()
     library: str = "peft"
+    eval_data: str = ""
+    pipeline: str = "other"
 
 
 def adapter_usage(
@@ -94,9 +118,9 @@ def adapter_usage(
 def render_card(card: Card) -> str:
     """Return the card as Markdown, with the front matter of model hubs."""
     front = ["---", f"library_name: {card.library}", "tags:", "- peftkit"]
-    if card.base and not card.base.startswith(("/", ".", "~")):
+    if card.base and not card.base.startswith(("/", ".", "~")) and not is_url(card.base):
         front.insert(1, f"base_model: {card.base}")
-    lines = [*front, "---", "", f"# {card.title}", ""]
+    lines = [*front, *_eval_results(card), "---", "", f"# {card.title}", ""]
     if card.facts:
         lines += ["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in card.facts.items()), ""]
     for note in card.notes:
@@ -113,6 +137,31 @@ def render_card(card: Card) -> str:
     if card.recipe:
         lines += ["## Recipe", "", "```yaml", card.recipe.rstrip(), "```", ""]
     return "\n".join(lines)
+
+
+def _eval_results(card: Card) -> list[str]:
+    """Return the lines of `model-index`, which hubs read as evaluation results."""
+    metrics = {
+        name.removeprefix(EVAL): value
+        for name, value in card.metrics.items()
+        if name.startswith(EVAL) and math.isfinite(value)
+    }
+    if not (metrics and card.eval_data):
+        return []
+    from huggingface_hub import EvalResult, ModelCardData
+
+    results = [
+        EvalResult(
+            task_type=card.pipeline,
+            dataset_type=card.eval_data,
+            dataset_name=card.eval_data,
+            metric_type=name,
+            metric_name=metric_name(f"{EVAL}{name}"),
+            metric_value=value,
+        )
+        for name, value in metrics.items()
+    ]
+    return ModelCardData(model_name=card.title, eval_results=results).to_yaml().splitlines()
 
 
 def write_card(card: Card, folder: Path) -> None:
@@ -199,10 +248,13 @@ def training_card(
     metrics: Mapping[str, float],
     recipe: str,
     usage: Sequence[tuple[str, str, str]],
+    eval_data: str | float | None = None,
+    auto_class: str = "",
 ) -> Card:
     """Return the card of a trained adapter.
 
     Args:
+        eval_data: The recipe's `data.eval`. auto_class: transformers' class of the base.
         data: Description of the training data. usage: Code that loads the adapter, by tool.
         recipe: The recipe as YAML.
     """
@@ -224,4 +276,14 @@ def training_card(
         recipe=recipe,
         usage=[tool for tool in usage if not (refused and tool[0] == "PEFT")],
         notes=[refused] if refused else [],
+        eval_data=_name_of(eval_data),
+        pipeline=PIPELINES.get(auto_class, "other"),
     )
+
+
+def _name_of(eval_data: str | float | None) -> str:
+    """Return the name of eval rows without the folders of this machine."""
+    if isinstance(eval_data, float):
+        return f"{eval_data:.3g} of the training rows"
+    is_local = eval_data is not None and Path(eval_data).expanduser().exists()
+    return Path(eval_data).name if eval_data and is_local else eval_data or ""

@@ -38,9 +38,11 @@ ADAPTER_FILES = (
     *(CARD, RECIPE, ORIGIN, *TOKENIZER_FILES),
 )
 """Files of an adapter in any format, which a new adapter replaces."""
+FINISHED, TRACKERS = "finished.json", "trackers.json"
+"""Of a run: the result, written when nothing is left to do; the ids of its runs in trackers."""
 RECORDS = (
     *("run.json", "metrics.jsonl", "samples.jsonl", "answers.jsonl", "tasks.json"),
-    *("report.html", "diagnosis.json", "teacher_answers.jsonl"),
+    *("report.html", "diagnosis.json", "teacher_answers.jsonl", FINISHED, TRACKERS),
 )
 """Files of a run besides the adapter: logs, samples, reports and later evaluations."""
 OVERWRITTEN = "overwritten"

@@ -70,6 +70,7 @@ class History:
         started: The latest RunStarted line. end: The RunDone or RunStopped line after it, if any.
         samples: Lines of samples.jsonl. scores: Entries of tasks.json.
         answers: Step to the lines of answers.jsonl with the highest and the lowest reward.
+        labels: The last ClassReport line: metrics of each label, and the confusion matrix.
         epoch: Average number of passes over the rows.
         changed: Time of the last write to metrics.jsonl, in seconds since 1970.
     """
@@ -85,6 +86,7 @@ class History:
     samples: list[dict[str, Any]] = field(default_factory=list)
     scores: list[dict[str, Any]] = field(default_factory=list)
     answers: dict[int, tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
+    labels: dict[str, Any] = field(default_factory=dict)
     num_tokens: int = 0
     epoch: float = 0.0
     began: float = 0.0
@@ -130,6 +132,8 @@ class History:
             self.num_tokens, self.epoch = line.get("num_tokens", 0), line.get("epoch", 0.0)
         elif event == "EvalDone" and isinstance(step, int):
             self._add_values(step, line.get("metrics", {}), prefix="eval/")
+        elif event == "ClassReport":
+            self.labels = dict(line)
         elif event in ("RunDone", "RunStopped"):
             self.end = dict(line)
 
@@ -141,7 +145,7 @@ class History:
     def _start(self, line: Mapping[str, Any]) -> None:
         """Start a new history, or continue from the step at which the run is resumed."""
         start = line.get("start_step", 0)
-        self.started, self.end = dict(line), {}
+        self.started, self.end, self.labels = dict(line), {}, {}
         if start == 0:
             self.began = line.get("time", 0.0)
             for part in (self.curves, self.seams, self.notices):

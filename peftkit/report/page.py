@@ -22,6 +22,7 @@ from peftkit.files.disk import write_text
 from peftkit.report.chart import charts, render_chart
 from peftkit.report.history import History, as_texts, differing, read_histories, row_of
 from peftkit.report.html import code, histogram, paragraph, table, text
+from peftkit.report.labels import labels_section
 
 REPORT = "report.html"
 REFRESH_SECONDS = 30
@@ -130,6 +131,7 @@ def _one(run: History) -> str:
     head = f'<h1>{text(run.name)} <span class="state {state.replace(" ", "-")}">{state}</span></h1>'
     sections = [
         ("Curves", _curves([run])),
+        ("Labels", labels_section(run.labels)),
         ("Tasks", _scores(run)),
         ("Samples", _samples(run)),
         ("Completions and their rewards", _answers(run)),

@@ -16,7 +16,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from peftkit.data.generation import prompt_ids, stop_ids
 from peftkit.data.style import Style
@@ -38,6 +38,7 @@ from peftkit.serve.dialects import dialects
 from peftkit.serve.generation import Generation, Output, resolve_seed
 from peftkit.serve.grammars import Grammars, check_grammar, schema_text
 from peftkit.serve.limits import Limits
+from peftkit.serve.metrics import PATH, Measure, ServerMetrics
 from peftkit.serve.models import BARE, Models
 from peftkit.serve.quotas import Intake, Quotas
 from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
@@ -94,7 +95,7 @@ def make_app(
         share=partial(limits.share, num_keys=len(keys)),
         ready=models.load,
     )
-    service = _Service(bank, models, worker, limits)
+    service, metrics = _Service(bank, models, worker, limits), ServerMetrics(worker)
     training_apis: Sequence[Dialect] = ()
     if training and store:
         training_apis = dialects(
@@ -123,20 +124,23 @@ def make_app(
             if store is not None:
                 store.close()
 
+    routes: list[BaseRoute] = [
+        Route("/health", service.health),
+        Route(PATH, metrics.respond),
+        Route("/v1/models", service.models),
+        Route("/v1/models/{name:path}", service.model),
+        Route("/v1/models/{name:path}", service.delete_model, methods=["DELETE"]),
+        Route("/v1/chat/completions", service.chat, methods=["POST"]),
+        Route("/v1/completions", service.complete, methods=["POST"]),
+        Route("/inference/v1/generate", service.generate, methods=["POST"]),
+        *(route for dialect in training_apis for route in dialect.routes),
+    ]
     # with keys, web pages cannot use a visitor's access: browsers do not add the key
     cors = [Middleware(CORSMiddleware, allow_origins="*", allow_methods="*", allow_headers="*")]
     app = Starlette(
-        routes=[
-            Route("/health", service.health),
-            Route("/v1/models", service.models),
-            Route("/v1/models/{name:path}", service.model),
-            Route("/v1/models/{name:path}", service.delete_model, methods=["DELETE"]),
-            Route("/v1/chat/completions", service.chat, methods=["POST"]),
-            Route("/v1/completions", service.complete, methods=["POST"]),
-            Route("/inference/v1/generate", service.generate, methods=["POST"]),
-            *(route for dialect in training_apis for route in dialect.routes),
-        ],
+        routes=routes,
         middleware=[
+            Middleware(Measure, metrics=metrics, routes=routes),
             *(cors if keys else ()),
             Middleware(Gate, keys=keys),
             Middleware(Intake, limits=limits),

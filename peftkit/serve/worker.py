@@ -55,6 +55,11 @@ class Worker:
         max_waiting: Most prompts that may wait; further requests are refused.
         share: Returns the part of a limit that one owner may use.
         ready: Called in the thread with the adapter of a generation before it starts.
+
+    Attributes:
+        num_prompt, num_generated: Tokens of prompts that have begun, of completions that have
+            ended, since the start.
+        is_training: Whether a training run is active.
     """
 
     def __init__(
@@ -68,6 +73,8 @@ class Worker:
     ) -> None:
         self.bank, self.limits, self.max_waiting = bank, limits or Limits(), max_waiting
         self._ready, self._share = ready, share
+        self.num_prompt = self.num_generated = 0
+        self.is_training = False
         self._new: list[Generation] = []
         self._deferred: list[Generation] = []  # they wait for an operation
         self._active: list[Generation] = []
@@ -114,6 +121,16 @@ class Worker:
         """Number of prompts for which the engine generates tokens."""
         total = len(self._active) + len(self._new) + len(self._deferred)
         return max(0, total - self.num_waiting)
+
+    @property
+    def num_jobs_waiting(self) -> int:
+        """Number of training runs that wait."""
+        return len(self._training_runs)
+
+    @property
+    def num_operations(self) -> int:
+        """Number of operations that wait or run."""
+        return len(self._operations)
 
     def room_for(self, ids: Sequence[int], length: int) -> int:
         """Return how many of `length` tokens may follow a prompt, by the context and by memory.
@@ -270,11 +287,13 @@ class Worker:
 
         if self._engine is not None and self._engine.is_idle:
             self._engine = None  # frees its KV cache
+        self.is_training = True
         with self.bank.lifted():
             try:
                 run(yield_model)
             except BaseException:  # including sys.exit() in a client's code
                 _LOG.exception("a training run failed")
+        self.is_training = False
         release_memory()
 
     def _turn(self, seconds: float = 0.0, *, in_training: bool = False) -> None:
@@ -335,6 +354,7 @@ class Worker:
         """Send an error to all active generations; at `waiting` or the end to waiting ones, too."""
         with self._changed:
             failed, self._active = self._active, []
+            self._count(failed)
             if waiting or self._ended:
                 failed, self._new = [*failed, *self._new], []
         for generation in failed:
@@ -343,6 +363,7 @@ class Worker:
 
     def _admit(self, engine: Engine, stays: bool) -> bool:
         """Submit new generations to the engine; wait if it is idle. False after `stop`."""
+        self._count([each for each in self._active if not (self._ended or each.is_running)])
         self._active = [each for each in self._active if self._ended or each.is_running]
 
         def has_work() -> bool:
@@ -357,12 +378,17 @@ class Worker:
             self._begin(engine, generation)
         return not self._ended
 
+    def _count(self, ended: Sequence[Generation]) -> None:
+        completions = [each.completion for each in ended if each.completion is not None]
+        self.num_generated += sum(len(completion.chosen) for completion in completions)
+
     def _begin(self, engine: Engine, generation: Generation) -> None:
         on_token = generation.sender(self.bank.base.tokenizer)
         request = replace(generation.request, on_token=on_token)
         try:
             self._ready(request.adapter)
             generation.completion = engine.submit(request)
+            self.num_prompt += len(request.ids)
         except Exception as problem:  # its adapter may not fit in memory: the others continue
             is_ours = isinstance(problem, PeftkitError)
             generation.send(problem if is_ours else failure("the completion cannot start", problem))

@@ -228,7 +228,7 @@ UNBOUND = {
     "save_every",
     "keep_checkpoints",
     "gradient_checkpointing",
-    "log_to",
+    *("log_to", "trackers", "upload"),
     "eval_before",
     "eval_generate",
     "early_stopping",

@@ -34,10 +34,10 @@ from peftkit.train.checkpoint import Saver, TrainableWeights, Weights, identity_
 from peftkit.train.diagnosis import NonFiniteError, written_error
 from peftkit.train.memory import plan_memory_and_compile
 from peftkit.train.metrics import (
+    check_services,
     peak_bytes,
     recording,
     reporting_a_stop,
-    require_trackers,
     run_started,
 )
 from peftkit.train.optim import learning_rate
@@ -95,7 +95,7 @@ def fit(
     config = config or TrainConfig()
     folder = config.output_dir
     prepare_output(folder, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
-    require_trackers(config.log_to)
+    check_services(config)
     with locked(folder), stop_requests() as stop:
         return train(
             new_run(model, task, train_rows, eval_rows, config, stop=stop, on_event=on_event),

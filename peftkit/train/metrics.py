@@ -1,22 +1,19 @@
-"""The reports of a run: its header, metrics.jsonl, and the trackers of `train.log_to`."""
+"""The reports of a run: its header, metrics.jsonl, and its trackers."""
 
 from __future__ import annotations
 
 import json
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from torch import nn
 
 from peftkit.adapter import adapter_paths
-from peftkit.errors import ConfigError
 from peftkit.events import (
     ClassReport,
     EvalDone,
@@ -29,7 +26,9 @@ from peftkit.events import (
     Sampled,
     Saved,
     StepDone,
+    plain,
 )
+from peftkit.execution.environment import is_main_process
 from peftkit.execution.plan import Activations
 from peftkit.execution.signals import Interrupted
 from peftkit.forward.blocks import Blocks
@@ -62,14 +61,14 @@ def lines_of(event: Event) -> tuple[str, list[dict[str, Any]]]:
     if isinstance(event, Sampled):
         return SAMPLES, [{"step": event.step, **asdict(sample)} for sample in event.samples]
     if isinstance(event, RolledOut):
-        return ANSWERS, [{"step": event.step, **_plain(asdict(a))} for a in event.answers]
+        return ANSWERS, [{"step": event.step, **plain(asdict(a))} for a in event.answers]
     if isinstance(event, ClassReport):
         event_fields = {"labels": event.labels, "confusion": event.confusion}
         return FILE, [{"event": "ClassReport", "time": round(time.time(), 3), **event_fields}]
     if not isinstance(event, RECORDED):
         return FILE, []
     head = {"event": type(event).__name__, "time": round(time.time(), 3)}
-    return FILE, [{**head, **_plain(asdict(event))}]
+    return FILE, [{**head, **plain(asdict(event))}]
 
 
 class MetricsFiles:
@@ -100,58 +99,6 @@ class MetricsFiles:
             self._complain(f"{self.folder / name} is no longer written: {error}")
 
 
-_COLUMNS = sorted(
-    {field.name for field in fields(StepDone)} - {"step", "num_steps", "seconds_left", "figures"}
-)
-"""Fields of a step that trackers receive, in addition to the task's figures."""
-
-
-class Trackers:
-    """The trackers of `train.log_to`; one that raises is dropped with one Notice."""
-
-    def __init__(self, config: TrainConfig, complain: Complain) -> None:
-        self._trackers: list[GeneralTracker] = []
-        self._complain = complain
-        settings = config.model_dump(mode="json", exclude={"log_to"})
-        # TensorBoard takes plain values only
-        plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in settings.items()}
-        for name in config.log_to:
-            try:
-                kind = LOGGER_TYPE_TO_CLASS[name]
-                needs_folder = kind.requires_logging_directory
-                folder = {"logging_dir": config.output_dir} if needs_folder else {}
-                tracker = kind("peftkit", **folder)
-                tracker.start()
-                tracker.store_init_configuration(plain)
-                self._trackers.append(tracker)
-            except Exception as error:  # no account, no network, a broken install
-                complain(_failed(name, error))
-
-    def on_event(self, event: Event) -> None:
-        """Log a step's or an eval's figures."""
-        if isinstance(event, StepDone):
-            columns = {name: getattr(event, name) for name in _COLUMNS}
-            numbers = columns | dict(event.figures)
-            values = {f"train/{name}": value for name, value in numbers.items()}
-        elif isinstance(event, EvalDone):
-            values = {f"eval/{name}": value for name, value in event.metrics.items()}
-        else:
-            return
-        self._each(lambda tracker: tracker.log(values, step=event.step))
-
-    def finish(self) -> None:
-        """End all trackers."""
-        self._each(lambda tracker: tracker.finish())
-
-    def _each(self, call: Callable[[GeneralTracker], Any]) -> None:
-        for tracker in list(self._trackers):
-            try:
-                call(tracker)
-            except Exception as error:  # a tracker must not end the run
-                self._trackers.remove(tracker)
-                self._complain(_failed(tracker.name, error))
-
-
 @contextmanager
 def recording(run: Run) -> Iterator[None]:
     """Write events to the run's files and trackers within the context, on the main process."""
@@ -164,9 +111,14 @@ def recording(run: Run) -> Iterator[None]:
         for listener in listeners:
             listener(Notice(text))
 
+    run.listeners.append(MetricsFiles(run.config.output_dir, complain).on_event)
+    if not (run.config.log_to or run.config.trackers):
+        yield
+        return
+    from peftkit.train.trackers import Trackers
+
     trackers = Trackers(run.config, complain)
-    files = MetricsFiles(run.config.output_dir, complain)
-    run.listeners += [files.on_event, trackers.on_event]
+    run.listeners.append(trackers.on_event)
     try:
         yield
     finally:
@@ -184,13 +136,20 @@ def reporting_a_stop(run: Run) -> Iterator[None]:
         raise
 
 
-def require_trackers(names: Iterable[str]) -> None:
-    """Raise ConfigError for a tracker whose library is not installed."""
-    installed = {str(tracker) for tracker in get_available_trackers()}
-    for name in names:
-        if name not in installed:
-            fix = f"Install it: pip install {name}"
-            raise ConfigError(f"train.log_to: {name} is not installed", fix=fix)
+def check_services(config: TrainConfig) -> None:
+    """Check the trackers and the upload of a run before it starts.
+
+    Raises:
+        PeftkitError: A tracker is not installed, or the target of the upload cannot be written.
+    """
+    if config.log_to or config.trackers:
+        from peftkit.train.trackers import require, trackers_of
+
+        require(trackers_of(config))
+    if config.upload and is_main_process():
+        from peftkit.formats.upload import check_upload
+
+        check_upload(config.upload)
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -240,17 +199,6 @@ def _execution_paths(model: nn.Module, blocks: Blocks, task_paths: Mapping[str, 
         paths["blocks"] = f"{compiled}{IN_BLOCKS[blocks.activations]}"
     paths |= {name: path for name, path in task_paths.items() if name != "attention"}
     return "; ".join(f"{name}: {path}" for name, path in paths.items() if path)
-
-
-def _failed(name: str, error: Exception) -> str:
-    return f"The tracker {name} failed and is disabled: {error}"
-
-
-def _plain(value: Any) -> Any:
-    """Replace NaN and infinity by null, for JSON."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_cut_short(path: Path) -> bool:

@@ -1,19 +1,42 @@
-"""The settings of a resumed run, checked before the base and the data are loaded."""
+"""Resume a run: its settings, checked before the base is loaded, and `--resume auto`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from peftkit.config.schema import flat
-from peftkit.events import ignore
+from peftkit.events import Listener, Notice, ignore
+from peftkit.execution.environment import is_main_process
+from peftkit.execution.state import Result
 from peftkit.recipe import Recipe
-from peftkit.train.checkpoint import UNBOUND, check_same_run
+from peftkit.train.checkpoint import check_same_run
 from peftkit.train.checkpoint_files import Checkpoints
+from peftkit.train.finish import bound_settings, read_finished
 
-SETTLED_LATER = {"data": {"packing"}, "train": {"shard"}, "base": {"store", "placement"}}
-"""Settings that follow from base and rows, or that a resume may change."""
+
+def finished_or_resume(
+    recipe: Recipe, changes: Sequence[str], overwrite: bool, on_event: Listener
+) -> tuple[Result | None, bool, Sequence[str]]:
+    """Return what `resume="auto"` does: the result of a finished run, or None and how to start.
+
+    The second value is whether the run resumes, the third the changes that are allowed then.
+
+    A run is finished if `finished.json` has the settings of the recipe and the hash of the adapter
+    in the folder, and no checkpoint is newer. All processes of a run decide alike, because none
+    writes to the folder before all have compared their decisions.
+    """
+    folder = recipe.train.output_dir
+    steps = Checkpoints(folder).steps()
+    if overwrite:
+        return None, True, changes  # `prepare_output` refuses the combination
+    result = read_finished(recipe)
+    if result is None or (steps and steps[-1] > result.step):
+        return None, bool(steps), changes if steps else ()
+    if is_main_process():
+        text = f"The run in {folder} is finished, after {result.step:,} steps."
+        on_event(Notice(f"{text} Nothing is left to do."))
+    return result, False, ()
 
 
 def check_settings_of_resume(recipe: Recipe, allow_changes: Sequence[str]) -> None:
@@ -24,12 +47,9 @@ def check_settings_of_resume(recipe: Recipe, allow_changes: Sequence[str]) -> No
     """
     manifest = Checkpoints(recipe.train.output_dir, keep=1).newest_valid(ignore).manifest
     saved, now = dict[str, Any](), dict[str, Any]()
-    for section in ("base", "method", "data", "train"):
-        config = getattr(recipe, section)
-        left_out = SETTLED_LATER.get(section, set()) | (UNBOUND if section == "train" else set())
-        values = json.loads(json.dumps(config.model_dump(mode="json"), default=str))
+    for section, values in bound_settings(recipe).items():
         before = manifest["identity"].get(section, {})
-        names = [name for name in values if name in before and name not in left_out]
+        names = [name for name in values if name in before]
         now[section] = {name: values[name] for name in names}
         saved[section] = {name: before[name] for name in names}
     keys = flat(now)

@@ -239,7 +239,6 @@ def test_model_that_is_nowhere_is_told_with_what_is_near(folder, monkeypatch):
         "someone/model": "hub cannot be reached",
         "x.gguf": "No such file",
         "": "No such file",
-        "s3://bucket/model": "URLs are not read",
         "a/b/c": "No such file",
         "what is this": "No such file",
     }.items():

@@ -85,6 +85,20 @@ def test_rows_get_the_likeliest_label(peftkit, classifier):
         assert row["predicted_label"] == row["label"] == next(iter(row["prediction"]))
 
 
+def test_a_file_of_predictions_keeps_ids_and_has_all_probabilities(peftkit, classifier, tmp_path):
+    rows = [{"id": f"row-{n}", "text": text, "extra": [n]} for n, (text, _) in enumerate(TEXTS)]
+    data = write_rows(tmp_path / "new.jsonl", rows)
+    done = peftkit("predict", classifier / "out", "--data", data, "--out", tmp_path / "out.jsonl")
+    assert done.code == 0, done.err
+    assert done.out.strip() == str(tmp_path / "out.jsonl")
+    predicted = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    for row, given, (_, label) in zip(predicted, rows, TEXTS, strict=True):
+        assert {name: row[name] for name in given} == given
+        assert set(row["prediction"]) == set(LABELS)
+        assert sum(row["prediction"].values()) == pytest.approx(1, abs=1e-5)
+        assert row["predicted_label"] == label
+
+
 def test_the_best_step_is_chosen_by_a_metric(peftkit, classifier, tmp_path):
     recipe = write_recipe(tmp_path, classifier / "base")
     options = ("--set", "train.eval_every=1", "--set", "train.keep_best=true")
@@ -111,6 +125,8 @@ def test_train_says_what_to_do_next(peftkit, classifier, tmp_path):
     events = {event["event"]: event for event in map(json.loads, lines)}
     assert events["EvalDone"]["metrics"].keys() == {"loss", "accuracy", "f1_macro"}
     assert events["ClassReport"]["labels"].keys() == set(LABELS)
+    report = (tmp_path / "runs" / "demo" / "report.html").read_text()
+    assert report.count('class="hit"') == len(LABELS)
     assert "perplexity" not in done.err
     card = (tmp_path / "runs" / "demo" / "README.md").read_text()
     assert "AutoModelForSequenceClassification" in card

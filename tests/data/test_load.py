@@ -1,12 +1,14 @@
 """Files and data sets as records: read strictly, every error with its file, line and column."""
 
 import gzip
+import sys
 from pathlib import Path
 
 import pytest
 
 from peftkit.data.records import Record, files_of, read_records
-from peftkit.errors import DataError
+from peftkit.errors import ConfigError, DataError
+from peftkit.files.remote import PACKAGES
 
 ROW = '{"text": "a"}\n'
 
@@ -183,12 +185,13 @@ def test_a_missing_file_error_lists_others(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/rows.jsonl", "https://host/a.jsonl?download=1"])
-def test_urls_are_not_taken_for_paths(url):
+def test_urls_are_not_taken_for_paths(url, monkeypatch):
     (source,) = files_of(url)
-    with pytest.raises(DataError) as error:
-        read_records(source)
-    assert error.value.found == "URLs are not read."
-    assert "Download the file first" in error.value.fix
+    assert source == url
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, PACKAGES[url.partition(":")[0]], None)
+        with pytest.raises(ConfigError, match="pip install"):
+            read_records(source)
 
 
 def test_an_unreachable_data_set_says_that_there_is_no_such_file_either():

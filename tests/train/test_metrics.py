@@ -10,8 +10,8 @@ from accelerate import tracking
 
 from peftkit.errors import ConfigError
 from peftkit.forward.loss import perplexity
-from peftkit.train import metrics
-from peftkit.train.metrics import require_trackers
+from peftkit.train import trackers
+from peftkit.train.trackers import require
 from tests.helpers.toy import play
 
 
@@ -22,10 +22,15 @@ class Recorder:
     requires_logging_directory = False
     instances: ClassVar[list[Recorder]]
 
-    def __init__(self, run_name: str) -> None:
+    def __init__(self, run_name: str, **options: Any) -> None:
         self.run_name, self.config, self.logged = run_name, dict[str, Any](), list[Any]()
+        self.options, self.id = options, f"run-{len(type(self).instances)}"
         self.finished = False
         type(self).instances.append(self)
+
+    @property
+    def tracker(self) -> Recorder:
+        return self
 
     def start(self) -> None: ...
 
@@ -52,7 +57,7 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Recorder]]:
 
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", First)
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "trackio", Second)
-    monkeypatch.setattr(metrics, "get_available_trackers", lambda: ["wandb", "trackio"])
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: ["wandb", "trackio"])
     return {"wandb": First, "trackio": Second}
 
 
@@ -67,6 +72,24 @@ def test_trackers_receive_all_figures(tmp_path, kinds):
         assert tracker.config["learning_rate"] == 0.02
         assert tracker.config["max_steps"] == "None", "TensorBoard refuses None itself"
         assert tracker.finished
+
+
+def test_options_reach_a_tracker_and_a_resumed_run_continues_its_own(tmp_path, kinds):
+    trackers = {"wandb": {"experiment": "orders", "tags": ["a"]}}
+    play(tmp_path, trackers=trackers, max_steps=6)
+    changes = ["train.max_steps"]
+    assert play(tmp_path, trackers=trackers, resume=True, allow_changes=changes).error is None
+    other = {"wandb": {"experiment": "other"}}
+    assert play(tmp_path, trackers=other, resume=True).error is None
+    play(tmp_path, trackers=trackers, overwrite=True)
+    instances = kinds["wandb"].instances
+    assert [tracker.run_name for tracker in instances] == ["orders", "orders", "other", "orders"]
+    assert [tracker.options for tracker in instances] == [
+        {"tags": ["a"]},
+        {"tags": ["a"], "id": "run-0", "resume": "allow"},
+        {},
+        {"tags": ["a"]},
+    ]
 
 
 @pytest.mark.parametrize("where", ["__init__", "start", "store_init_configuration"])
@@ -108,10 +131,15 @@ def test_trackers_end_with_a_failure(tmp_path, kinds):
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_way_to_get_it(tmp_path):
     with pytest.raises(ConfigError, match="pip install trackio"):
-        require_trackers(["trackio"])
+        require({"trackio": {}})
     run = play(tmp_path, log_to=["trackio"])
     assert isinstance(run.error, ConfigError)
     assert run.events == []
+
+
+def test_credentials_in_a_recipe_are_refused(kinds):
+    with pytest.raises(ConfigError, match=r"wandb\.api_key is a credential"):
+        require({"wandb": {"experiment": "orders", "api_key": "hunter2"}})
 
 
 def test_perplexity_has_no_upper_end():

@@ -31,6 +31,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+from peftkit.data.readers import local_path
 from peftkit.data.records import is_read_by_lines
 from peftkit.data.rows.columns import DAMAGED, FACTS, ROWS, StoredRows, columns_of, feed
 from peftkit.data.rows.encoder import RowEncoder
@@ -94,7 +95,7 @@ def _cache_name(where: str, encoder: RowEncoder) -> tuple[str | None, int]:
         DataError: The file cannot be read.
     """
     digest, num_lines = hashlib.sha256(), 0
-    path = Path(where).expanduser()
+    path = local_path(where)
     if path.is_file():
         try:
             with open(path, "rb") as file:
@@ -165,7 +166,7 @@ def _encode(
 
 def _check_whole_file(where: str, encoder: RowEncoder) -> None:
     """Raise the error that counts the invalid rows of the whole file, not of one block."""
-    path = Path(where).expanduser()
+    path = local_path(where)
     if not path.is_file() or path.stat().st_size <= REREAD_BYTES:
         records = [record for part in encoder.parts(where) for record in part()]
         if records:

@@ -54,7 +54,6 @@ from peftkit.serve.tuning.rows import JobError, count_rows, public
 from peftkit.settings import BaseConfig
 from peftkit.tasks.rewards.graders import fields_of
 from peftkit.train.checkpoint_files import Checkpoints
-from peftkit.train.metrics import require_trackers
 
 ACTIONS = {
     "cancel": ("cancelled", ("validating_files", "queued", "running", "paused")),
@@ -131,7 +130,9 @@ class Jobs:
                     raise RequestError(f"{file} has the purpose {purpose}.", param=param)
         if body.integrations:
             try:
-                require_trackers(["wandb"])
+                from peftkit.train.trackers import require
+
+                require({"wandb": {}})
             except PeftkitError as error:
                 raise RequestError(
                     "wandb is not installed on this server.", fix=error.fix, param="integrations"

@@ -1,0 +1,126 @@
+"""`--resume auto`: one command that starts, continues and ends a run, however often it dies."""
+
+import json
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from peftkit.errors import CheckpointError, OutputError
+from peftkit.events import Notice
+from peftkit.recipe import load
+from peftkit.run import run as run_recipe
+from tests.helpers import command_line
+from tests.helpers.children import exit_code, start
+
+TENSORS = "adapter_model.safetensors"
+PREEMPTED = 128 + signal.SIGTERM
+
+
+def train_slowly(path: str) -> None:
+    """Run a recipe under `auto`, at a pace that leaves time to be killed."""
+    from peftkit.execution.signals import Interrupted
+
+    try:
+        run_recipe(load(Path(path)), resume="auto", on_event=lambda event: time.sleep(0.01))
+    except Interrupted as error:
+        raise SystemExit(error.exit_code) from None
+
+
+def undisturbed(recipe, folder: Path) -> bytes:
+    train = recipe.train.model_copy(update={"output_dir": folder})
+    run_recipe(recipe.model_copy(update={"train": train}))
+    return (folder / TENSORS).read_bytes()
+
+
+def test_a_run_killed_twice_is_finished_by_the_same_call(asked, recipe_file, tmp_path):
+    run = tmp_path / "run"
+    for number, step in ((signal.SIGTERM, 1), (signal.SIGKILL, 3)):
+        child = start(train_slowly, str(recipe_file))
+        while not any((run / "checkpoints").glob(f"step-{step}")):
+            assert child.is_alive()
+            time.sleep(0.001)
+        getattr(child, "terminate" if number == signal.SIGTERM else "kill")()
+        assert exit_code(child) == (PREEMPTED if number == signal.SIGTERM else -number)
+    assert not (run / TENSORS).exists()
+    result = run_recipe(asked, resume="auto")
+    assert result.step == 6
+    assert (run / TENSORS).read_bytes() == undisturbed(asked, tmp_path / "whole")
+    starts = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    begun = [event["start_step"] for event in starts if event["event"] == "RunStarted"]
+    assert begun[0] == 0
+    assert begun[1] >= 1
+    assert begun[2] >= 3
+
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    events = []
+    again = run_recipe(asked, resume="auto", on_event=events.append)
+    assert replace(again, seconds=0) == replace(result, seconds=0)
+    assert [type(event) for event in events] == [Notice]
+    assert "finished, after 6 steps" in events[0].text
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_what_is_not_this_finished_run_is_resumed_or_refused(asked, tmp_path):
+    run_recipe(asked, resume="auto")
+    longer = asked.model_copy(
+        update={"train": asked.train.model_copy(update={"max_steps": 7, "schedule": "constant"})}
+    )
+    with pytest.raises(CheckpointError, match=r"train\.max_steps: 6 -> 7"):
+        run_recipe(longer, resume="auto")
+    result = run_recipe(longer, resume="auto", allow_changes=["train.max_steps", "train.schedule"])
+    assert result.step == 7
+    (tmp_path / "run" / TENSORS).unlink()  # a lost adapter is saved again
+    assert run_recipe(longer, resume="auto").step == 7
+    assert (tmp_path / "run" / TENSORS).exists()
+    with pytest.raises(CheckpointError, match="either resumed or overwritten"):
+        run_recipe(longer, resume="auto", overwrite=True)
+
+
+def test_an_adapter_of_unknown_origin_is_not_overwritten(asked, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / TENSORS).write_bytes(b"of another program")
+    with pytest.raises(OutputError, match="already holds a run"):
+        run_recipe(asked, resume="auto")
+
+
+def test_the_command_starts_and_reports_a_finished_run(peftkit, recipe_file, tmp_path):
+    first = peftkit("train", recipe_file, "--resume", "auto")
+    assert first.code == 0, first.err
+    assert (tmp_path / "run" / TENSORS).exists()
+    second = peftkit("train", "--resume", "auto", recipe_file)
+    assert second.code == 0, second.err
+    assert second.out == first.out
+    assert "is finished, after 6 steps. Nothing is left to do." in second.err
+    plain = peftkit("train", recipe_file)
+    assert plain.code == 2
+    assert "already holds a run" in plain.err
+    wrong = peftkit("train", recipe_file, "--resume=later")
+    assert wrong.code == 2
+    assert "'later' is not one of" in wrong.err
+
+
+@pytest.mark.slow
+def test_a_command_killed_at_ten_random_moments_ends_equal(asked, recipe_file, tmp_path):
+    """Each moment is between the start of the process and some seconds after it."""
+    chance, codes = random.Random(58), []
+    for kill in [signal.SIGTERM, signal.SIGKILL] * 5:
+        settings = ("--set", "train.max_steps=120")
+        process = command_line.start(
+            "train", recipe_file, "--resume", "auto", *settings, cwd=tmp_path
+        )
+        time.sleep(chance.uniform(6, 14))
+        process.send_signal(kill)
+        _, text = process.communicate(timeout=100)
+        codes.append(process.returncode)
+        assert process.returncode in (0, PREEMPTED, -signal.SIGTERM, -signal.SIGKILL), text
+    assert PREEMPTED in codes
+    assert -signal.SIGKILL in codes
+    longer = asked.model_copy(update={"train": asked.train.model_copy(update={"max_steps": 120})})
+    assert run_recipe(longer, resume="auto").step == 120
+    whole = undisturbed(longer, tmp_path / "whole")
+    assert (tmp_path / "run" / TENSORS).read_bytes() == whole
