@@ -319,7 +319,7 @@ class CachedAttention(StateCache):
                     **padding,
                 )
         finally:
-            self.now = None
+            self.now = self._positions = None
         logits: Tensor = out.logits[:, -1]
         return logits
 

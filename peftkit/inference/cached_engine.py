@@ -37,6 +37,7 @@ from peftkit.inference.cached_attention import (
 )
 from peftkit.inference.engine import FEWEST_TOKENS, Completion, Engine, Limits
 from peftkit.inference.footprint import Footprint, footprint
+from peftkit.inference.ready import on_device
 from peftkit.inference.recorder import Batch, Recorder, Step, static_block, why_not_recorded
 from peftkit.inference.states import copied, has_states
 
@@ -76,7 +77,8 @@ class CachedEngine(Engine):
     @torch.no_grad()
     def footprint(self) -> Footprint:
         """Return the memory of its cache per token and row."""
-        return footprint(self.model, self._attention)
+        with on_device(self.model.device):
+            return footprint(self.model, self._attention)
 
     @property
     def num_running(self) -> int:
