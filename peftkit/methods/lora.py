@@ -56,6 +56,11 @@ class LoRA(Method):
     alpha_pattern: dict[str, Annotated[int | float, Field(gt=0)]] = Field(default_factory=dict)
     """Alphas of some layers, likewise."""
 
+    constant_in: int | None = Field(default=None, ge=2)
+    """Make A constant in blocks of this many columns (QA-LoRA, arXiv:2309.14717), 32 for GGUF: B A
+    then shifts whole blocks, and a merge into Q4_1 or Q5_1 keeps it. The file is an ordinary LoRA;
+    A has fewer trained values."""
+
     @property
     def initializer(self) -> str:
         return DATA_INITS.get(self.init, "")
@@ -97,6 +102,12 @@ class LoRA(Method):
     def wrap(self, base: nn.Module, site: Site) -> LoRALinear:
         rank, scaling = self.scale_of(site)
         _check_rank(rank, site.path, linear_shape(base))
+        if self.constant_in and linear_shape(base)[0] % self.constant_in:
+            raise TargetError(
+                f"constant_in {self.constant_in} does not divide the columns of {site.path}",
+                found=f"its weight has {linear_shape(base)[0]} columns",
+                fix="Remove this layer from the targets, or choose a divisor.",
+            )
         if self.init == "loftq" and not is_quantized(base):
             raise TargetError(
                 f"init 'loftq' compensates the quantisation error of {site.path}",
@@ -117,6 +128,7 @@ class LoRA(Method):
             dropout=self.dropout,
             init=self.init,
             dtype=ADAPTER_DTYPES[self.dtype],
+            constant_in=self.constant_in or 1,
         )
 
     def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
@@ -132,7 +144,7 @@ class LoRA(Method):
                     found=f"{type(experts).__name__} is neither a linear layer nor a stack of them",
                     fix="Remove it from the targets.",
                 )
-            if self.dropout or self.init in (*SUBTRACTED, *DATA_INITS):
+            if self.dropout or self.constant_in or self.init in (*SUBTRACTED, *DATA_INITS):
                 raise self._not_on_experts(path)
             rank, scaling = self.scale_of(site)
             _check_rank(rank, path, stacked_shape(experts, site.parameter)[1:])
@@ -164,9 +176,10 @@ class LoRA(Method):
 
     def _not_on_experts(self, path: str) -> TargetError:
         return TargetError(
-            f"{self.type} on the stacked experts {path} supports neither dropout nor this init",
-            found=f"dropout {self.dropout}, init '{self.init}'",
-            fix="Use dropout 0 and init 'default', or remove the experts from the targets.",
+            f"{self.type} on the stacked experts {path} does not support these settings",
+            found=f"dropout {self.dropout}, init '{self.init}', constant_in {self.constant_in}",
+            fix="Use dropout 0, init 'default' and no constant_in, or remove the experts from the "
+            "targets.",
         )
 
     def scale_of(self, site: Site) -> tuple[int, float]:
@@ -195,9 +208,15 @@ class LoRA(Method):
         return default
 
     @model_validator(mode="after")
-    def _check_rho(self) -> LoRA:
+    def _check_init(self) -> LoRA:
         if self.init != "eva" and self.eva_rho != type(self).model_fields["eva_rho"].default:
             raise ConfigError(f"eva_rho: {self.eva_rho} requires init 'eva', not '{self.init}'.")
+        if self.constant_in and (self.type != "lora" or self.init not in ("default", "gaussian")):
+            raise ConfigError(
+                f"constant_in: {self.constant_in} is not possible with this method.",
+                found=f"type '{self.type}', init '{self.init}'",
+                fix="Use type 'lora' with init 'default' or 'gaussian', or remove constant_in.",
+            )
         return self
 
     @model_validator(mode="after")
