@@ -1,7 +1,7 @@
 """Serve a GGUF file with llama.cpp's bindings xllamacpp, like llama-server; a program by itself.
 
-It runs in the environment of xllamacpp, not in peftkit's. Usage: run_xllamacpp.py -m FILE -c CONTEXT.
-Prints the address of the server and serves until its standard input closes.
+It runs in the environment of xllamacpp, not in peftkit's, until it is terminated or its
+standard input closes, which happens if peftkit is killed.
 """
 
 import argparse
@@ -9,19 +9,24 @@ import sys
 
 
 def main() -> None:
+    """Parse the arguments that llama-server has, and serve."""
     import xllamacpp
 
     parser = argparse.ArgumentParser()
     parser.add_argument("-m", required=True)
     parser.add_argument("-c", type=int, required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("-t", type=int, required=True)
+    parser.add_argument("--jinja", action="store_true")
     given = parser.parse_args()
     params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.n_parallel = given.m, given.c, 1
-    params.use_jinja, params.warmup, params.verbosity, params.port = True, False, 0, 0
+    params.model.path, params.n_ctx, params.port = given.m, given.c, given.port
+    params.n_parallel, params.use_jinja = 1, given.jinja
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = given.t
+    params.warmup, params.verbosity = False, 0
     server = xllamacpp.Server(params)
-    print(f"listening on {server.listening_address}", flush=True)
+    print(server.listening_address, flush=True)
     sys.stdin.read()
-    del server
 
 
 if __name__ == "__main__":
