@@ -57,9 +57,8 @@ class LoRA(Method):
     """Alphas of some layers, likewise."""
 
     constant_in: int | None = Field(default=None, ge=2)
-    """Make A constant in blocks of this many columns (QA-LoRA, arXiv:2309.14717), 32 for GGUF: B A
-    then shifts whole blocks, and a merge into Q4_1 or Q5_1 keeps it. The file is an ordinary LoRA;
-    A has fewer trained values."""
+    """Make A constant in blocks of this many columns (QA-LoRA, arXiv:2309.14717): with 32, a merge
+    into a GGUF file in Q4_1 or Q5_1 keeps the update. The files are those of an ordinary LoRA."""
 
     @property
     def initializer(self) -> str:
@@ -102,12 +101,10 @@ class LoRA(Method):
     def wrap(self, base: nn.Module, site: Site) -> LoRALinear:
         rank, scaling = self.scale_of(site)
         _check_rank(rank, site.path, linear_shape(base))
-        if self.constant_in and linear_shape(base)[0] % self.constant_in:
-            raise TargetError(
-                f"constant_in {self.constant_in} does not divide the columns of {site.path}",
-                found=f"its weight has {linear_shape(base)[0]} columns",
-                fix="Remove this layer from the targets, or choose a divisor.",
-            )
+        if self.constant_in:
+            from peftkit.methods.constant_blocks import check_columns
+
+            check_columns(self.constant_in, linear_shape(base)[0], site.path)
         if self.init == "loftq" and not is_quantized(base):
             raise TargetError(
                 f"init 'loftq' compensates the quantisation error of {site.path}",
@@ -211,12 +208,10 @@ class LoRA(Method):
     def _check_init(self) -> LoRA:
         if self.init != "eva" and self.eva_rho != type(self).model_fields["eva_rho"].default:
             raise ConfigError(f"eva_rho: {self.eva_rho} requires init 'eva', not '{self.init}'.")
-        if self.constant_in and (self.type != "lora" or self.init not in ("default", "gaussian")):
-            raise ConfigError(
-                f"constant_in: {self.constant_in} is not possible with this method.",
-                found=f"type '{self.type}', init '{self.init}'",
-                fix="Use type 'lora' with init 'default' or 'gaussian', or remove constant_in.",
-            )
+        if self.constant_in:
+            from peftkit.methods.constant_blocks import check_blocks
+
+            check_blocks(self.constant_in, self.type, self.init)
         return self
 
     @model_validator(mode="after")

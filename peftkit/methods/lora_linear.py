@@ -50,12 +50,14 @@ class LoRALinear(AdapterModule):
         initial_A, initial_B: (r, in), (out, r): subtracted initial values of PiSSA and OLoRA, or
             None.
         group: Computes this layer together with others; None if the layer computes alone.
+        quantized: Computes this layer with its quantised merged weight (fake_quantized.py); None.
     """
 
     initial_A: Tensor | None
     initial_B: Tensor | None
     can_group: ClassVar[bool] = True
     group: LoRAGroup | None
+    quantized: Any = None
 
     def __init__(
         self,
@@ -95,6 +97,8 @@ class LoRALinear(AdapterModule):
         return self.slice.spread_matrix(self.lora_B)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.quantized is not None and self.enabled:
+            return cast(Tensor, self.quantized(self, x))
         group = self.group if self.enabled and not (args or kwargs) else None
         if group is not None and group.takes(x):
             return group.output(self, x)
