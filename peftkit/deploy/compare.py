@@ -281,6 +281,8 @@ def _llama_server(command: Sequence[str], file: Path, context: int) -> Iterator[
             _wait_for(process, address, log)
             yield address
         finally:
+            assert process.stdin is not None
+            process.stdin.close()
             process.terminate()
             try:
                 process.wait(30)

@@ -338,9 +338,7 @@ def _move(gguf: Path, out: Path, text: str) -> None:
             disk.write_text(text, folder / "Modelfile")
 
 
-def _commands(
-    to: str, out: Path, file: Path, model: str, programs: Programs
-) -> dict[str, str]:
+def _commands(to: str, out: Path, file: Path, model: str, programs: Programs) -> dict[str, str]:
     commands = {"llama.cpp": f"llama-server -m {quote(str(file))} --jinja"}
     if to == "ollama":
         create = f"ollama create {quote(model)} -f {quote(str(out / 'Modelfile'))} && "

@@ -9,9 +9,9 @@ as the Jinja template for several conversations. Other templates are reported.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from peftkit.data.chat import Chat
@@ -50,7 +50,9 @@ class Turns:
         turns = list(messages)
         if self.system is not None and turns[0]["role"] != "system":
             turns = [{"role": "system", "content": self.system}, *turns]
-        texts = [self.around[t["role"]][0] + t["content"] + self.around[t["role"]][1] for t in turns]
+        texts = [
+            self.around[t["role"]][0] + t["content"] + self.around[t["role"]][1] for t in turns
+        ]
         return self.start + "".join(texts) + self.generation
 
     @property
@@ -82,7 +84,7 @@ def turns_of(render: Render) -> Turns:
     before, _ = _split(_rendered(render, [user]), (U,))
     # where two texts share an end or a beginning, any division gives the same prompts
     user_before = _common_end(to_user, to_last, before)
-    user_after = os.path.commonprefix([to_answer, end])
+    user_after = _common_start(to_answer, end)
     system_after = to_user.removesuffix(user_before)
     before = before.removesuffix(user_before)
     start, own = before, None
@@ -101,8 +103,13 @@ def turns_of(render: Render) -> Turns:
     return turns
 
 
+def _common_start(*texts: str) -> str:
+    columns = zip(*texts, strict=False)  # ends with the shortest text
+    return "".join(column[0] for column in takewhile(lambda c: len(set(c)) == 1, columns))
+
+
 def _common_end(*texts: str) -> str:
-    return os.path.commonprefix([text[::-1] for text in texts])[::-1]
+    return _common_start(*(text[::-1] for text in texts))[::-1]
 
 
 def _message(role: str, content: str) -> Message:
@@ -181,7 +188,9 @@ def modelfile(
         lines.append(f'TEMPLATE """{template}"""')
     if system:
         lines.append(f"SYSTEM {_quoted(system)}")
-    lines += [f"PARAMETER stop {_quoted(text, short=True)}" for text in stop_texts(tokenizer, style)]
+    lines += [
+        f"PARAMETER stop {_quoted(text, short=True)}" for text in stop_texts(tokenizer, style)
+    ]
     # greedy, like peftkit; without Ollama's penalty on repeated tokens
     lines += ["PARAMETER temperature 0", "PARAMETER repeat_penalty 1"]
     return "\n".join([*lines, f"PARAMETER num_ctx {context}", ""])

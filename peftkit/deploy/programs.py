@@ -161,6 +161,7 @@ def run_program(command: Sequence[str], doing: str, on_event: Listener = ignore)
         if process.poll() is None:
             process.terminate()
             process.wait()
+        process.stdout.close()
     if code:
         lines.append(line.decode("utf-8", "replace"))
         text = "\n".join(each for each in lines if not _PERCENT.search(each)).strip()

@@ -6,21 +6,25 @@ per block (Q4_1, Q5_1) then change the minimum and keep the codes, so a merge ke
 
 from __future__ import annotations
 
-from peftkit.errors import ConfigError, TargetError
+from peftkit.errors import TargetError
 
 
-def check_blocks(constant_in: int, kind: str, init: str) -> None:
-    """Raise ConfigError for methods and initial values of A that are not constant in blocks."""
+def check_blocks(constant_in: int, num_columns: int, path: str, kind: str, init: str) -> None:
+    """Check that A of a layer can be constant in blocks of columns.
+
+    Args:
+        num_columns: Columns of the layer's weight. kind, init: The method's type and init.
+
+    Raises:
+        TargetError: The columns are not a whole number of blocks, or the method or its initial
+            values of A are not constant in them.
+    """
     if kind != "lora" or init not in ("default", "gaussian"):
-        raise ConfigError(
-            f"constant_in: {constant_in} is not possible with this method.",
-            found=f"type '{kind}', init '{init}'",
+        raise TargetError(
+            f"constant_in {constant_in} is not possible for {path}",
+            found=f"method.type is '{kind}', method.init '{init}'",
             fix="Use type 'lora' with init 'default' or 'gaussian', or remove constant_in.",
         )
-
-
-def check_columns(constant_in: int, num_columns: int, path: str) -> None:
-    """Raise TargetError for a layer whose columns are not a whole number of blocks."""
     if num_columns % constant_in:
         raise TargetError(
             f"constant_in {constant_in} does not divide the columns of {path}",

@@ -102,9 +102,9 @@ class LoRA(Method):
         rank, scaling = self.scale_of(site)
         _check_rank(rank, site.path, linear_shape(base))
         if self.constant_in:
-            from peftkit.methods.constant_blocks import check_columns
+            from peftkit.methods.constant_blocks import check_blocks
 
-            check_columns(self.constant_in, linear_shape(base)[0], site.path)
+            check_blocks(self.constant_in, linear_shape(base)[0], site.path, self.type, self.init)
         if self.init == "loftq" and not is_quantized(base):
             raise TargetError(
                 f"init 'loftq' compensates the quantisation error of {site.path}",
@@ -175,8 +175,7 @@ class LoRA(Method):
         return TargetError(
             f"{self.type} on the stacked experts {path} does not support these settings",
             found=f"dropout {self.dropout}, init '{self.init}', constant_in {self.constant_in}",
-            fix="Use dropout 0, init 'default' and no constant_in, or remove the experts from the "
-            "targets.",
+            fix="Change these settings, or remove the experts from the targets.",
         )
 
     def scale_of(self, site: Site) -> tuple[int, float]:
@@ -205,13 +204,9 @@ class LoRA(Method):
         return default
 
     @model_validator(mode="after")
-    def _check_init(self) -> LoRA:
+    def _check_rho(self) -> LoRA:
         if self.init != "eva" and self.eva_rho != type(self).model_fields["eva_rho"].default:
             raise ConfigError(f"eva_rho: {self.eva_rho} requires init 'eva', not '{self.init}'.")
-        if self.constant_in:
-            from peftkit.methods.constant_blocks import check_blocks
-
-            check_blocks(self.constant_in, self.type, self.init)
         return self
 
     @model_validator(mode="after")

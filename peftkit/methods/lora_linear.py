@@ -50,7 +50,7 @@ class LoRALinear(AdapterModule):
         initial_A, initial_B: (r, in), (out, r): subtracted initial values of PiSSA and OLoRA, or
             None.
         group: Computes this layer together with others; None if the layer computes alone.
-        quantized: Computes this layer with its quantised merged weight (fake_quantized.py); None.
+        quantized: Computes it with the quantised merged weight (forward/fake_quantized.py).
     """
 
     initial_A: Tensor | None

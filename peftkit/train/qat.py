@@ -1,7 +1,7 @@
 """Quantisation-aware training (`train.quantize_for`): when it begins, and which layers it needs.
 
 From step `quantize_from` times the number of steps, adapted layers compute with the weights that
-the merged file will have (methods/fake_quantized.py), in training and evaluation. This is a
+the merged file will have (forward/fake_quantized.py), in training and evaluation. This is a
 function of A, B and W: a resumed run continues exactly.
 """
 
@@ -17,9 +17,7 @@ from torch import nn
 
 from peftkit.errors import ConfigError
 from peftkit.events import Notice
-from peftkit.methods.base import AdapterModule
-from peftkit.methods.fake_quantized import FakeQuantized
-from peftkit.methods.lora_linear import LoRALinear
+from peftkit.forward.fake_quantized import FakeQuantized
 from peftkit.model.blocks import is_sharded, is_streamed
 from peftkit.train.step import Trainer
 
@@ -74,21 +72,24 @@ def quantization_aware(trainer: Trainer, num_steps: int) -> Iterator[Callable[[]
             layer.quantized = None
 
 
-def _layers(trainer: Trainer, kind: str) -> list[LoRALinear]:
-    """Return the adapted layers; raise ConfigError if a setting does not go with them."""
+def _layers(trainer: Trainer, kind: str) -> list[Any]:
+    """Return the LoRA layers; raise ConfigError if a setting or another module forbids it."""
     model, config = trainer.run.model, trainer.run.config
     setting = f"train.quantize_for: {kind} is not possible here."
-    modules = [m for m in model.modules() if isinstance(m, AdapterModule) and m.enabled]
-    layers = [module for module in modules if type(module) is LoRALinear]
+    modules: list[Any] = [m for m in model.modules() if hasattr(m, "merged_weight") and m.enabled]
+    # DoRA's layers cannot be grouped either: their norms depend on the weight
+    layers = [module for module in modules if getattr(module, "can_group", False)]
     if not layers or len(layers) < len(modules):
-        kinds = sorted({type(module).__name__ for module in modules} - {"LoRALinear"})
+        kinds = sorted({type(m).__name__ for m in modules if m not in layers})
         raise ConfigError(
             setting,
             found=f"Modules of the adapter: {', '.join(kinds) or 'none'}.",
             fix="Use method.type: lora on linear layers only.",
         )
     reason = ""
-    if any(layer.initial_A is not None or isinstance(layer.dropout, nn.Dropout) for layer in layers):
+    if any(
+        layer.initial_A is not None or isinstance(layer.dropout, nn.Dropout) for layer in layers
+    ):
         reason = "The method subtracts initial values, or has dropout."
     elif kind != "int4_128" and any(layer.in_features % 32 for layer in layers):
         reason = "The rows of a layer are not a multiple of 32 values."

@@ -51,4 +51,6 @@ def test_int4_is_the_nearest_multiple_of_its_scale(group):
 
 def test_a_row_may_end_with_a_part_of_a_group():
     w = torch.randn(3, 200, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(fake_quantized(w, "int4_128")[:, :128], fake_quantized(w[:, :128], "int4_128"))
+    assert torch.equal(
+        fake_quantized(w, "int4_128")[:, :128], fake_quantized(w[:, :128], "int4_128")
+    )

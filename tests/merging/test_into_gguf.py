@@ -233,7 +233,9 @@ def test_an_update_that_is_lost_in_rounding_is_told(file, tmp_path):
     assert "--to gguf" in refused.value.fix
     assert not out.exists()
     merged = merge(tmp_path / "adapter", out, **options, force=True, on_event=events.append)
-    (told,) = [e.text for e in events if isinstance(e, Notice) and "survives quantisation" in e.text]
+    (told,) = [
+        e.text for e in events if isinstance(e, Notice) and "survives quantisation" in e.text
+    ]
     assert "answers like its base" in told
     assert "--to gguf" in told
     assert merged.tally.survived < 0.2 < merged.tally.relative_rounding

@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 from peftkit.adapter import attach
-from peftkit.errors import ConfigError, TargetError
+from peftkit.errors import TargetError
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.notes import Provenance
+from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRAGroup
 from tests.helpers.adapters import perturb
@@ -77,8 +78,9 @@ def test_the_file_is_an_ordinary_lora(tmp_path):
 
 
 def test_impossible_settings_are_refused():
-    with pytest.raises(ConfigError, match="constant_in: 8 is not possible"):
-        LoRA(constant_in=8, init="pissa")
+    for method in (LoRA(constant_in=8, init="pissa"), DoRA(constant_in=8)):
+        with pytest.raises(TargetError, match="constant_in 8 is not possible"):
+            attach(ARCHITECTURES["llama"](), method)
     with pytest.raises(TargetError, match="constant_in 7 does not divide"):
         attach(ARCHITECTURES["llama"](), LoRA(rank=2, constant_in=7))
     with pytest.raises(TargetError, match="constant_in 8"):

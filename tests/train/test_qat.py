@@ -11,10 +11,10 @@ from torch.nn import functional
 from peftkit.adapter import attach
 from peftkit.errors import ConfigError
 from peftkit.events import EvalDone, Event, Notice, StepDone
+from peftkit.forward.fake_quantized import FakeQuantized
 from peftkit.kernels.fake_quantize import fake_quantized
 from peftkit.methods.base import Method
 from peftkit.methods.dora import DoRA
-from peftkit.methods.fake_quantized import FakeQuantized
 from peftkit.methods.lora import LoRA
 from peftkit.quant.weights import weight_of
 from peftkit.settings import DataConfig, TrainConfig

@@ -126,7 +126,7 @@ def _quantized(tensor: Any, kind: Any, gguf: Any) -> Any:
     step = max(CHUNK // int(tensor.shape[0]), 1)
     parts = []
     for start in range(0, len(rows), step):
-        values = gguf.quants.dequantize(rows[start : start + step], tensor.tensor_type)
+        values = gguf.quants.dequantize(rows[start : start + step].copy(), tensor.tensor_type)
         if kind == gguf.GGMLQuantizationType.F16:
             parts.append(torch.from_numpy(values).half())
         else:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from peftkit.kernels.fake_quantize import fake_quantized
-from peftkit.methods.lora_linear import LoRALinear
 from peftkit.quant.weights import weight_of
 
 
@@ -32,8 +31,8 @@ class FakeQuantized:
         self._weight: Tensor | None = None
         self._is_current = False
 
-    def __call__(self, layer: LoRALinear, x: Tensor) -> Tensor:
-        """Return the layer's output (..., out) for x (..., in)."""
+    def __call__(self, layer: Any, x: Tensor) -> Tensor:
+        """Return the output (..., out) of a LoRALinear for x (..., in)."""
         weight = self.weight(layer, x.dtype)
         out: Tensor = _StraightThrough.apply(
             x, layer.full_a(), layer.full_b(), weight, layer.scaling
@@ -42,7 +41,7 @@ class FakeQuantized:
         return out if bias is None else out + bias.to(out.dtype)
 
     @torch.no_grad()
-    def weight(self, layer: LoRALinear, dtype: torch.dtype) -> Tensor:
+    def weight(self, layer: Any, dtype: torch.dtype) -> Tensor:
         """Return fq(W + s B A), (out, in); computed again after `forget`."""
         if self._weight is None or self._weight.dtype != dtype or not self._is_current:
             # a product in bfloat16 would move codes
