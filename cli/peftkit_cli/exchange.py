@@ -56,6 +56,12 @@ def export(
             "with llama-quantize also q4_k_m and others.",
         ),
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="ROWS", help="Rows of the task, on which GPTQ chooses codes of q4_0 or q4_1."
+        ),
+    ] = None,
     llama_cpp: Annotated[
         Path | None,
         typer.Option(
@@ -72,7 +78,8 @@ def export(
             f"--profile {profile} cannot be used with --to {to}.", fix="Use it with --to peft."
         )
     is_model = to in ("ollama", "lmstudio") or (merged and to == "gguf")
-    given = {"--merged": merged, "--name": name, "--quantize": quantize, "--llama-cpp": llama_cpp}
+    given = {"--merged": merged, "--name": name, "--quantize": quantize}
+    given |= {"--calibrate": calibrate, "--llama-cpp": llama_cpp}
     options = [option for option, value in given.items() if value]
     if options and not is_model:
         raise ConfigError(
@@ -92,6 +99,7 @@ def export(
                 name=name,
                 quantize=quantize or "q8_0",
                 base=base,
+                calibrate=calibrate,
                 llama_cpp=llama_cpp,
                 force=force,
                 on_event=on_event,

@@ -18,10 +18,11 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from torch import Tensor
+
 from peftkit.base.load import Base, load_base
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.data.style import Style
-from peftkit.deploy.advice import advice
 from peftkit.deploy.compare import (
     Answered,
     Comparison,
@@ -48,9 +49,11 @@ from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.gguf.requantize import KINDS, requantize
 from peftkit.formats.open_adapter import open_adapter, task_of
 from peftkit.formats.peft.load import AdapterFile, read_adapter
+from peftkit.merging.advice import advice
 from peftkit.merging.fold import check_mergeable
 from peftkit.merging.merge import merge
 from peftkit.merging.prompt_format import set_added_tokens
+from peftkit.merging.quantized import gguf_codes
 
 TARGETS = ("gguf", "ollama", "lmstudio")
 FLOATS = ("f32", "f16", "bf16")
@@ -91,6 +94,7 @@ def export_model(
     name: str | None = None,
     quantize: str = "q8_0",
     base: str | None = None,
+    calibrate: str | Path | None = None,
     llama_cpp: str | Path | None = None,
     force: bool = False,
     on_event: Listener = ignore,
@@ -104,6 +108,7 @@ def export_model(
         name: The model's name in Ollama or LM Studio; by default the folder's name.
         quantize: One of `QUANTIZATIONS`.
         base: Location of the base; by default the recorded one.
+        calibrate: Rows of the task, on which GPTQ chooses the codes of q4_0 or q4_1.
         llama_cpp: A checkout of llama.cpp, a folder of its programs, or an environment with them.
         force: Replace existing output.
 
@@ -117,6 +122,9 @@ def export_model(
     if to not in TARGETS or quantize not in QUANTIZATIONS:
         wrong, allowed = (to, TARGETS) if to not in TARGETS else (quantize, QUANTIZATIONS)
         raise ConfigError(f"cannot export to {wrong!r}.", fix=f"One of: {', '.join(allowed)}.")
+    if calibrate is not None and quantize not in ("q4_0", "q4_1"):
+        fix = "Add --quantize q4_0 or q4_1, or leave --calibrate out."
+        raise ConfigError(f"--calibrate is not possible for {quantize}.", fix=fix)
     source = adapter_folder(adapter)
     file, model = read_adapter(source), _model_name(name, source, to)
     out = _output(out, to, model, source, quantize, force)
@@ -142,7 +150,10 @@ def export_model(
             style = file.provenance.prompt_style or _default_style(loaded)
         _set_bos(folder, loaded, style)
         gguf = Path(scratch, out.name if to == "gguf" else f"{folder.name}-{quantize}.gguf")
-        _convert(folder, gguf, quantize, programs, on_event)
+        codes = None
+        if calibrate is not None:
+            codes = gguf_codes(folder, quantize, str(calibrate), style, on_event)
+        _convert(folder, gguf, quantize, programs, codes, on_event)
         comparisons = []
         context = max((answer.num_ids or 0 for answer in ours), default=0) + ROOM
         if programs.server:
@@ -272,9 +283,18 @@ def _set_bos(folder: Path, base: Base, style: Style) -> None:
 
 
 def _convert(
-    folder: Path, out: Path, quantize: str, programs: Programs, on_event: Listener
+    folder: Path,
+    out: Path,
+    quantize: str,
+    programs: Programs,
+    codes: Mapping[str, Tensor] | None,
+    on_event: Listener,
 ) -> None:
-    """Write the GGUF file of a merged folder."""
+    """Write the GGUF file of a merged folder.
+
+    Args:
+        codes: Packed rows by the file's names, chosen by GPTQ; None: round to nearest.
+    """
     assert programs.converter is not None
     is_float = quantize in FLOATS
     # quantised from the merged weights' own dtype: they are rounded once
@@ -284,11 +304,11 @@ def _convert(
     run_program(command, "Converting to GGUF", on_event)
     if is_float:
         return
-    if programs.quantizer is not None:
+    if programs.quantizer is not None and codes is None:
         command = [*programs.quantizer, str(plain), str(out), quantize.upper()]
         run_program(command, f"Quantising to {quantize.upper()}", on_event)
     else:
-        requantize(plain, out, quantize, on_event=on_event)
+        requantize(plain, out, quantize, codes=codes, on_event=on_event)
     plain.unlink()
 
 

@@ -33,6 +33,7 @@ from peftkit.files import disk
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.load import AdapterFile
 from peftkit.kernels.gguf_blocks import unpack_gguf
+from peftkit.merging.advice import advice, grid_of
 from peftkit.merging.fold import Tally, check_all, precision_note
 from peftkit.merging.verify import Merged, agreement, facts_of, logits_on, reference_of
 
@@ -80,6 +81,8 @@ def merge_into_gguf(
     if tokens := new_tokens_of(file.folder, name, revision):
         missing = f"The file's tokenizer lacks tokens of the adapter: {first_few(tokens, 5, ', ')}."
         raise MergeError(f"cannot merge into {out}", found=missing, fix=_WITH_TOKENS)
+    if text := advice(file, name, grid_of(name)):
+        on_event(Notice(text))
     settings: dict[str, Any] = {"quantize": "none", "dtype": "fp32", "device": "cpu"}
     opened = open_adapter(file.folder, base, **settings, force=force, on_event=on_event)
     check_all(opened.adapter)

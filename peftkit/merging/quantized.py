@@ -26,8 +26,9 @@ from peftkit.events import Event, Listener, Notice, Progress, Saved, Stage, igno
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.open_adapter import task_of
 from peftkit.formats.peft.load import read_adapter
-from peftkit.kernels.fake_quantize import FORMATS, Coded
+from peftkit.kernels.fake_quantize import FORMATS, Coded, packed
 from peftkit.kernels.gptq import gptq
+from peftkit.merging.advice import advice
 from peftkit.merging.merge import merge, new_model_folder
 from peftkit.model.modes import evaluating
 from peftkit.settings import DataConfig
@@ -69,9 +70,7 @@ def merge_quantized(
             found=f"The adapter was trained for the task {task_of(file).type}.",
             fix="Merge without --quantize; only language models are quantised here.",
         )
-    trained_for = str(file.provenance.loading.get("quantize_for", kind))
-    if trained_for != kind:
-        text = f"The adapter was trained for {trained_for} (train.quantize_for), not for {kind}."
+    if text := advice(file, file.base_or(base)[0], kind):
         on_event(Notice(text))
 
     def without_saved(event: Event) -> None:
@@ -87,17 +86,45 @@ def merge_quantized(
         loaded = load_base(str(plain), device="cpu", on_event=on_event)
         layers = _layers(loaded.model, kind)
         style = file.provenance.prompt_style
-        packed = {
+        in_words = {
             path: _Packed(coded, shape, layers[path].bias)
             for path, coded, shape in _coded(loaded, layers, kind, calibrate, style, on_event)
         }
-        for path, layer in packed.items():  # after the last forward pass
+        for path, layer in in_words.items():  # after the last forward pass
             loaded.model.set_submodule(path, layer)
         loaded.model.config.quantization_config = _settings(loaded.model, layers, kind)
         loaded.model.save_pretrained(folder)
         loaded.processor.save_pretrained(folder)
     on_event(Saved(f"merged model in {kind}", out))
     return out
+
+
+def gguf_codes(
+    folder: Path, kind: str, rows_file: str, style: Style | None, on_event: Listener
+) -> dict[str, Tensor]:
+    """Return the packed rows of a merged model's linear layers, chosen by GPTQ, by GGUF names.
+
+    Args:
+        folder: The merged model. kind: q4_0 or q4_1.
+
+    Raises:
+        BaseError: The model's layout in llama.cpp is unknown.
+        MergeError: The type cannot hold a layer.
+    """
+    from peftkit.formats.gguf.convert import architecture_of, find_layers, rotary_rows
+
+    base = load_base(str(folder), device="cpu")
+    named = find_layers(base.model, architecture_of(base.model, folder.name))
+    layers = {
+        path: layer
+        for path, layer in _layers(base.model, kind).items()
+        if named[path].name and not named[path].refusal
+    }
+    codes = {}
+    for path, coded, shape in _coded(base, layers, kind, rows_file, style, on_event):
+        rows = packed(coded, kind).view(shape[0], -1)
+        codes[named[path].name] = rotary_rows(rows, named[path].heads).contiguous()
+    return codes
 
 
 def _layers(model: Any, kind: str) -> dict[str, nn.Linear]:
@@ -121,7 +148,7 @@ def _layers(model: Any, kind: str) -> dict[str, nn.Linear]:
         raise MergeError(
             f"cannot quantise the merged model to {kind}",
             found=first_few(problems, 5) or "It has no linear layers.",
-            fix="Use int4_32, or merge without --quantize.",
+            fix="Use a format with groups of 32, or merge without --quantize.",
         )
     return layers
 

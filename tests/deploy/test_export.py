@@ -129,6 +129,37 @@ def test_ollamas_folder_holds_the_quantised_merged_weights(saved, base, alone, t
         assert torch.equal(torch.from_numpy(found.copy()), weight), name
 
 
+def test_codes_of_gptq_are_written_in_the_files_order(saved, alone, tmp_path):
+    """The rows of q and k are interleaved for llama.cpp, as its converter does."""
+    rows = tmp_path / "rows.jsonl"
+    row = '{"instruction": "the fox", "input": "", "output": "a dog"}\n'
+    other = row.replace("fox", "quick brown fox").replace("dog", "lazy dog")
+    rows.write_text(3 * row + 3 * other)
+    turned = CONVERTER.replace(
+        "    writer.add_tensor(names",
+        "    heads = 4 if 'q_proj' in name else 2 if 'k_proj' in name else 0\n"
+        "    if heads:\n"
+        "        parts = tensor.reshape(heads, 2, -1, tensor.shape[1]).swapaxes(1, 2)\n"
+        "        tensor = parts.reshape(tensor.shape)\n"
+        "    writer.add_tensor(names",
+    )
+    program(alone, "convert-hf-to-gguf", turned)
+    files = [tmp_path / "nearest.gguf", tmp_path / "gptq.gguf"]
+    options: dict[str, Any] = {"to": "gguf", "llama_cpp": alone}
+    export_model(saved, out=files[0], quantize="q4_0", **options)
+    export_model(saved, out=files[1], quantize="q4_0", calibrate=rows, **options)
+    nearest, ours = (gguf.GGUFReader(file).tensors for file in files)
+    for one, other in zip(nearest, ours, strict=True):
+        assert (one.name, one.tensor_type) == (other.name, other.tensor_type)
+        a, b = (torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy())
+                for t in (one, other))  # fmt: skip
+        is_layer = one.name.startswith("blk.") and "norm" not in one.name
+        assert torch.equal(a, b) != is_layer, one.name
+        assert (a - b).norm() < 0.2 * a.norm(), one.name  # 1.4 if rows were in another order
+    with pytest.raises(ConfigError, match="--calibrate is not possible for q8_0"):
+        export_model(saved, out=tmp_path / "x.gguf", calibrate=rows, **options)
+
+
 def test_missing_programs_are_reported_before_any_work(saved, alone, tmp_path, monkeypatch):
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("merged before the check")
