@@ -56,6 +56,17 @@ def test_plan_needs_the_config_alone_and_counts_all_of_the_model(folder):
     assert floor < plan.chosen.step_flops < 2.2 * floor
 
 
+def test_quantize_for_counts_a_copy_of_each_adapted_weight(folder):
+    quick = ("base.quantize=nf4", "train.batch_size=1", "method.targets=[q,down]")
+    plain, aware = (a_plan(folder, "24GB", *quick, *more).as_json()["by_category"]
+                    for more in ((), ("train.quantize_for=int4_32",)))  # fmt: skip
+    values = 16 * (2048 * 2048 + 8192 * 2048)
+    assert aware["weights"] - plain["weights"] == 2 * values
+    assert {k: v for k, v in aware.items() if k != "weights"} == {
+        k: v for k, v in plain.items() if k != "weights"
+    }
+
+
 class Clock:
     """A processor that others have for the first products: each takes 30 times as long."""
 
