@@ -49,11 +49,9 @@ def gptq(weight: Tensor, gram: Tensor, kind: str) -> Coded:
         blocks.append(Coded(codes, grid.zero, grid.scale, grid.offset))
     codes = torch.stack([block.codes for block in blocks], 1).view(-1, group)
     scale = torch.stack([block.scale for block in blocks], 1).view(-1, 1)
-    offset = None
-    if blocks[0].offset is not None:
-        offsets = [block.offset for block in blocks if block.offset is not None]
-        offset = torch.stack(offsets, 1).view(-1, 1)
-    return Coded(codes, blocks[0].zero, scale, offset)
+    offsets = [block.offset for block in blocks if block.offset is not None]
+    minimum = torch.stack(offsets, 1).view(-1, 1) if offsets else None
+    return Coded(codes, blocks[0].zero, scale, minimum)
 
 
 def _inverse_factor(gram: Tensor) -> Tensor:

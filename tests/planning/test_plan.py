@@ -57,7 +57,12 @@ def test_plan_needs_the_config_alone_and_counts_all_of_the_model(folder):
 
 
 def test_quantize_for_counts_a_copy_of_each_adapted_weight(folder):
-    quick = ("base.quantize=nf4", "train.batch_size=1", "method.targets=[q,down]")
+    quick = (
+        "base.quantize=nf4",
+        "train.batch_size=1",
+        "method.type=lora",
+        "method.targets=[q,down]",
+    )
     plain, aware = (a_plan(folder, "24GB", *quick, *more).as_json()["by_category"]
                     for more in ((), ("train.quantize_for=int4_32",)))  # fmt: skip
     values = 16 * (2048 * 2048 + 8192 * 2048)
