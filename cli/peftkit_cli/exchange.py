@@ -78,7 +78,7 @@ def export(
             f"--profile {profile} cannot be used with --to {to}.", fix="Use it with --to peft."
         )
     is_model = to in ("ollama", "lmstudio") or (merged and to == "gguf")
-    given = {"--merged": merged, "--name": name, "--quantize": quantize}
+    given: dict[str, Any] = {"--merged": merged, "--name": name, "--quantize": quantize}
     given |= {"--calibrate": calibrate, "--llama-cpp": llama_cpp}
     options = [option for option, value in given.items() if value]
     if options and not is_model:

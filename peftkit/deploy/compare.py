@@ -136,7 +136,7 @@ def answered_by_llama_cpp(
 
 
 def _by_llama_cpp(address: str, prompt: Prompt, style: Style) -> Answered:
-    settings = {"temperature": 0, "max_tokens": NUM_TOKENS, "cache_prompt": False}
+    settings: dict[str, Any] = {"temperature": 0, "max_tokens": NUM_TOKENS, "cache_prompt": False}
     try:
         if isinstance(prompt, str):
             text = framed(prompt, style)

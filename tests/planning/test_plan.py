@@ -56,20 +56,17 @@ def test_plan_needs_the_config_alone_and_counts_all_of_the_model(folder):
     assert floor < plan.chosen.step_flops < 2.2 * floor
 
 
-def test_quantize_for_counts_a_copy_of_each_adapted_weight(folder):
-    quick = (
-        "base.quantize=nf4",
-        "train.batch_size=1",
-        "method.type=lora",
-        "method.targets=[q,down]",
+def test_quantize_for_counts_a_copy_of_each_adapted_weight(tmp_path):
+    folder = Path(base_folder("llama", tmp_path))
+    quick = ("data.max_length=64", "method.type=lora", "method.targets=[q,down]")
+    plain, aware = (
+        a_plan(folder, "24GB", *quick, *more).as_json()["by_category"]
+        for more in ((), ("train.quantize_for=int4_32",))
     )
-    plain, aware = (a_plan(folder, "24GB", *quick, *more).as_json()["by_category"]
-                    for more in ((), ("train.quantize_for=int4_32",)))  # fmt: skip
-    values = 16 * (2048 * 2048 + 8192 * 2048)
-    assert aware["weights"] - plain["weights"] == 2 * values
-    assert {k: v for k, v in aware.items() if k != "weights"} == {
-        k: v for k, v in plain.items() if k != "weights"
-    }
+    config = transformers.AutoConfig.from_pretrained(folder)
+    values = config.hidden_size * (config.hidden_size + config.intermediate_size)
+    assert aware["weights"] - plain["weights"] == 2 * config.num_hidden_layers * values
+    assert {**aware, "weights": 0} == {**plain, "weights": 0}
 
 
 class Clock:
