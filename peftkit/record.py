@@ -114,6 +114,8 @@ class RunRecord:
         )
         if self.base.stored:
             loading["stored"] = self.base.stored
+        if self.recipe.train.quantize_for != "none":
+            loading["quantize_for"] = self.recipe.train.quantize_for
         if config.rope_scaling:  # complete, with parameters of the base's config
             loading["rope_scaling"] = dict(self.base.model.config.get_text_config().rope_parameters)
         return Provenance(

@@ -193,6 +193,11 @@ class TrainConfig(Config):
     memory runs out, which Windows does not report."""
     compile: Literal["auto"] | bool = "auto"
     """Compile the model's blocks (torch.compile). auto: if the run is long enough to gain time."""
+    quantize_for: Literal["none", "q4_0", "q4_1", "q8_0", "int4_32", "int4_128"] = "none"
+    """Quantisation-aware training: adapted layers compute with fq(W + s B A), so the adapter fits
+    the merged and quantised model; about twice the time of a step. For method lora."""
+    quantize_from: float = Field(default=0.5, ge=0, lt=1)
+    """Share of the steps after which quantize_for begins."""
     group_layers: bool = True
     """Compute LoRA layers with the same input together (q, k and v; gate and up). false:
     separately, which is slower, and on a CPU in bf16 also rounds more."""

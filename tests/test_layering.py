@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model/", "quant/", "data/", "forward/"),
     ("base/", "methods/", "adapter", "tasks/", "formats/", "inference/", "evaluation/"),
     ("train/", "planning/", "recipe", "record", "run"),
-    ("merging/", "report/", "serve/", "sweeps", "__init__", "cli/"),
+    ("merging/", "deploy/", "report/", "serve/", "sweeps", "__init__", "cli/"),
 )
 """Bottom first: peftkit/<name>.py, or a package `x/`. Modules of a layer may import each other."""
 
@@ -77,6 +77,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "google": ("serve/tinker/wire",),  # protobuf: the optional extra `train-api`
     "llguidance": ("serve/grammars",),  # the optional extra `json`; imported when called
     "lm_eval": ("inference/harness",),  # the optional extra `lm-eval`; imported when called
+    "xllamacpp": ("deploy/run_xllamacpp",),  # a program by itself, in another environment
     "typer": ("cli/",),
     "rich": ("cli/",),
 }
@@ -115,7 +116,17 @@ MAIN_PATH_LINES = 12_440
 the additional lines in its message."""
 
 LEAVES = (
-    *("tasks/", "methods/", "serve/", "report/", "sweeps", "merging/", "cli/", "formats/gguf/"),
+    *(
+        "tasks/",
+        "methods/",
+        "serve/",
+        "report/",
+        "sweeps",
+        "merging/",
+        "deploy/",
+        "cli/",
+        "formats/gguf/",
+    ),
     *("formats/mlx", "formats/exchange", "formats/hub", "inference/", "evaluation/"),
     *("train/lockstep", "planning/"),
     *(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from peftkit.errors import AdapterError
+from peftkit.errors import AdapterError, ConfigError
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit_cli.arguments import Adapter, Base, OutFolder, Replace, note
 
@@ -44,9 +44,36 @@ def merge(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the model in the output folder.")
     ] = False,
+    quantize: Annotated[
+        Literal["int4_32", "int4_128"] | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Store linear layers in 4 bits for vLLM (compressed-tensors): int4_32, int4_128.",
+        ),
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="ROWS", help="With --quantize: rows of the task, on which GPTQ chooses codes."
+        ),
+    ] = None,
 ) -> None:
     """Merge an adapter into its base, as an ordinary model. Prints its folder."""
     folder = adapter_folder(adapter)
+    if quantize is not None:
+        return _merge_quantized(
+            folder,
+            out,
+            quantize,
+            dtype=dtype,
+            from_quantized=from_quantized,
+            base=base,
+            calibrate=None if calibrate is None else str(calibrate),
+            force=force,
+            overwrite=overwrite,
+        )
+    if calibrate is not None:
+        raise ConfigError("--calibrate needs --quantize.", fix="Add --quantize int4_128.")
     from peftkit.merging.merge import merge as merge_adapter
     from peftkit_cli.render import Renderer
 
@@ -66,6 +93,24 @@ def merge(
         note(f"Next: llama-server -m '{out}'; or FROM '{out}' in a Modelfile of Ollama.")
         return
     note(f"Next: load '{out}' in transformers or vLLM, or convert it for llama.cpp.")
+
+
+def _merge_quantized(
+    folder: Path, out: Path, kind: str, *, dtype: str | None, from_quantized: bool, **options: Any
+) -> None:
+    """Merge into a folder in 4 bits, and print it."""
+    if dtype or from_quantized or out.suffix == ".gguf":
+        raise ConfigError(
+            "--quantize does not go with --dtype, --from-quantized or a .gguf file.",
+            fix="For GGUF: peftkit export ADAPTER --to gguf --merged --quantize q4_0 --out FILE.",
+        )
+    from peftkit.merging.quantized import merge_quantized
+    from peftkit_cli.render import Renderer
+
+    with Renderer() as on_event:
+        merge_quantized(folder, out, kind, **options, on_event=on_event)
+    typer.echo(out)
+    note(f"Next: vllm serve '{out}'")
 
 
 def combine(

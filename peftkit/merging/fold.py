@@ -40,13 +40,20 @@ class Tally:
     """Sum of squares of the update."""
     rounding: float = 0.0
     """Sum of squares of the rounding errors of the stored weights."""
+    along: float = 0.0
+    """Sum of <q(W + U) - q(W), U>, with the weights W, the update U and the rounding q."""
     num_changed: int = 0
     """Number of values that differ after storing."""
     instead: str = ""
     """Advice if the new weights cannot be stored; "" means to choose another dtype."""
 
-    def add(self, before: Tensor, exact: Tensor, stored: Tensor) -> None:
+    def add(
+        self, before: Tensor, exact: Tensor, stored: Tensor, rounded: Tensor | None = None
+    ) -> None:
         """Add a weight: the original, the exact merge, and the stored merge (in its dtype).
+
+        Args:
+            rounded: The original, rounded like `stored`; None: cast to its dtype.
 
         Raises:
             MergeError: The stored weight overflows.
@@ -57,6 +64,8 @@ class Tally:
         self.update += _squares(update)
         new = stored.float()
         self.rounding += _squares(new - exact)
+        rounded = before.to(stored.dtype) if rounded is None else rounded
+        self.along += float(torch.sum((new - rounded.float()) * update, dtype=torch.float64))
         self.num_changed += int(torch.count_nonzero(new != before))
         if not math.isfinite(self.update):
             raise too_large_values()
@@ -74,8 +83,17 @@ class Tally:
         return math.sqrt(self.update / self.weight) if self.weight else 0.0
 
     @property
+    def survived(self) -> float:
+        """Share of the update in the stored weights: <q(W + U) - q(W), U> / |U|^2.
+
+        Rounding noise that is independent of the update averages out. About 0: the update is
+        deleted, because it is smaller than half a step of the grid that the weights are on.
+        """
+        return self.along / self.update if self.update else 0.0
+
+    @property
     def relative_rounding(self) -> float:
-        """Size of the rounding error, relative to the update."""
+        """Size of the rounding error relative to the update, including the base's own rounding."""
         return math.sqrt(self.rounding / self.update) if self.update else 0.0
 
     def check(self) -> None:

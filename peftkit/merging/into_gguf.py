@@ -33,6 +33,7 @@ from peftkit.files import disk
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.load import AdapterFile
 from peftkit.kernels.gguf_blocks import unpack_gguf
+from peftkit.merging.advice import advice, grid_of
 from peftkit.merging.fold import Tally, check_all, precision_note
 from peftkit.merging.verify import Merged, agreement, facts_of, logits_on, reference_of
 
@@ -40,8 +41,10 @@ _INSTEAD = (
     "Serve base and adapter as two files: peftkit export ADAPTER --to gguf. Or merge into a folder "
     "of 16-bit weights, and let llama.cpp's converter and llama-quantize make the file."
 )
-MAX_LOST = 0.5
-"""Largest rounding error of a merge, relative to the update, without `force`."""
+MIN_SURVIVED = 0.5
+"""Smallest share of the update that a merge without `force` must keep."""
+LOUD = 1.0
+"""Rounding noise, relative to the update, above which the file must be evaluated."""
 _WITH_TOKENS = (
     "Merge into a folder, with --base naming the original of the file, and let llama.cpp's "
     "convert_hf_to_gguf.py make a GGUF file of it."
@@ -78,6 +81,8 @@ def merge_into_gguf(
     if tokens := new_tokens_of(file.folder, name, revision):
         missing = f"The file's tokenizer lacks tokens of the adapter: {first_few(tokens, 5, ', ')}."
         raise MergeError(f"cannot merge into {out}", found=missing, fix=_WITH_TOKENS)
+    if text := advice(file, name, grid_of(name)):
+        on_event(Notice(text))
     settings: dict[str, Any] = {"quantize": "none", "dtype": "fp32", "device": "cpu"}
     opened = open_adapter(file.folder, base, **settings, force=force, on_event=on_event)
     check_all(opened.adapter)
@@ -92,12 +97,11 @@ def merge_into_gguf(
             blocks = blocks_of(source_of(location.gguf_path, model), model)
             write_changes(opened.adapter, blocks, written, tally)
         tally.check()
-        lost = tally.relative_rounding
-        if lost > MAX_LOST and not force:
+        if tally.survived < MIN_SURVIVED and not force:
             raise MergeError(
                 f"the merged file {out} would lose its training",
-                found=f"{1 - min(lost, 1):.0%} of the update is kept after rounding to the types "
-                f"of the base's file (rounding error {lost:.2f} times the update).",
+                found=f"{max(tally.survived, 0):.0%} of the update survives rounding to the types "
+                "of the base's file.",
                 fix=f"{_INSTEAD} To write the file all the same, add --force.",
             )
         effect = agreed = None
@@ -129,13 +133,13 @@ def merge_into_gguf(
 
 
 def _rounding_note(tally: Tally) -> str:
-    lost = tally.relative_rounding
-    note = f"Quantising anew lost {lost:.2f} of the update"
-    if lost <= MAX_LOST:
-        return f"{note}."
-    return (
-        f"{note}: the outputs of the file differ noticeably from those with the adapter. {_INSTEAD}"
-    )
+    note = f"{min(max(tally.survived, 0), 1):.1%} of the update survives quantisation."
+    if tally.survived < MIN_SURVIVED:
+        return f"{note} The file answers like its base. {_INSTEAD}"
+    if tally.relative_rounding > LOUD:
+        noise = f"{tally.relative_rounding:.1f} times the update's size"
+        return f"{note} The rounding noise is {noise}: compare peftkit eval of file and adapter."
+    return note
 
 
 def _check_free(out: Path, source: Path, overwrite: bool) -> None:
@@ -182,10 +186,14 @@ def write_changes(adapter: Adapter, blocks: Mapping[str, Blocks], path: Path, ta
             exact = module.merged_weight(before, name)
             pairs = zip(weight.parts_of(before), weight.parts_of(exact), strict=True)
             for (tensor, old), (_, new) in pairs:
-                packed = quantized(new, tensor)
+                packed, unchanged = quantized(new, tensor), quantized(old, tensor)
                 out.seek(int(tensor.data_offset))
                 out.write(packed.numpy())  # type: ignore[arg-type]
-                tally.add(old, new, unpack_gguf(packed, weight.form.kind, new.shape, torch.float32))
+                values = (
+                    unpack_gguf(rows, weight.form.kind, new.shape, torch.float32)
+                    for rows in (packed, unchanged)
+                )
+                tally.add(old, new, *values)
 
 
 def _check(names: Sequence[str], blocks: Mapping[str, Blocks]) -> None:

@@ -49,6 +49,17 @@ def write_template(style: Style | None, folder: Path) -> None:
     disk.write_text(template, folder / TEMPLATE)
 
 
+def set_added_tokens(folder: Path, *, bos: bool) -> None:
+    """Set whether a folder's tokenizer adds BOS to texts; EOS is never added.
+
+    Raises:
+        BaseError: The tokenizer's config is damaged.
+    """
+    path = folder / CONFIGS[0]
+    config = _read(path) if path.is_file() else {}
+    disk.write_json(config | {"add_bos_token": bos, "add_eos_token": False}, path)
+
+
 def _template_in(folder: Path) -> str:
     """Return the chat template in a model's folder, or ""."""
     if (folder / TEMPLATE).is_file():

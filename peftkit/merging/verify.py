@@ -211,7 +211,8 @@ def facts_of(merged: Merged) -> dict[str, str]:
         "base": merged.base,
         "weights changed": f"{tally.num_weights:,}",
         "size of the update": f"{tally.relative_update:.3g} of these weights' own",
-        "kept after rounding": f"{1 - min(tally.relative_rounding, 1):.2%} of the update",
+        "survives rounding": f"{min(max(tally.survived, 0), 1):.1%} of the update",
+        "rounding noise": f"{tally.relative_rounding:.3g} of the update's size",
     }
     if merged.agreement is None or merged.effect is None:
         return facts | {"verified": "no"}

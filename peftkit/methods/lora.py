@@ -56,6 +56,10 @@ class LoRA(Method):
     alpha_pattern: dict[str, Annotated[int | float, Field(gt=0)]] = Field(default_factory=dict)
     """Alphas of some layers, likewise."""
 
+    constant_in: int | None = Field(default=None, ge=2)
+    """Make A constant in blocks of this many columns (QA-LoRA, arXiv:2309.14717): with 32, a merge
+    into a GGUF file in Q4_1 or Q5_1 keeps the update. The files are those of an ordinary LoRA."""
+
     @property
     def initializer(self) -> str:
         return DATA_INITS.get(self.init, "")
@@ -97,6 +101,10 @@ class LoRA(Method):
     def wrap(self, base: nn.Module, site: Site) -> LoRALinear:
         rank, scaling = self.scale_of(site)
         _check_rank(rank, site.path, linear_shape(base))
+        if self.constant_in:
+            from peftkit.methods.constant_blocks import check_blocks
+
+            check_blocks(self.constant_in, linear_shape(base)[0], site.path, self.type, self.init)
         if self.init == "loftq" and not is_quantized(base):
             raise TargetError(
                 f"init 'loftq' compensates the quantisation error of {site.path}",
@@ -117,6 +125,7 @@ class LoRA(Method):
             dropout=self.dropout,
             init=self.init,
             dtype=ADAPTER_DTYPES[self.dtype],
+            constant_in=self.constant_in or 1,
         )
 
     def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
@@ -132,7 +141,7 @@ class LoRA(Method):
                     found=f"{type(experts).__name__} is neither a linear layer nor a stack of them",
                     fix="Remove it from the targets.",
                 )
-            if self.dropout or self.init in (*SUBTRACTED, *DATA_INITS):
+            if self.dropout or self.constant_in or self.init in (*SUBTRACTED, *DATA_INITS):
                 raise self._not_on_experts(path)
             rank, scaling = self.scale_of(site)
             _check_rank(rank, path, stacked_shape(experts, site.parameter)[1:])
@@ -164,9 +173,9 @@ class LoRA(Method):
 
     def _not_on_experts(self, path: str) -> TargetError:
         return TargetError(
-            f"{self.type} on the stacked experts {path} supports neither dropout nor this init",
-            found=f"dropout {self.dropout}, init '{self.init}'",
-            fix="Use dropout 0 and init 'default', or remove the experts from the targets.",
+            f"{self.type} on the stacked experts {path} does not support these settings",
+            found=f"dropout {self.dropout}, init '{self.init}', constant_in {self.constant_in}",
+            fix="Change these settings, or remove the experts from the targets.",
         )
 
     def scale_of(self, site: Site) -> tuple[int, float]:

@@ -45,17 +45,19 @@ class LoRALinear(AdapterModule):
     rank r, and the full B is zero in other rows.
 
     Attributes:
-        lora_A: (num_roles * r, in).
+        lora_A: (num_roles * r, in / constant_in): one value for each block of columns.
         lora_B: (num_rows, r) for the adapted output rows: all rows unless fused.
         initial_A, initial_B: (r, in), (out, r): subtracted initial values of PiSSA and OLoRA, or
             None.
         group: Computes this layer together with others; None if the layer computes alone.
+        quantized: Computes it with the quantised merged weight (forward/fake_quantized.py).
     """
 
     initial_A: Tensor | None
     initial_B: Tensor | None
     can_group: ClassVar[bool] = True
     group: LoRAGroup | None
+    quantized: Any = None
 
     def __init__(
         self,
@@ -67,13 +69,15 @@ class LoRALinear(AdapterModule):
         dropout: float,
         init: Init,
         dtype: torch.dtype,
+        constant_in: int = 1,
     ) -> None:
         super().__init__(base, site)
         self.in_features, self.out_features = linear_shape(base)
         self.rank, self.scaling, self.init = rank, scaling, init
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         self.slice = RowSlice(site, self.out_features, self.base_device, rank)
-        self.lora_A = self.new_parameter(self.slice.num_roles * rank, self.in_features, dtype=dtype)
+        self.constant_in, num_blocks = constant_in, self.in_features // constant_in
+        self.lora_A = self.new_parameter(self.slice.num_roles * rank, num_blocks, dtype=dtype)
         self.lora_B = self.new_parameter(self.slice.num_rows, rank, dtype=dtype)
         subtracts = init in SUBTRACTED
         for name, like in (("initial_A", self.lora_A), ("initial_B", self.lora_B)):
@@ -82,6 +86,8 @@ class LoRALinear(AdapterModule):
 
     def full_a(self) -> Tensor:
         """Return the applied and saved A, (R, in)."""
+        if self.constant_in > 1:
+            return self.lora_A.repeat_interleave(self.constant_in, 1)
         return self.lora_A if self.initial_A is None else torch.cat([self.lora_A, self.initial_A])
 
     def full_b(self) -> Tensor:
@@ -91,6 +97,8 @@ class LoRALinear(AdapterModule):
         return self.slice.spread_matrix(self.lora_B)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.quantized is not None and self.enabled:
+            return cast(Tensor, self.quantized(self, x))
         group = self.group if self.enabled and not (args or kwargs) else None
         if group is not None and group.takes(x):
             return group.output(self, x)
@@ -109,8 +117,9 @@ class LoRALinear(AdapterModule):
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
         if self.initial_A is None or self.initial_B is None:
-            a = drawn(self.init, self.lora_A.shape, self.rank, generator)
-            return self.init_from(a, None)
+            shape = torch.Size([len(self.lora_A), self.in_features])
+            a = drawn(self.init, shape, self.rank, generator)
+            return self.init_from(a[:, :: self.constant_in], None)
         return self.init_from(*self.subtracted_values())
 
     @torch.no_grad()
@@ -140,7 +149,7 @@ class LoRALinear(AdapterModule):
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         a, b = state["lora_A.weight"], state["lora_B.weight"]
-        self.lora_A.copy_(a[: self.lora_A.shape[0]])
+        self.lora_A.copy_(a[: self.lora_A.shape[0], :: self.constant_in])
         if self.initial_A is not None and self.initial_B is not None:
             self.lora_B.copy_(b[:, : self.rank])
             self.initial_A.copy_(a[self.rank :])
@@ -242,7 +251,7 @@ class LoRAGroup:
 
     def masters(self) -> list[Tensor]:
         """Return the trained tensors: A of each layer, then the full B of each layer."""
-        return [*(layer.lora_A for layer in self.layers), *(m.full_b() for m in self.layers)]
+        return [*(m.full_a() for m in self.layers), *(m.full_b() for m in self.layers)]
 
     def _computed(self, x: Tensor) -> list[Tensor]:
         flat, bases = x.reshape(-1, x.shape[-1]), [layer.base for layer in self.layers]

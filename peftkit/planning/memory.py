@@ -17,14 +17,9 @@ from peftkit.base.streaming import streamed_footprint
 from peftkit.errors import TargetError
 from peftkit.events import Listener, Notice
 from peftkit.execution.environment import Environment
-from peftkit.execution.plan import (
-    Activations,
-    ExecutionPlan,
-    Placement,
-    Shard,
-    plan_of,
-)
+from peftkit.execution.plan import Activations, ExecutionPlan, Placement, Shard, plan_of
 from peftkit.kernels.device import PRODUCTS_REACH, busy_tokens
+from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.planning.step_estimator import CountError, StepEstimator, steps_of
 from peftkit.recipe import Recipe
 from peftkit.train.optim import STATE_BYTES
@@ -316,6 +311,19 @@ class MemoryEstimator:
         seconds = moved / (link * 1e9) if self.environment.on_gpu else 0.0
         return round(seconds * self.card.rate / (flops_of_row / self.length))
 
+    @cached_property
+    def _quantized_bytes(self) -> int:
+        """Bytes of the quantised copies of adapted weights, for train.quantize_for."""
+        if self.recipe.train.quantize_for == "none":
+            return 0
+        model = self.steps.whole
+        shapes = [
+            linear_shape(unwrap_adapter(model.get_submodule(site.path)))
+            for site in self.recipe.method.sites(model)
+            if site.parameter is None
+        ]
+        return self.steps.dtype.itemsize * sum(rows * columns for rows, columns in shapes)
+
     def _count(
         self,
         footprint: WeightFootprint | None,
@@ -334,6 +342,7 @@ class MemoryEstimator:
         count = steps.count(rows, length, activations, tiles=footprint is None)
         state = STATE_BYTES[self.recipe.train.optimizer] * steps.num_trained
         peak = {**count.peak, "optimizer": state, "process": self.environment.process}
+        peak["weights"] += self._quantized_bytes
         if footprint is not None:
             peak["weights"] += footprint.at_most - steps.weights
         if self.recipe.train.gradient_accumulation > 1:  # held during the second batch

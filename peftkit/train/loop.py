@@ -161,6 +161,8 @@ class Loop:
     @contextmanager
     def prepared(self) -> Iterator[None]:
         """Prepare the model for training and record events within the context."""
+        from peftkit.train.qat import quantization_aware
+
         trainer, model = self.trainer, self.run.model
         try:
             trainer.use(trainer.plan)
@@ -168,6 +170,8 @@ class Loop:
                 begin_training(model)
                 with self.world.autocast():  # the dtype of the adapters' copies
                     stack.enter_context(prepared_for_training(model, trainer.fitting.requested))
+                quantizing = quantization_aware(trainer, self.num_steps)
+                self._begin_quantization = stack.enter_context(quantizing)
                 with self.run.task.training(model, trainer.fitting.requested):
                     yield
         finally:
@@ -236,6 +240,7 @@ class Loop:
 
     def _step(self) -> None:
         run = self.run
+        self._begin_quantization()
         run.indices = self._indices(run.state.step)
         rows = [run.rows[index] for index in run.indices]
         rate = learning_rate(run.state.step, self.num_steps, self.config)

@@ -48,12 +48,14 @@ COMMANDS: dict[str, list[str]] = {
     ],
     "merge": [
         "ADAPTER", "--out", "--base", "--dtype", "--force", "--from-quantized", "--overwrite",
+        "--quantize", "--calibrate",
     ],
     "combine": [
         "ADAPTER[=WEIGHT]...", "--out", "--method", "--rank", "--density", "--seed", "--force",
     ],
     "export": [
-        "ADAPTER", "--to", "--out", "--profile", "--base", "--dtype", "--force",
+        "ADAPTER", "--to", "--out", "--profile", "--base", "--dtype", "--merged", "--name",
+        "--quantize", "--calibrate", "--llama-cpp", "--force",
     ],
     "import": ["PATH", "--out", "--base", "--force"],
     "push": ["ADAPTER", "USER/NAME", "--private"],

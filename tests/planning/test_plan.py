@@ -56,6 +56,19 @@ def test_plan_needs_the_config_alone_and_counts_all_of_the_model(folder):
     assert floor < plan.chosen.step_flops < 2.2 * floor
 
 
+def test_quantize_for_counts_a_copy_of_each_adapted_weight(tmp_path):
+    folder = Path(base_folder("llama", tmp_path))
+    quick = ("data.max_length=64", "method.type=lora", "method.targets=[q,down]")
+    plain, aware = (
+        a_plan(folder, "24GB", *quick, *more).as_json()["by_category"]
+        for more in ((), ("train.quantize_for=int4_32",))
+    )
+    config = transformers.AutoConfig.from_pretrained(folder)
+    values = config.hidden_size * (config.hidden_size + config.intermediate_size)
+    assert aware["weights"] - plain["weights"] == 2 * config.num_hidden_layers * values
+    assert {**aware, "weights": 0} == {**plain, "weights": 0}
+
+
 class Clock:
     """A processor that others have for the first products: each takes 30 times as long."""
 

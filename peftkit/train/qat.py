@@ -1,0 +1,102 @@
+"""Quantisation-aware training (`train.quantize_for`): when it begins, and which layers it needs.
+
+From step `quantize_from` times the number of steps, adapted layers compute with the weights that
+the merged file will have (forward/fake_quantized.py), in training and evaluation. This is a
+function of A, B and W: a resumed run continues exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from peftkit.errors import ConfigError
+from peftkit.events import Notice
+from peftkit.forward.fake_quantized import FakeQuantized
+from peftkit.model.blocks import is_sharded, is_streamed
+from peftkit.train.step import Trainer
+
+
+@contextmanager
+def quantization_aware(trainer: Trainer, num_steps: int) -> Iterator[Callable[[], None]]:
+    """Yield a function to call before each step, which begins the quantisation when it is due.
+
+    Raises:
+        ConfigError: The model or the settings do not support it.
+    """
+    run, kind = trainer.run, trainer.run.config.quantize_for
+    if kind == "none":
+        yield lambda: None
+        return
+    layers = _layers(trainer, kind)
+    trainer.use(replace(trainer.plan, compile=False))  # the weights are cached between calls
+    start = math.ceil(run.config.quantize_from * num_steps)
+    has_begun = False
+
+    def before_step() -> None:
+        nonlocal has_begun
+        if has_begun or run.state.step < start:
+            return
+        has_begun = True
+        for layer in layers:
+            layer.quantized = FakeQuantized(kind)
+        if run.state.step == start:  # not a resumed run
+            state = run.state
+            state.best_step = state.best_loss = state.best_score = state.patience_loss = None
+            state.worse_evals = 0
+            run.say(
+                Notice(
+                    f"From step {start + 1} on, {len(layers)} layers compute with weights "
+                    f"quantised to {kind}. Losses and evaluations are those of the quantised "
+                    "model; the best evaluation is counted from here."
+                )
+            )
+
+    def forget(*_: Any) -> None:
+        for layer in layers:
+            if layer.quantized is not None:
+                layer.quantized.forget()
+
+    # not by the tensors' versions: fused optimizers do not change them
+    handle = trainer.optimizer.register_step_post_hook(forget)
+    try:
+        yield before_step
+    finally:
+        handle.remove()
+        for layer in layers:
+            layer.quantized = None
+
+
+def _layers(trainer: Trainer, kind: str) -> list[Any]:
+    """Return the LoRA layers; raise ConfigError if a setting or another module forbids it."""
+    model, config = trainer.run.model, trainer.run.config
+    setting = f"train.quantize_for: {kind} is not possible here."
+    modules: list[Any] = [m for m in model.modules() if hasattr(m, "merged_weight") and m.enabled]
+    # DoRA's layers cannot be grouped either: their norms depend on the weight
+    layers = [module for module in modules if getattr(module, "can_group", False)]
+    if not layers or len(layers) < len(modules):
+        kinds = sorted({type(m).__name__ for m in modules if m not in layers})
+        raise ConfigError(
+            setting,
+            found=f"Modules of the adapter: {', '.join(kinds) or 'none'}.",
+            fix="Use method.type: lora on linear layers only.",
+        )
+    reason = ""
+    if any(
+        layer.initial_A is not None or isinstance(layer.dropout, nn.Dropout) for layer in layers
+    ):
+        reason = "The method subtracts initial values, or has dropout."
+    elif kind != "int4_128" and any(layer.in_features % 32 for layer in layers):
+        reason = "The rows of a layer are not a multiple of 32 values."
+    elif is_sharded(model) or is_streamed(model):
+        reason = "The base is sharded or streamed: its weights are not on the device."
+    elif config.compile is True:
+        reason = "train.compile is true."
+    if reason:
+        raise ConfigError(setting, found=reason, fix="Change that setting, or remove quantize_for.")
+    return layers

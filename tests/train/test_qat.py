@@ -1,0 +1,136 @@
+"""Training over fq(W + s B A): gradients, when it begins, resuming, and what it is for."""
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from peftkit.adapter import attach
+from peftkit.errors import ConfigError
+from peftkit.events import EvalDone, Event, Notice, StepDone
+from peftkit.forward.fake_quantized import FakeQuantized
+from peftkit.kernels.fake_quantize import fake_quantized
+from peftkit.methods.base import Method
+from peftkit.methods.dora import DoRA
+from peftkit.methods.lora import LoRA
+from peftkit.quant.weights import weight_of
+from peftkit.settings import DataConfig, TrainConfig
+from peftkit.tasks.tokens import CausalLM
+from peftkit.train.loop import fit
+from tests.helpers.adapters import perturb
+from tests.helpers.families import ARCHITECTURES
+
+IDS = torch.arange(36).remainder(23).view(3, 12) + 3
+LORA = LoRA(rank=3, alpha=6)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
+def test_gradients_are_straight_through(family):
+    """Against autograd of W + U + (fq(W + U) - W - U).detach(), in every layer."""
+    torch.manual_seed(0)
+    model = ARCHITECTURES[family]().train()
+    adapter = attach(model, LORA)
+    perturb(adapter.parameters(), 0.1, seed=7)
+    for module in adapter.modules.values():
+        x = torch.randn(5, 9, module.in_features, requires_grad=True)
+        given = (x, module.lora_A, module.lora_B)
+        dy = torch.randn(5, 9, module.out_features)
+        weight = weight_of(module.base).detach().float()
+        update = module.scaling * (module.full_b() @ module.full_a())
+        quantized = fake_quantized((weight + update).detach(), "q4_0")
+        straight = weight + update + (quantized - weight - update).detach()
+        expected = functional.linear(x, straight, getattr(module.base, "bias", None))
+        module.quantized = FakeQuantized("q4_0")
+        found = module(x)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        pairs = zip(
+            torch.autograd.grad(found, given, dy), torch.autograd.grad(expected, given, dy),
+            strict=True,
+        )  # fmt: skip
+        for ours, theirs in pairs:  # float32 sums in another order; dx is by fq(W + U) in both
+            torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+        assert not torch.equal(found, functional.linear(x, weight + update))
+
+
+@pytest.fixture
+def run(tokenizer, tmp_path):
+    """Return a function that trains a tiny Llama and returns its state, events and loss."""
+    file = tmp_path / "rows.jsonl"
+    rng = torch.Generator().manual_seed(0)
+    words = ["the", "quick", "brown", "fox", "answer", "pizza", "olives", "lazy", "dog"]
+    texts = [
+        " ".join(words[int(n)] for n in torch.randint(0, 9, (8,), generator=rng)) for _ in range(24)
+    ]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    def trained(
+        folder: str, method: Method = LORA, resume: bool = False, **settings: Any
+    ) -> tuple[dict[str, torch.Tensor], list[Event], float]:
+        torch.manual_seed(0)
+        model = ARCHITECTURES["llama"]()
+        adapter = attach(model, method, seed=0)
+        task = CausalLM(model, tokenizer, DataConfig(train=str(file), max_length=64, packing=False))
+        rows = task.load(str(file))
+        events: list[Event] = []
+        config = TrainConfig(
+            output_dir=tmp_path / folder, max_steps=8, batch_size=4, learning_rate=0.01,
+            eval_every=2, save_every=3, **settings,
+        )  # fmt: skip
+        fit(model, task, rows, rows, config, resume=resume, on_event=events.append)
+        merged = {
+            path: module.merged_weight(weight_of(module.base).float()).detach()
+            for path, module in adapter.modules.items()
+        }
+        state = adapter.state()
+        adapter.detach()
+        with torch.no_grad():
+            for path, weight in merged.items():
+                model.get_submodule(path).weight.copy_(fake_quantized(weight, "q4_0"))
+        loss = task.metrics(model.eval(), rows)["loss"]
+        return state, events, loss
+
+    return trained
+
+
+def test_losses_are_those_of_the_merged_quantised_model(run):
+    _, events, merged = run("qat", quantize_for="q4_0", quantize_from=0.5)
+    evals = {event.step: event.metrics["loss"] for event in events if isinstance(event, EvalDone)}
+    assert evals[8] == pytest.approx(merged, rel=1e-5)
+    assert [e.text for e in events if isinstance(e, Notice) and "From step 5 on" in e.text]
+    assert next(e for e in events if isinstance(e, EvalDone) and e.step > 4).best
+    _, plain, worse = run("plain")
+    losses = [[e.loss for e in each if isinstance(e, StepDone)] for each in (events, plain)]
+    assert losses[0][:4] == losses[1][:4]
+    assert losses[0][4:] != losses[1][4:]
+    assert merged < worse  # the adapter fits the quantised weights better
+
+
+def test_a_resumed_run_continues_exactly(run, tmp_path):
+    whole, _, _ = run("whole", quantize_for="q4_1", quantize_from=0.5)
+    run("part", quantize_for="q4_1", quantize_from=0.5)
+    checkpoints = sorted((tmp_path / "part" / "checkpoints").iterdir())
+    kept = [path for path in checkpoints if path.name in ("step-6", "step-8")]
+    assert [path.name for path in kept] == ["step-6", "step-8"]
+
+    shutil.rmtree(kept[1])
+    resumed, events, _ = run("part", resume=True, quantize_for="q4_1", quantize_from=0.5)
+    assert [e.step for e in events if isinstance(e, StepDone)] == [7, 8]
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "reason"),
+    [
+        (DoRA(rank=2), {}, "DoRALinear"),
+        (LORA.model_copy(update={"dropout": 0.1}), {}, "dropout"),
+        (LORA.model_copy(update={"init": "pissa"}), {}, "subtracts"),
+        (LORA, {"compile": True}, "compile is true"),
+    ],
+)
+def test_impossible_settings_are_refused(method, settings, reason, run):
+    with pytest.raises(ConfigError, match=reason):
+        run("refused", method, quantize_for="q4_0", **settings)
