@@ -39,7 +39,7 @@ COMMANDS: dict[str, list[str]] = {
     "predict": ["ADAPTER", "--text", "--data", "--out", "--base", "--force", "--json"],
     "eval": [
         "ADAPTER", "--data", "--tasks", "--include", "--limit", "--fewshot", "--chat-template",
-        "--compare", "--run-rewards", "--row-style", "--base", "--force", "--json",
+        "--compare", "--run-rewards", "--row-style", "--drift", "--base", "--force", "--json",
     ],
     "serve": [
         "[NAME=]RUN...", "--host", "--port", "--api-key", "--base", "--max-batch", "--max-waiting",
