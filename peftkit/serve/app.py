@@ -34,6 +34,9 @@ from peftkit.serve.answer_calls import AnswerCalls
 from peftkit.serve.answers import OutputQueue, ReplyFormat, refusal, streamed, whole_answers
 from peftkit.serve.body import bounded_body
 from peftkit.serve.call_grammar import call_grammar
+from peftkit.serve.clients.api import client_routes
+from peftkit.serve.clients.reasoning import template_variables
+from peftkit.serve.clients.replies import EventReply
 from peftkit.serve.dialects import dialects
 from peftkit.serve.generation import Generation, Output, resolve_seed
 from peftkit.serve.grammars import Grammars, check_grammar, schema_text
@@ -49,6 +52,7 @@ from peftkit.serve.training import Dialect, Training, TrainingOptions
 from peftkit.serve.worker import Worker
 
 B = TypeVar("B", bound=Body)
+T = TypeVar("T")
 
 PREFILL_TOKENS = 256
 """Prompt tokens to compute between two decoding steps."""
@@ -92,7 +96,7 @@ def make_app(
         share=partial(limits.share, num_keys=len(keys)),
         ready=models.load,
     )
-    service = _Service(bank, models, worker, limits)
+    service = ChatService(bank, models, worker, limits)
     training_apis: Sequence[Dialect] = ()
     if training and store:
         training_apis = dialects(
@@ -132,6 +136,7 @@ def make_app(
             Route("/v1/chat/completions", service.chat, methods=["POST"]),
             Route("/v1/completions", service.complete, methods=["POST"]),
             Route("/inference/v1/generate", service.generate, methods=["POST"]),
+            *client_routes(service, limits, len(keys)),
             *(route for dialect in training_apis for route in dialect.routes),
         ],
         middleware=[
@@ -146,7 +151,7 @@ def make_app(
     return app
 
 
-class _ParsedRequest(NamedTuple):
+class ParsedRequest(NamedTuple):
     """A validated request.
 
     Attributes:
@@ -154,6 +159,7 @@ class _ParsedRequest(NamedTuple):
         style: Prompt style of the adapter.
         prompts: Token ids.
         calls: Syntax of tool calls; None: the request uses no tools.
+        reply: Format of the response; None: that of chat or text completions.
     """
 
     body: Body
@@ -162,6 +168,7 @@ class _ParsedRequest(NamedTuple):
     prompts: list[list[int]]
     calls: CallStyle | None = None
     tools: ToolUse | None = None
+    reply: EventReply | None = None
 
     def call_parser(self, prompt: Sequence[int]) -> AnswerCalls | None:
         """Return the parser of tool calls in a completion; None: the completion is plain text."""
@@ -190,7 +197,9 @@ class _ParsedRequest(NamedTuple):
         return grammar
 
 
-class _Service:
+class ChatService:
+    """The endpoints of models that complete prompts."""
+
     def __init__(self, bank: AdapterBank, models: Models, worker: Worker, limits: Limits) -> None:
         self._bank, self._models, self._worker, self._limits = bank, models, worker, limits
         self._began = time.time()
@@ -230,20 +239,28 @@ class _Service:
         return JSONResponse({"id": name, "object": "model", "deleted": True})
 
     async def chat(self, request: Request) -> Response:
-        return await self._respond(request, self._chat_prompts)
+        return await self.respond(request, self._chat_prompts)
 
     async def complete(self, request: Request) -> Response:
-        return await self._respond(request, self._text_prompts)
+        return await self.respond(request, self._text_prompts)
 
     async def generate(self, request: Request) -> Response:
-        return await self._respond(request, self._token_prompt)
+        return await self.respond(request, self._token_prompt)
 
-    def _token_prompt(self, data: bytes, owner: str) -> _ParsedRequest:
+    def _token_prompt(self, data: bytes, owner: str) -> ParsedRequest:
         body = self._parse(data, TokenBody)
-        return _ParsedRequest(body, *self._model(body, owner), [self._ids(body.token_ids)])
+        return ParsedRequest(body, *self._model(body, owner), [self._ids(body.token_ids)])
 
-    def _chat_prompts(self, data: bytes, owner: str) -> _ParsedRequest:
-        body = self._parse(data, ChatBody)
+    def _chat_prompts(self, data: bytes, owner: str) -> ParsedRequest:
+        return self.chat_request(self._parse(data, ChatBody), owner)
+
+    def chat_request(self, body: ChatBody, owner: str) -> ParsedRequest:
+        """Render the prompt of a chat; call this by `in_turn` or as the `parse` of `respond`.
+
+        Raises:
+            RequestError: The model does not exist, or does not support a field.
+            DataError: The chat template cannot render the conversation.
+        """
         adapter, style = self._model(body, owner)
         tools = body.tool_use
         needs_calls = body.has_calls or (tools is not None and tools.offered)
@@ -251,19 +268,20 @@ class _Service:
         turns = body.conversation(calls.form if calls else None)
         single = style.kind != "chat" and [turn["role"] for turn in turns] == ["user"]
         prompt = turns[0]["content"] if single else turns
-        tokenizer, variables = self._bank.base.tokenizer, body.chat_template_kwargs
+        tokenizer = self._bank.base.tokenizer
+        variables = template_variables(body, tokenizer, style)
         ids = prompt_ids(tokenizer, prompt, style, variables=variables)
         if tools is None or not tools.offered:
-            return _ParsedRequest(body, adapter, style, [ids])
+            return ParsedRequest(body, adapter, style, [ids])
         with_tools = prompt_ids(tokenizer, prompt, style, tools.offered, variables=variables)
         if with_tools == ids:
             raise RequestError("the model's chat template ignores tools.", param="tools")
-        return _ParsedRequest(body, adapter, style, [with_tools], calls, tools)
+        return ParsedRequest(body, adapter, style, [with_tools], calls, tools)
 
-    def _text_prompts(self, data: bytes, owner: str) -> _ParsedRequest:
+    def _text_prompts(self, data: bytes, owner: str) -> ParsedRequest:
         body = self._parse(data, TextBody)
         prompts = [self._ids(prompt) for prompt in body.prompts()]
-        return _ParsedRequest(body, *self._model(body, owner), prompts)
+        return ParsedRequest(body, *self._model(body, owner), prompts)
 
     def _parse(self, data: bytes, kind: type[B]) -> B:
         """Parse a request body; refuse more completions than the server allows.
@@ -285,15 +303,20 @@ class _Service:
         models = self._models
         return models.inner(body.model, owner), models.style(body.model, owner)
 
-    async def _respond(
-        self, request: Request, parse: Callable[[bytes, str], _ParsedRequest]
+    async def in_turn(self, function: Callable[[], T]) -> T:
+        """Return the result of a function in the thread that prepares prompts."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    async def respond(
+        self, request: Request, parse: Callable[[bytes, str], ParsedRequest]
     ) -> Response:
+        """Return the response to a request that `parse` reads from its body and its owner."""
         data = await bounded_body(request, self._limits.max_body)
         loop = asyncio.get_running_loop()
         owner = request.state.owner
         queue: OutputQueue = asyncio.Queue()
 
-        def read() -> tuple[_ParsedRequest, Callable[[], None] | None]:
+        def read() -> tuple[ParsedRequest, Callable[[], None] | None]:
             parsed = parse(data, owner)
             return parsed, self._grammar_check(parsed)
 
@@ -316,6 +339,11 @@ class _Service:
         )
         num_prompt = sum(map(len, parsed.prompts))
         self._worker.submit(generations)
+        if (reply := parsed.reply) is not None:
+            is_streamed = bool(body.stream)
+            return await reply.respond(
+                request, generations, queue, num_prompt, is_streamed=is_streamed
+            )
         if body.stream:
             return StreamingResponse(
                 streamed(form, generations, queue, num_prompt),
@@ -329,14 +357,17 @@ class _Service:
 
     def _generations(
         self,
-        parsed: _ParsedRequest,
+        parsed: ParsedRequest,
         owner: str,
         queue: OutputQueue,
         loop: asyncio.AbstractEventLoop,
     ) -> list[Generation]:
-        body, adapter, style, prompts, calls, _ = parsed
+        body, adapter, style, prompts, calls, *_ = parsed
         copies, temperature = body.n or 1, body.temperature
         length = body.max_new_tokens or self._limits.max_new_tokens
+        size = vocabulary(self._bank.base.model)
+        if unknown := [token for token in body.biases if token >= size]:
+            raise unknown_token("logit_bias", unknown[0], size, param="logit_bias")
         generations: list[Generation] = []
         for index in range(len(prompts) * copies):
             ids = prompts[index // copies]
@@ -353,6 +384,8 @@ class _Service:
                 top_k=body.num_likeliest,
                 stops=[*(calls.stops if calls else self._stops(style)), *body.stop_ids],
                 top_logprobs=body.num_top or 0,
+                min_p=body.min_p or 0.0,
+                penalties=body.penalties,
             )
             engine_request = EngineRequest(
                 ids,
@@ -368,7 +401,7 @@ class _Service:
             )
         return generations
 
-    def _grammar_check(self, parsed: _ParsedRequest) -> Callable[[], None] | None:
+    def _grammar_check(self, parsed: ParsedRequest) -> Callable[[], None] | None:
         """Return the check of a request's grammar, which may take seconds; None: it has none."""
         schema, limits = parsed.body.schema_of_answer, self._limits
         if schema is not None:
@@ -379,7 +412,7 @@ class _Service:
         return partial(check_grammar, grammar, "tool_choice", limits, is_lark=True)
 
     def _constraint(
-        self, parsed: _ParsedRequest, ids: list[int], sampling: Sampling
+        self, parsed: ParsedRequest, ids: list[int], sampling: Sampling
     ) -> Constraint | None:
         schema, forced = parsed.body.schema_of_answer, parsed.tools and parsed.tools.forced
         if schema is None and not forced:

@@ -16,7 +16,7 @@ from peftkit.data.style import Style  # noqa: E402
 from peftkit.inference.bank import AdapterBank  # noqa: E402
 from peftkit.inference.call_formats import FORMATS  # noqa: E402
 from peftkit.methods.lora import LoRA  # noqa: E402
-from peftkit.serve.app import _Service, make_app  # noqa: E402
+from peftkit.serve.app import ChatService, make_app  # noqa: E402
 from peftkit.serve.grammars import Grammars  # noqa: E402
 from peftkit.serve.limits import Limits  # noqa: E402
 from peftkit.serve.tool_fields import ToolCall, with_calls  # noqa: E402
@@ -72,7 +72,7 @@ def says(monkeypatch: pytest.MonkeyPatch, tool_bank: AdapterBank) -> Callable[[s
         base = tool_bank.base
         grammars = Grammars(base.tokenizer, 384, [base.tokenizer.eos_token_id])
         rule = f"start: {json.dumps(text)}"
-        monkeypatch.setattr(_Service, "_constraint", lambda *_: grammars.of_lark(rule, "x"))
+        monkeypatch.setattr(ChatService, "_constraint", lambda *_: grammars.of_lark(rule, "x"))
 
     return say
 
@@ -259,7 +259,7 @@ def test_the_guides_program_runs_as_it_stands(client, tool_bank, monkeypatch, ca
     grammars = Grammars(tokenizer, 384, [tokenizer.eos_token_id])
     texts = iter([call, "It is 3108."])
     monkeypatch.setattr(
-        _Service,
+        ChatService,
         "_constraint",
         lambda *_: grammars.of_lark(f"start: {json.dumps(next(texts))}", "x"),
     )
