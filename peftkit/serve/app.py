@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -30,24 +30,21 @@ from peftkit.inference.open_engine import generation_fallbacks, tokens_that_fit
 from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
 from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.serve.access import Gate
-from peftkit.serve.answer_calls import AnswerCalls
 from peftkit.serve.answers import OutputQueue, ReplyFormat, refusal, streamed, whole_answers
 from peftkit.serve.body import bounded_body
-from peftkit.serve.call_grammar import call_grammar
 from peftkit.serve.clients.api import client_routes
 from peftkit.serve.clients.reasoning import template_variables
-from peftkit.serve.clients.replies import EventReply
 from peftkit.serve.dialects import dialects
 from peftkit.serve.generation import Generation, Output, resolve_seed
 from peftkit.serve.grammars import Grammars, check_grammar, schema_text
 from peftkit.serve.limits import Limits
 from peftkit.serve.models import BARE, Models
+from peftkit.serve.parsed_request import ParsedRequest
 from peftkit.serve.quotas import Intake, Quotas
 from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
 from peftkit.serve.store import Store
 from peftkit.serve.threads import DaemonThreads, in_own_thread
 from peftkit.serve.tokens import TokenBody, token_answers, token_bytes, unknown_token, vocabulary
-from peftkit.serve.tool_fields import ToolUse
 from peftkit.serve.training import Dialect, Training, TrainingOptions
 from peftkit.serve.worker import Worker
 
@@ -60,6 +57,14 @@ LEFT_TO_TRAIN = 0.5
 """Share of the free memory that a training server reserves for training steps."""
 PREFIX_TOKENS = 8192
 """Tokens of shared prefixes to keep in the KV cache for later prompts."""
+ENDPOINTS = [
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/inference/v1/generate",
+]
+"""Paths that a model supports, as `/v1/models` lists them."""
 GRAMMAR_THREADS = 4
 """Grammars that are compiled for a check simultaneously."""
 
@@ -149,52 +154,6 @@ def make_app(
     )
     app.state.worker = worker
     return app
-
-
-class ParsedRequest(NamedTuple):
-    """A validated request.
-
-    Attributes:
-        adapter: Name in the bank; None: the base.
-        style: Prompt style of the adapter.
-        prompts: Token ids.
-        calls: Syntax of tool calls; None: the request uses no tools.
-        reply: Format of the response; None: that of chat or text completions.
-    """
-
-    body: Body
-    adapter: str | None
-    style: Style
-    prompts: list[list[int]]
-    calls: CallStyle | None = None
-    tools: ToolUse | None = None
-    reply: EventReply | None = None
-
-    def call_parser(self, prompt: Sequence[int]) -> AnswerCalls | None:
-        """Return the parser of tool calls in a completion; None: the completion is plain text."""
-        if self.calls is None or self.tools is None:
-            return None
-        tools, is_single = self.tools.offered, self.tools.is_single
-        return AnswerCalls(self.calls, prompt, tools, is_single=is_single)
-
-    def grammar(self, tokenizer: Any, prompt: Sequence[int]) -> str:
-        """Return the grammar of a forced call.
-
-        Raises:
-            RequestError: The model's call format has no grammar.
-        """
-        assert self.calls is not None
-        assert self.tools is not None
-        thinks = self.calls.thinks(prompt)
-        grammar = call_grammar(self.calls, tokenizer, self.tools.forced, thinks=thinks)
-        if grammar is None:
-            raise RequestError(
-                "this model does not support forced tool calls.",
-                found=f"It writes calls in the format {self.calls.form.name}, which is not JSON.",
-                fix='Use "tool_choice": "auto".',
-                param="tool_choice",
-            )
-        return grammar
 
 
 class ChatService:
@@ -448,6 +407,7 @@ class ChatService:
             "owned_by": "peftkit",
             "root": base.hub_id or base.name,
             "max_model_len": context_length(base.model),
+            "endpoints": ENDPOINTS,
         }
         is_base = name in self._models.base_names
         return described if is_base else {**described, "parent": BARE}

@@ -28,7 +28,7 @@ class SamplingFields(BaseModel):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=1 << 30)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
 
     @property

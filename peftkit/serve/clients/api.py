@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,12 +19,26 @@ from peftkit.serve.clients.messages_reply import MessagesReply, message_error
 from peftkit.serve.clients.responses_body import ResponsesBody
 from peftkit.serve.clients.responses_reply import ResponsesReply
 from peftkit.serve.limits import Limits
-from peftkit.serve.requests import read_body
+from peftkit.serve.parsed_request import ParsedRequest
+from peftkit.serve.requests import ChatBody, read_body
 
-if TYPE_CHECKING:
-    from peftkit.serve.app import ChatService, ParsedRequest
-
+T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class ChatService(Protocol):
+    """The endpoints of chats, which prepare prompts and generate completions."""
+
+    def chat_request(self, body: ChatBody, owner: str) -> ParsedRequest:
+        """Render the prompt of a chat."""
+
+    async def in_turn(self, function: Callable[[], T]) -> T:
+        """Return the result of a function in the thread that prepares prompts."""
+
+    async def respond(
+        self, request: Request, parse: Callable[[bytes, str], ParsedRequest]
+    ) -> Response:
+        """Return the response to a request that `parse` reads from its body and its owner."""
 
 
 def client_routes(service: ChatService, limits: Limits, num_keys: int) -> Sequence[BaseRoute]:
