@@ -58,6 +58,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
         "recipe",
         "report/history",
         "serve/clients/",
+        "serve/predictions/bodies",
         "serve/requests",
         "serve/sampling_fields",
         "serve/tool_fields",
@@ -72,7 +73,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "soxr": ("data/media/",),
     "jiwer": ("tasks/metrics",),
     "starlette": ("serve/",),  # the optional extra `serve`, with uvicorn; imported when called
-    "uvicorn": ("serve/server",),
+    "uvicorn": ("serve/server", "serve/predictions/server"),
     "google": ("serve/tinker/wire",),  # protobuf: the optional extra `train-api`
     "llguidance": ("serve/grammars",),  # the optional extra `json`; imported when called
     "lm_eval": ("inference/harness",),  # the optional extra `lm-eval`; imported when called

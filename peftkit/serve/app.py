@@ -30,13 +30,15 @@ from peftkit.inference.open_engine import generation_fallbacks, tokens_that_fit
 from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
 from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.serve.access import Gate
-from peftkit.serve.answers import OutputQueue, ReplyFormat, refusal, streamed, whole_answers
+from peftkit.serve.answers import OutputQueue, ReplyFormat, streamed, whole_answers
 from peftkit.serve.body import bounded_body
 from peftkit.serve.clients.api import client_routes
 from peftkit.serve.clients.reasoning import template_variables
 from peftkit.serve.dialects import dialects
+from peftkit.serve.endpoints import COMPLETING
 from peftkit.serve.generation import Generation, Output, resolve_seed
 from peftkit.serve.grammars import Grammars, check_grammar, schema_text
+from peftkit.serve.handlers import refuse, refuse_route, wrong_routes
 from peftkit.serve.limits import Limits
 from peftkit.serve.models import BARE, Models
 from peftkit.serve.parsed_request import ParsedRequest
@@ -57,14 +59,6 @@ LEFT_TO_TRAIN = 0.5
 """Share of the free memory that a training server reserves for training steps."""
 PREFIX_TOKENS = 8192
 """Tokens of shared prefixes to keep in the KV cache for later prompts."""
-ENDPOINTS = [
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/inference/v1/generate",
-]
-"""Paths that a model supports, as `/v1/models` lists them."""
 GRAMMAR_THREADS = 4
 """Grammars that are compiled for a check simultaneously."""
 
@@ -141,6 +135,7 @@ def make_app(
             Route("/v1/chat/completions", service.chat, methods=["POST"]),
             Route("/v1/completions", service.complete, methods=["POST"]),
             Route("/inference/v1/generate", service.generate, methods=["POST"]),
+            *wrong_routes(COMPLETING),
             *client_routes(service, limits, len(keys)),
             *(route for dialect in training_apis for route in dialect.routes),
         ],
@@ -149,7 +144,7 @@ def make_app(
             Middleware(Gate, keys=keys),
             Middleware(Intake, limits=limits),
         ],
-        exception_handlers={PeftkitError: _refuse, HTTPException: _refuse_route},
+        exception_handlers={PeftkitError: refuse, HTTPException: refuse_route},
         lifespan=lifespan,
     )
     app.state.worker = worker
@@ -407,18 +402,7 @@ class ChatService:
             "owned_by": "peftkit",
             "root": base.hub_id or base.name,
             "max_model_len": context_length(base.model),
-            "endpoints": ENDPOINTS,
+            "endpoints": list(COMPLETING),
         }
         is_base = name in self._models.base_names
         return described if is_base else {**described, "parent": BARE}
-
-
-async def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, PeftkitError)
-    return refusal(error)
-
-
-async def _refuse_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path} is not supported: {error.detail}."
-    return refusal(RequestError(message, status=error.status_code))
