@@ -127,8 +127,8 @@ class _Tool(Strict):
     eager_input_streaming: Any = None
 
     def plain(self) -> dict[str, Any]:
-        function = {"name": self.name, "parameters": self.input_schema}
-        optional = {"description": self.description, "strict": self.strict}
+        function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
+        optional: dict[str, Any] = {"description": self.description, "strict": self.strict}
         function |= {name: value for name, value in optional.items() if value is not None}
         return {"type": "function", "function": function}
 

@@ -74,8 +74,8 @@ class EventReply(ABC):
                 if isinstance(output, Output):
                     events, is_over = self.take(output), output.reason is not None
                 else:
-                    is_known = isinstance(output, PeftkitError)
-                    events = self.failed(output if is_known else RunError(str(output)))
+                    error = output if isinstance(output, PeftkitError) else RunError(str(output))
+                    events = self.failed(error)
                     is_over = True
                 for event in events:
                     yield _event_text(event)

@@ -112,6 +112,7 @@ class ResponsesReply(EventReply):
     def _opened(self, kind: str) -> list[Event]:
         """Begin an item with text, after the end of the item before."""
         events = self._closed()
+        item: dict[str, Any]
         if kind == "message":
             item = {"id": f"msg_{uuid.uuid4().hex}", "type": kind, "role": "assistant"}
         else:
@@ -207,7 +208,7 @@ class ResponsesReply(EventReply):
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:
-    extra = {"annotations": [], "logprobs": []} if kind == "message" else {}
+    extra: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "message" else {}
     return {"type": PARTS[kind], "text": text, **extra}
 
 

@@ -80,6 +80,7 @@ VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2**63, 1e308, 0.5, "", "a", "\x00", "\ud800", "tools"),
     *([], {}, [[]], [None], {"": None}, {"type": "text"}, {"type": []}, "x" * 300),
 ]
+NO_OBJECTS = [b"", b"[]", b"null", b"{", b"[" * 9000, b"\xff", b'{"a": NaN}']
 KEYS = ["type", "role", "content", "stream", "model", "name", "$ref", "strict", ""]
 
 
