@@ -120,15 +120,15 @@ def test_openai_agents(url, says, is_streamed):
         return "4"
 
     async def loop() -> str:
-        client = AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
-        model = agents.OpenAIResponsesModel("tools", client)
-        agent = agents.Agent(name="test", model=model, tools=[add, sub])
-        if not is_streamed:
-            return str((await agents.Runner.run(agent, "Hi")).final_output)
-        result = agents.Runner.run_streamed(agent, "Hi")
-        async for _ in result.stream_events():
-            pass
-        return str(result.final_output)
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+            model = agents.OpenAIResponsesModel("tools", client)
+            agent = agents.Agent(name="test", model=model, tools=[add, sub])
+            if not is_streamed:
+                return str((await agents.Runner.run(agent, "Hi")).final_output)
+            result = agents.Runner.run_streamed(agent, "Hi")
+            async for _ in result.stream_events():
+                pass
+            return str(result.final_output)
 
     agents.set_tracing_disabled(True)
     says(call("add", 1), call("sub", 2), "Done")
