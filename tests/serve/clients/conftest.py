@@ -27,7 +27,7 @@ def scripted(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Adapte
 
 @pytest.fixture(scope="module")
 def client(scripted: AdapterBank) -> Iterator[TestClient]:
-    limits = Limits(max_body=1 << 16, max_new_tokens=180, response_bytes=20_000)
+    limits = Limits(max_body=1 << 16, max_new_tokens=180, response_bytes=8_000)
     headers = {"X-API-Key": KEYS[0]}
     with TestClient(make_app(scripted, keys=KEYS, limits=limits), headers=headers) as client:
         yield client

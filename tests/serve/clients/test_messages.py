@@ -64,23 +64,22 @@ def test_a_text(client, says):
 
 
 def test_the_order_of_events(client, says):
-    says(f"<think>\nhm\n</think>\n\nI look. {call('add', 1)}{call('sub', 2)}")
+    says(f"<think>\nhm\n</think>\n\nI look. {call('sub', 2)}")
     whole = create(client, tools=TOOLS)
     assert [block["type"] for block in whole["content"]] == [
         "thinking",
         "text",
         "tool_use",
-        "tool_use",
     ]
-    assert whole["content"][3]["input"] == {"n": 2}
+    assert whole["content"][2]["input"] == {"n": 2}
     assert whole["stop_reason"] == "tool_use"
     events = stream(client, tools=TOOLS)
     names = [event["type"] for event in events]
     merged = [name for name, before in zip(names, [None, *names], strict=False) if name != before]
     block = [f"content_block_{name}" for name in ("start", "delta", "stop")]
-    assert merged == ["message_start", *block * 4, "message_delta", "message_stop"]
+    assert merged == ["message_start", *block * 3, "message_delta", "message_stop"]
     starts = [event["index"] for event in events if event["type"] == "content_block_start"]
-    assert starts == [0, 1, 2, 3]
+    assert starts == [0, 1, 2]
     assert without_ids(assembled(events)) == without_ids(whole)
 
 
@@ -111,7 +110,7 @@ def test_a_loop_of_two_tools(client, says):
     ],
 )
 def test_the_choice_of_tools(choice, number, client, says):
-    says(call("sub", 1) * 2)
+    says(call("sub", 1) * (1 + (choice["type"] == "auto")))
     message = create(client, tools=TOOLS, tool_choice=choice)
     used = [block for block in message["content"] if block["type"] == "tool_use"]
     assert len(used) == number

@@ -33,6 +33,7 @@ def url(scripted: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
+@pytest.mark.slow
 def test_openai_responses(url, says):
     openai = pytest.importorskip("openai", reason="the client is not installed")
     tools = [

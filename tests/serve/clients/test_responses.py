@@ -58,12 +58,11 @@ def test_a_text(client, says):
 
 
 def test_the_order_of_events(client, says):
-    says(f"<think>\nhm\n</think>\n\nI look. {call('add', 1)}{call('sub', 2)}")
+    says(f"<think>\nhm\n</think>\n\nI look. {call('sub', 2)}")
     whole = create(client, tools=TOOLS)
     assert [item["type"] for item in whole["output"]] == [
         "reasoning",
         "message",
-        "function_call",
         "function_call",
     ]
     events = stream(client, tools=TOOLS)
@@ -83,7 +82,7 @@ def test_the_order_of_events(client, says):
 
     arguments = "function_call_arguments"
     calls = ["output_item.added", f"{arguments}.delta", f"{arguments}.done", "output_item.done"]
-    expected = [*text("reasoning_text"), *text("output_text"), *calls, *calls]
+    expected = [*text("reasoning_text"), *text("output_text"), *calls]
     assert merged == ["created", "in_progress", *expected, "completed"]
     assert without_ids(events[-1]["response"]) == without_ids(whole)
     done = [event["item"] for event in events if event["type"].endswith("item.done")]
@@ -131,12 +130,12 @@ def test_a_kept_response_is_continued(client, says):
 
 def test_kept_responses_are_bounded(client, says):
     says("Hello")
-    ids = [create(client, input="a" * 120)["id"] for _ in range(30)]
+    ids = [create(client, input="a" * 120)["id"] for _ in range(12)]
     found = [client.get(f"{PATH}/{id}").status_code == 200 for id in ids]
     assert found == sorted(found)
-    assert 1 <= sum(found) < 30
+    assert 1 <= sum(found) < 12
     kept = client.get(f"{PATH}/{ids[-1]}")
-    assert sum(found) * len(kept.content) <= 15_000  # key_share of response_bytes
+    assert sum(found) * len(kept.content) <= 6_000  # key_share of response_bytes
 
 
 def test_the_limit_of_tokens(client, says):
