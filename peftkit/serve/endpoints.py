@@ -16,5 +16,7 @@ PREDICTING: Mapping[str, Sequence[str]] = {
     "embedding": ("/v1/embeddings",),
     "reranker": ("/v1/rerank", "/v1/score"),
     "sequence_classification": ("/v1/classify",),
+    "transcription": ("/v1/audio/transcriptions",),
+    "ctc": ("/v1/audio/transcriptions",),
 }
 """Paths of other models, by their task."""

@@ -30,7 +30,8 @@ async def refuse_route(request: Request, error: Exception) -> Response:
 
 def wrong_routes(supported: Sequence[str]) -> list[Route]:
     """Return routes for the paths of other models, which report the supported paths."""
-    paths = (*COMPLETING, *(path for each in PREDICTING.values() for path in each))
+    predicting = {path for each in PREDICTING.values() for path in each}
+    paths = (*COMPLETING, *sorted(predicting))
 
     async def respond(request: Request) -> Response:
         raise RequestError(

@@ -9,13 +9,15 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from peftkit.errors import PeftkitError
@@ -25,9 +27,12 @@ from peftkit.serve.handlers import refuse, refuse_route, wrong_routes
 from peftkit.serve.limits import Limits
 from peftkit.serve.predictions.bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
 from peftkit.serve.predictions.predictor import Predictor
+from peftkit.serve.predictions.transcriptions import read_audio
 from peftkit.serve.quotas import Intake
 from peftkit.serve.requests import RequestError, read_body
 from peftkit.serve.threads import DaemonThreads
+
+T = TypeVar("T")
 
 
 def make_predictor_app(
@@ -53,6 +58,12 @@ def make_predictor_app(
             *(
                 Route(path, partial(service.respond, parse=endpoints[path]), methods=["POST"])
                 for path in predictor.endpoints
+                if path in endpoints
+            ),
+            *(
+                Route(path, service.transcribe, methods=["POST"])
+                for path in predictor.endpoints
+                if path not in endpoints
             ),
             *wrong_routes(predictor.endpoints),
         ],
@@ -83,6 +94,27 @@ class _Service:
     async def respond(self, request: Request, parse: Callable[[bytes], dict[str, Any]]) -> Response:
         """Return the response to a request; requests wait for each other."""
         data = await bounded_body(request, self.limits.max_body)
+        answer = await self._in_thread(partial(parse, data))
+        return JSONResponse({"id": uuid.uuid4().hex, "model": self._name, **answer})
+
+    async def transcribe(self, request: Request) -> Response:
+        """Return the transcript of the audio file of a form."""
+        with NamedTemporaryFile(prefix="peftkit-") as file:
+            body = await read_audio(request, file, self.limits.upload_bytes)
+            self._check(body.model)
+            file.flush()
+            path = Path(file.name)
+            text = await self._in_thread(partial(self._predictor.transcribe, path))
+        if body.response_format == "text":
+            return PlainTextResponse(f"{text}\n")
+        return JSONResponse({"text": text})
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        """Return the result of a function in the thread of the model.
+
+        Raises:
+            RequestError: Too many requests wait.
+        """
         if self._num_waiting >= self.limits.max_waiting:
             raise RequestError(
                 f"{self._num_waiting} requests wait already.",
@@ -92,10 +124,9 @@ class _Service:
         self._num_waiting += 1
         try:
             loop = asyncio.get_running_loop()
-            answer = await loop.run_in_executor(self._thread, parse, data)
+            return await loop.run_in_executor(self._thread, function)
         finally:
             self._num_waiting -= 1
-        return JSONResponse({"id": uuid.uuid4().hex, "model": self._name, **answer})
 
     def embed(self, data: bytes) -> dict[str, Any]:
         body = read_body(data, EmbeddingsBody)

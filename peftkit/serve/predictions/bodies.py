@@ -17,13 +17,15 @@ MAX_INPUTS = 2048
 _Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 
 
-class _Body(Strict):
+class ModelBody(Strict):
+    """Fields of all requests."""
+
     model: str
     user: Any = None
     """Ignored."""
 
 
-class EmbeddingsBody(_Body):
+class EmbeddingsBody(ModelBody):
     """A request to /v1/embeddings."""
 
     input: str | _Texts
@@ -51,7 +53,7 @@ class _Document(Strict):
     text: str
 
 
-class RerankBody(_Body):
+class RerankBody(ModelBody):
     """A request to /v1/rerank."""
 
     query: str
@@ -68,7 +70,7 @@ class RerankBody(_Body):
         return [(self.query, text) for text in texts]
 
 
-class ScoreBody(_Body):
+class ScoreBody(ModelBody):
     """A request to /v1/score: a query and texts, or pairs."""
 
     text_1: str | _Texts
@@ -90,7 +92,7 @@ class ScoreBody(_Body):
         return list(zip(queries, texts, strict=True))
 
 
-class ClassifyBody(_Body):
+class ClassifyBody(ModelBody):
     """A request to /v1/classify."""
 
     input: (

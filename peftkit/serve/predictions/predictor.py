@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, tensor
 from torch.nn import functional
 
+from peftkit.errors import DataError
 from peftkit.evaluation.evaluate import trained_length
 from peftkit.evaluation.predict import build_task
 from peftkit.formats.open_adapter import Opened
@@ -18,7 +20,7 @@ Prompt = str | tuple[str, str]
 
 
 class Predictor:
-    """An adapter that embeds, ranks or classifies texts; one thread may use it at a time.
+    """An adapter that embeds, ranks or classifies texts, or transcribes audio; one thread may use it at a time.
 
     Attributes:
         kind: The name of its task.
@@ -30,10 +32,13 @@ class Predictor:
 
     def __init__(self, opened: Opened) -> None:
         self.kind = opened.task.type
-        length = trained_length(opened.file.folder)
+        has_audio = "audio" in opened.task.predicts
+        length = None if has_audio else trained_length(opened.file.folder)
         is_suited = self.kind in PREDICTING
         fix = f"Adapters of these tasks do: {', '.join(PREDICTING)}."
-        self._task = build_task(opened, is_suited, "predicts nothing for texts", fix, length)
+        self._task = build_task(
+            opened, is_suited, "predicts nothing for texts or audio", fix, length
+        )
         self._base = opened.base
         self.endpoints = PREDICTING[self.kind]
 
@@ -97,3 +102,16 @@ class Predictor:
         """Return the probability of each label, the most likely first; or the "value"."""
         classes: list[dict[str, Any]] = self._task.predict_texts(self._base.model, texts)
         return classes
+
+    def transcribe(self, path: Path) -> str:
+        """Return the text of an audio file, decoded greedily.
+
+        Raises:
+            RequestError: The file cannot be decoded; its path on the server is not reported.
+        """
+        try:
+            (text,) = self._task.transcribe(self._base.model, [path])
+        except DataError as error:
+            message = str(error).replace(str(path), "the file")
+            raise RequestError(message, param="file") from None
+        return str(text)
