@@ -355,8 +355,9 @@ class Jobs:
     def _train(self, id: str, progress: JobProgress) -> None:
         """Run a job's recipe over the server's base, even if its base settings differ."""
         folder, server_base = self.folder(id), self._training.options.base
-        self._check_inputs(id)
-        resume, recipe = _has_checkpoint(folder, progress.on_event), load(Recipe, folder / RECIPE)
+        resume = _has_checkpoint(folder, progress.on_event)
+        self._check_inputs(id, with_recipe=not resume)
+        recipe = load(Recipe, folder / RECIPE)
         pairs = {n: (getattr(recipe.base, n), getattr(server_base, n)) for n in OF_BASE}
         changed = {f"base.{name}": pair for name, pair in pairs.items() if pair[0] != pair[1]}
         if changed and not resume:  # a resumed run reports changed settings itself
@@ -373,8 +374,12 @@ class Jobs:
                 on_event=progress.on_event,
             )
 
-    def _check_inputs(self, id: str) -> None:
+    def _check_inputs(self, id: str, *, with_recipe: bool) -> None:
         """Compare a job's recipe and files with the hashes in the store.
+
+        Args:
+            with_recipe: False for a resumed run: a run's end rewrites its recipe, and a resumed
+                run compares its settings with the checkpoint.
 
         Raises:
             JobError: One of them is damaged or missing.
@@ -382,7 +387,8 @@ class Jobs:
         job, path = self._store.get(JOB, id), self.folder(id) / RECIPE
         assert job is not None
         digest = job.get("recipe")  # jobs of older servers have none
-        if not path.is_file() or digest not in (None, sha256_of(path)):
+        is_whole = path.is_file() and (not with_recipe or digest in (None, sha256_of(path)))
+        if not is_whole:
             problem = "damaged" if path.is_file() else "missing"
             text = f"The job's {RECIPE} is {problem} on the server."
             raise JobError("recipe_damaged", text)
