@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -99,11 +99,11 @@ class _Service:
 
     async def transcribe(self, request: Request) -> Response:
         """Return the transcript of the audio file of a form."""
-        with NamedTemporaryFile(prefix="peftkit-") as file:
-            body = await read_audio(request, file, self.limits.upload_bytes)
+        with TemporaryDirectory(prefix="peftkit-") as folder:
+            path = Path(folder, "audio")
+            with path.open("wb") as file:
+                body = await read_audio(request, file, self.limits.upload_bytes)
             self._check(body.model)
-            file.flush()
-            path = Path(file.name)
             text = await self._in_thread(partial(self._predictor.transcribe, path))
         if body.response_format == "text":
             return PlainTextResponse(f"{text}\n")

@@ -20,7 +20,9 @@ Prompt = str | tuple[str, str]
 
 
 class Predictor:
-    """An adapter that embeds, ranks or classifies texts, or transcribes audio; one thread may use it at a time.
+    """An adapter that embeds, ranks or classifies texts, or transcribes audio.
+
+    Only one thread may use it at a time.
 
     Attributes:
         kind: The name of its task.
