@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from peftkit.errors import ConfigError
+from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, ignore
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.open_adapter import open_adapter, task_of
@@ -16,9 +17,12 @@ from peftkit.serve.server import checked_keys, listening, protocol
 
 
 def predicting_tasks(adapters: Mapping[str, str | Path]) -> list[str]:
-    """Return the tasks of adapters that embed, rank or classify texts."""
-    tasks = [task_of(read_adapter(adapter_folder(path))) for path in adapters.values()]
-    return [task.type for task in tasks if task.type in PREDICTING]
+    """Return the tasks of adapters that embed, rank or classify texts, or transcribe audio."""
+    tasks = []
+    for path in adapters.values():
+        with suppress(AdapterError):  # `serve_adapters` reports it, after the host and the limits
+            tasks.append(task_of(read_adapter(adapter_folder(path))).type)
+    return [task for task in tasks if task in PREDICTING]
 
 
 def serve_predictor(
@@ -34,7 +38,7 @@ def serve_predictor(
     on_event: Listener = ignore,
     on_ready: Callable[[str, str, Sequence[str]], None] = lambda url, name, endpoints: None,
 ) -> None:
-    """Serve an adapter that embeds, ranks or classifies texts until the process gets a signal.
+    """Serve an adapter that predicts until the process gets a signal.
 
     Args:
         adapters: One folder by its model name.
