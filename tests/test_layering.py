@@ -59,7 +59,10 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
         "tasks/",
         "recipe",
         "report/history",
+        "serve/clients/",
+        "serve/predictions/bodies",
         "serve/requests",
+        "serve/sampling_fields",
         "serve/tool_fields",
         "serve/tokens",
         "serve/tuning/",
@@ -72,7 +75,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "soxr": ("data/media/",),
     "jiwer": ("tasks/metrics",),
     "starlette": ("serve/",),  # the optional extra `serve`, with uvicorn; imported when called
-    "uvicorn": ("serve/server",),
+    "uvicorn": ("serve/server", "serve/predictions/server"),
     "prometheus_client": ("serve/metrics",),  # the optional extra `metrics`
     "google": ("serve/tinker/wire",),  # protobuf: the optional extra `train-api`
     "llguidance": ("serve/grammars",),  # the optional extra `json`; imported when called

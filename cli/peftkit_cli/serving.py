@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -109,8 +110,30 @@ def serve(
         generation_fallbacks,
         tokens_that_fit,
     )
+    from peftkit.serve.predictions.server import predicting_tasks, serve_predictor
     from peftkit.serve.server import serve_adapters, vllm_command
     from peftkit_cli.render import Renderer
+
+    def announce_predictor(url: str, name: str, endpoints: Sequence[str]) -> None:
+        screen.close()  # nothing to show while serving
+        typer.echo(f"{url}/v1")
+        note(f"Model: {name}. Endpoints: {', '.join(endpoints)}. Stop with Ctrl-C.")
+
+    if options is None and predicting_tasks(folders):
+        with ExitStack() as screen:
+            serve_predictor(
+                folders,
+                base,
+                host=host,
+                port=port,
+                key=api_key or (),
+                max_waiting=max_waiting,
+                limit=limit or (),
+                force=force,
+                on_event=screen.enter_context(Renderer(transient=True)),
+                on_ready=announce_predictor,
+            )
+        return
 
     def announce(url: str, bank: AdapterBank) -> None:
         screen.close()  # nothing to show while serving

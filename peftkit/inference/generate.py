@@ -188,7 +188,7 @@ class TextStream:
 
     Attributes:
         text: All text returned so far.
-        is_stopped: Whether a stop text has ended it.
+        stop_text: The stop text that has ended it; None: none has.
     """
 
     def __init__(
@@ -202,7 +202,13 @@ class TextStream:
         self._stop_texts = [text for text in stop_texts if text]
         self._decoded_text = ""
         self._start = self._end = 0
-        self.text, self.is_stopped = "", False
+        self.text = ""
+        self.stop_text: str | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop text has ended it."""
+        return self.stop_text is not None
 
     def take(self, completion: Completion) -> str:
         """Return the new text; end the answer at a stop text."""
@@ -210,9 +216,10 @@ class TextStream:
             return ""
         has_ended = completion.ended_by is not None
         text = self._decoded(completion.ids, has_ended)
-        stops = [at for stop in self._stop_texts if (at := text.find(stop)) >= 0]
+        stops = [(at, stop) for stop in self._stop_texts if (at := text.find(stop)) >= 0]
         if stops:
-            text, self.is_stopped = text[: min(stops)], True
+            at, self.stop_text = min(stops)
+            text = text[:at]
             completion.finish("stop")
         elif not has_ended:
             text = text[: len(text) - self._num_held(text)]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from peftkit.errors import DataError, RunError
+from peftkit.inference.penalties import Penalties
 from peftkit.kernels.device import near_float64
 
 MAX_NEW_TOKENS = 256
@@ -39,9 +40,11 @@ class Sampling:
         temperature: 0: greedy; above: sample from softmax(logits / temperature).
         top_p: Sample only from the most likely tokens with this total probability.
         top_k: Sample only from this many of the most likely tokens; 0: from all.
+        min_p: Sample only from tokens with this share of the likeliest token's probability.
         seed: Random seed; None: drawn from torch's global generator.
         stops: Further token ids that end an answer, like the tokenizer's and model's end tokens.
         top_logprobs: Number of likeliest tokens to report with each chosen one.
+        penalties: Changes to the logits; None: none.
 
     Raises:
         DataError: A value is out of range.
@@ -54,6 +57,8 @@ class Sampling:
     seed: int | None = None
     stops: Sequence[int] = ()
     top_logprobs: int = 0
+    min_p: float = 0.0
+    penalties: Penalties | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stops", tuple(self.stops))
@@ -68,9 +73,16 @@ class Sampling:
             )
         if not 0 < self.top_p <= 1:
             raise DataError(f"top_p is {self.top_p}.", fix="Give a number above 0, at most 1.")
+        if not 0 <= self.min_p <= 1:
+            raise DataError(f"min_p is {self.min_p}.", fix="Give a number from 0 to 1.")
         if self.top_k < 0 or self.top_logprobs < 0:
             low = min(self.top_k, self.top_logprobs)
             raise DataError(f"top_k or top_logprobs is {low}.", fix="Give 0 or more.")
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tokens are drawn from the most likely ones only."""
+        return bool(self.temperature and (self.top_p < 1 or self.top_k or self.min_p))
 
 
 class Constraint:
@@ -159,7 +171,9 @@ class SamplingTable:
     ) -> None:
         self._device = device = near_float64(torch.device(device))
         self.is_greedy = all(one.temperature == 0 for one in settings)
-        cut = [bool(one.temperature and (one.top_p < 1 or one.top_k)) for one in settings]
+        cut = [
+            bool(one.temperature and (one.top_p < 1 or one.top_k or one.min_p)) for one in settings
+        ]
         self.is_cut, self._all_cut = any(cut), all(cut)
         cutting = [one for one, is_cut in zip(settings, cut, strict=True) if is_cut]
         self._few = all(0 < one.top_k <= LIKELY for one in cutting)
@@ -169,6 +183,7 @@ class SamplingTable:
         temperature = [max(one.temperature or 1.0, COLDEST) for one in settings]
         self._temperature = torch.tensor(temperature, device=device)[:, None]
         self._top_p = torch.tensor([one.top_p for one in settings], device=device)[:, None]
+        self._min_p = torch.tensor([one.min_p for one in settings], device=device)[:, None]
         top_k = [min(one.top_k or ALL, ALL) for one in settings]
         self._top_k = torch.tensor(top_k, device=device)[:, None]
         self._seeds = torch.tensor(seeds, device=device)
@@ -211,6 +226,7 @@ class SamplingTable:
         before = likely.cumsum(-1) - likely
         rank = torch.arange(likely.shape[1], device=likely.device)
         keep = (before < self._top_p) & (rank < self._top_k)
+        keep &= likely >= self._min_p * likely[:, :1]
         tokens = order.gather(1, self._inverse(likely * keep)[:, None])[:, 0]
         if self._all_cut:
             return tokens

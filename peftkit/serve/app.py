@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -30,26 +30,29 @@ from peftkit.inference.open_engine import generation_fallbacks, tokens_that_fit
 from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
 from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.serve.access import Gate
-from peftkit.serve.answer_calls import AnswerCalls
-from peftkit.serve.answers import OutputQueue, ReplyFormat, refusal, streamed, whole_answers
+from peftkit.serve.answers import OutputQueue, ReplyFormat, streamed, whole_answers
 from peftkit.serve.body import bounded_body
-from peftkit.serve.call_grammar import call_grammar
+from peftkit.serve.clients.api import client_routes
+from peftkit.serve.clients.reasoning import template_variables
 from peftkit.serve.dialects import dialects
+from peftkit.serve.endpoints import COMPLETING
 from peftkit.serve.generation import Generation, Output, resolve_seed
 from peftkit.serve.grammars import Grammars, check_grammar, schema_text
+from peftkit.serve.handlers import refuse, refuse_route, wrong_routes
 from peftkit.serve.limits import Limits
 from peftkit.serve.metrics import PATH, Measure, ServerMetrics
 from peftkit.serve.models import BARE, Models
+from peftkit.serve.parsed_request import ParsedRequest
 from peftkit.serve.quotas import Intake, Quotas
 from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
 from peftkit.serve.store import Store
 from peftkit.serve.threads import DaemonThreads, in_own_thread
 from peftkit.serve.tokens import TokenBody, token_answers, token_bytes, unknown_token, vocabulary
-from peftkit.serve.tool_fields import ToolUse
 from peftkit.serve.training import Dialect, Training, TrainingOptions
 from peftkit.serve.worker import Worker
 
 B = TypeVar("B", bound=Body)
+T = TypeVar("T")
 
 PREFILL_TOKENS = 256
 """Prompt tokens to compute between two decoding steps."""
@@ -95,7 +98,7 @@ def make_app(
         share=partial(limits.share, num_keys=len(keys)),
         ready=models.load,
     )
-    service, metrics = _Service(bank, models, worker, limits), ServerMetrics(worker)
+    service, metrics = ChatService(bank, models, worker, limits), ServerMetrics(worker)
     training_apis: Sequence[Dialect] = ()
     if training and store:
         training_apis = dialects(
@@ -133,6 +136,8 @@ def make_app(
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
         Route("/v1/completions", service.complete, methods=["POST"]),
         Route("/inference/v1/generate", service.generate, methods=["POST"]),
+        *wrong_routes(COMPLETING),
+        *client_routes(service, limits, len(keys)),
         *(route for dialect in training_apis for route in dialect.routes),
     ]
     # with keys, web pages cannot use a visitor's access: browsers do not add the key
@@ -145,58 +150,16 @@ def make_app(
             Middleware(Gate, keys=keys),
             Middleware(Intake, limits=limits),
         ],
-        exception_handlers={PeftkitError: _refuse, HTTPException: _refuse_route},
+        exception_handlers={PeftkitError: refuse, HTTPException: refuse_route},
         lifespan=lifespan,
     )
     app.state.worker = worker
     return app
 
 
-class _ParsedRequest(NamedTuple):
-    """A validated request.
+class ChatService:
+    """The endpoints of models that complete prompts."""
 
-    Attributes:
-        adapter: Name in the bank; None: the base.
-        style: Prompt style of the adapter.
-        prompts: Token ids.
-        calls: Syntax of tool calls; None: the request uses no tools.
-    """
-
-    body: Body
-    adapter: str | None
-    style: Style
-    prompts: list[list[int]]
-    calls: CallStyle | None = None
-    tools: ToolUse | None = None
-
-    def call_parser(self, prompt: Sequence[int]) -> AnswerCalls | None:
-        """Return the parser of tool calls in a completion; None: the completion is plain text."""
-        if self.calls is None or self.tools is None:
-            return None
-        tools, is_single = self.tools.offered, self.tools.is_single
-        return AnswerCalls(self.calls, prompt, tools, is_single=is_single)
-
-    def grammar(self, tokenizer: Any, prompt: Sequence[int]) -> str:
-        """Return the grammar of a forced call.
-
-        Raises:
-            RequestError: The model's call format has no grammar.
-        """
-        assert self.calls is not None
-        assert self.tools is not None
-        thinks = self.calls.thinks(prompt)
-        grammar = call_grammar(self.calls, tokenizer, self.tools.forced, thinks=thinks)
-        if grammar is None:
-            raise RequestError(
-                "this model does not support forced tool calls.",
-                found=f"It writes calls in the format {self.calls.form.name}, which is not JSON.",
-                fix='Use "tool_choice": "auto".',
-                param="tool_choice",
-            )
-        return grammar
-
-
-class _Service:
     def __init__(self, bank: AdapterBank, models: Models, worker: Worker, limits: Limits) -> None:
         self._bank, self._models, self._worker, self._limits = bank, models, worker, limits
         self._began = time.time()
@@ -236,20 +199,28 @@ class _Service:
         return JSONResponse({"id": name, "object": "model", "deleted": True})
 
     async def chat(self, request: Request) -> Response:
-        return await self._respond(request, self._chat_prompts)
+        return await self.respond(request, self._chat_prompts)
 
     async def complete(self, request: Request) -> Response:
-        return await self._respond(request, self._text_prompts)
+        return await self.respond(request, self._text_prompts)
 
     async def generate(self, request: Request) -> Response:
-        return await self._respond(request, self._token_prompt)
+        return await self.respond(request, self._token_prompt)
 
-    def _token_prompt(self, data: bytes, owner: str) -> _ParsedRequest:
+    def _token_prompt(self, data: bytes, owner: str) -> ParsedRequest:
         body = self._parse(data, TokenBody)
-        return _ParsedRequest(body, *self._model(body, owner), [self._ids(body.token_ids)])
+        return ParsedRequest(body, *self._model(body, owner), [self._ids(body.token_ids)])
 
-    def _chat_prompts(self, data: bytes, owner: str) -> _ParsedRequest:
-        body = self._parse(data, ChatBody)
+    def _chat_prompts(self, data: bytes, owner: str) -> ParsedRequest:
+        return self.chat_request(self._parse(data, ChatBody), owner)
+
+    def chat_request(self, body: ChatBody, owner: str) -> ParsedRequest:
+        """Render the prompt of a chat; call this by `in_turn` or as the `parse` of `respond`.
+
+        Raises:
+            RequestError: The model does not exist, or does not support a field.
+            DataError: The chat template cannot render the conversation.
+        """
         adapter, style = self._model(body, owner)
         tools = body.tool_use
         needs_calls = body.has_calls or (tools is not None and tools.offered)
@@ -257,19 +228,20 @@ class _Service:
         turns = body.conversation(calls.form if calls else None)
         single = style.kind != "chat" and [turn["role"] for turn in turns] == ["user"]
         prompt = turns[0]["content"] if single else turns
-        tokenizer, variables = self._bank.base.tokenizer, body.chat_template_kwargs
+        tokenizer = self._bank.base.tokenizer
+        variables = template_variables(body, tokenizer, style)
         ids = prompt_ids(tokenizer, prompt, style, variables=variables)
         if tools is None or not tools.offered:
-            return _ParsedRequest(body, adapter, style, [ids])
+            return ParsedRequest(body, adapter, style, [ids])
         with_tools = prompt_ids(tokenizer, prompt, style, tools.offered, variables=variables)
         if with_tools == ids:
             raise RequestError("the model's chat template ignores tools.", param="tools")
-        return _ParsedRequest(body, adapter, style, [with_tools], calls, tools)
+        return ParsedRequest(body, adapter, style, [with_tools], calls, tools)
 
-    def _text_prompts(self, data: bytes, owner: str) -> _ParsedRequest:
+    def _text_prompts(self, data: bytes, owner: str) -> ParsedRequest:
         body = self._parse(data, TextBody)
         prompts = [self._ids(prompt) for prompt in body.prompts()]
-        return _ParsedRequest(body, *self._model(body, owner), prompts)
+        return ParsedRequest(body, *self._model(body, owner), prompts)
 
     def _parse(self, data: bytes, kind: type[B]) -> B:
         """Parse a request body; refuse more completions than the server allows.
@@ -291,15 +263,20 @@ class _Service:
         models = self._models
         return models.inner(body.model, owner), models.style(body.model, owner)
 
-    async def _respond(
-        self, request: Request, parse: Callable[[bytes, str], _ParsedRequest]
+    async def in_turn(self, function: Callable[[], T]) -> T:
+        """Return the result of a function in the thread that prepares prompts."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    async def respond(
+        self, request: Request, parse: Callable[[bytes, str], ParsedRequest]
     ) -> Response:
+        """Return the response to a request that `parse` reads from its body and its owner."""
         data = await bounded_body(request, self._limits.max_body)
         loop = asyncio.get_running_loop()
         owner = request.state.owner
         queue: OutputQueue = asyncio.Queue()
 
-        def read() -> tuple[_ParsedRequest, Callable[[], None] | None]:
+        def read() -> tuple[ParsedRequest, Callable[[], None] | None]:
             parsed = parse(data, owner)
             return parsed, self._grammar_check(parsed)
 
@@ -322,6 +299,11 @@ class _Service:
         )
         num_prompt = sum(map(len, parsed.prompts))
         self._worker.submit(generations)
+        if (reply := parsed.reply) is not None:
+            is_streamed = bool(body.stream)
+            return await reply.respond(
+                request, generations, queue, num_prompt, is_streamed=is_streamed
+            )
         if body.stream:
             return StreamingResponse(
                 streamed(form, generations, queue, num_prompt),
@@ -335,14 +317,17 @@ class _Service:
 
     def _generations(
         self,
-        parsed: _ParsedRequest,
+        parsed: ParsedRequest,
         owner: str,
         queue: OutputQueue,
         loop: asyncio.AbstractEventLoop,
     ) -> list[Generation]:
-        body, adapter, style, prompts, calls, _ = parsed
+        body, adapter, style, prompts, calls, *_ = parsed
         copies, temperature = body.n or 1, body.temperature
         length = body.max_new_tokens or self._limits.max_new_tokens
+        size = vocabulary(self._bank.base.model)
+        if unknown := [token for token in body.biases if token >= size]:
+            raise unknown_token("logit_bias", unknown[0], size, param="logit_bias")
         generations: list[Generation] = []
         for index in range(len(prompts) * copies):
             ids = prompts[index // copies]
@@ -359,6 +344,8 @@ class _Service:
                 top_k=body.num_likeliest,
                 stops=[*(calls.stops if calls else self._stops(style)), *body.stop_ids],
                 top_logprobs=body.num_top or 0,
+                min_p=body.min_p or 0.0,
+                penalties=body.penalties,
             )
             engine_request = EngineRequest(
                 ids,
@@ -374,7 +361,7 @@ class _Service:
             )
         return generations
 
-    def _grammar_check(self, parsed: _ParsedRequest) -> Callable[[], None] | None:
+    def _grammar_check(self, parsed: ParsedRequest) -> Callable[[], None] | None:
         """Return the check of a request's grammar, which may take seconds; None: it has none."""
         schema, limits = parsed.body.schema_of_answer, self._limits
         if schema is not None:
@@ -385,7 +372,7 @@ class _Service:
         return partial(check_grammar, grammar, "tool_choice", limits, is_lark=True)
 
     def _constraint(
-        self, parsed: _ParsedRequest, ids: list[int], sampling: Sampling
+        self, parsed: ParsedRequest, ids: list[int], sampling: Sampling
     ) -> Constraint | None:
         schema, forced = parsed.body.schema_of_answer, parsed.tools and parsed.tools.forced
         if schema is None and not forced:
@@ -421,17 +408,7 @@ class _Service:
             "owned_by": "peftkit",
             "root": base.hub_id or base.name,
             "max_model_len": context_length(base.model),
+            "endpoints": list(COMPLETING),
         }
         is_base = name in self._models.base_names
         return described if is_base else {**described, "parent": BARE}
-
-
-async def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, PeftkitError)
-    return refusal(error)
-
-
-async def _refuse_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path} is not supported: {error.detail}."
-    return refusal(RequestError(message, status=error.status_code))

@@ -28,6 +28,7 @@ class Output:
         reason: Why the completion ended, in its last output. stop: an end token or a stop text;
             length: the maximum length, or the model's context.
         num_tokens: Tokens of the whole completion with its end token, in its last output.
+        stop_text: The stop text that ended it, in its last output.
         thought, calls: Reasoning and tool calls, if the completion is parsed for them.
     """
 
@@ -37,6 +38,7 @@ class Output:
     num_tokens: int = 0
     thought: str = ""
     calls: tuple[Call, ...] = ()
+    stop_text: str | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -93,7 +95,9 @@ class Generation:
             if completion.ended_by in ("stop", "length"):
                 self.is_done = True
                 reason = "stop" if stream.is_stopped else completion.ended_by
-                self.send(Output(new.text, chosen, reason, len(completion.chosen), *new[1:]))
+                number = len(completion.chosen)
+                stop = stream.stop_text
+                self.send(Output(new.text, chosen, reason, number, *new[1:], stop_text=stop))
             elif new != AnswerPiece() or chosen:
                 self.send(Output(new.text, chosen, None, 0, *new[1:]))
 

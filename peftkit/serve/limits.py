@@ -29,6 +29,7 @@ class Limits:
         grammar_seconds: Most CPU seconds to compile a grammar.
         grammar_bytes: Most memory to compile a grammar.
         lexer_states: Most states of a grammar's lexer, about 2 kB each.
+        response_bytes: Most bytes of conversations in memory for `previous_response_id`.
         upload_bytes: Most bytes of an uploaded file.
         line_bytes: Most bytes of one line, or of one JSON array, in an uploaded file.
         row_work: Most characters times messages of an uploaded conversation; its rendering takes
@@ -64,6 +65,7 @@ class Limits:
     grammar_seconds: int = 2
     grammar_bytes: int = 1 << 30
     lexer_states: int = 50_000
+    response_bytes: int = 64 << 20
     upload_bytes: int = 512 << 20
     line_bytes: int = 32 << 20
     row_work: int = 1 << 27

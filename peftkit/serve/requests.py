@@ -7,13 +7,14 @@ completions. Source: OpenAI's API reference, /v1/completions and /v1/chat/comple
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from peftkit.errors import PeftkitError, did_you_mean, first_few
 from peftkit.files.strict_json import parse_json
 from peftkit.inference.call_formats import CallFormat
+from peftkit.serve.sampling_fields import SamplingFields
 from peftkit.serve.tool_fields import (
     MAX_TOOLS,
     Tool,
@@ -109,37 +110,49 @@ class _StreamOptions(_Strict):
     include_obfuscation: bool | None = None
 
 
+def _refuse(value: Any) -> Any:
+    if value is not None:
+        raise ValueError("unsupported")
+    return value
+
+
 class _Unsupported(_Strict):
     """Unsupported fields; only their default values are accepted."""
 
+    audio: Annotated[Any, AfterValidator(_refuse)] = None
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     echo: Literal[False] | None = None
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    function_call: Literal["none", "auto"] | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     modalities: list[Literal["text"]] | None = None
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    moderation: Annotated[Any, AfterValidator(_refuse)] = None
     suffix: Annotated[str, Field(max_length=0)] | None = None
+    verbosity: Literal["medium"] | None = None
+    web_search_options: Annotated[Any, AfterValidator(_refuse)] = None
 
 
 class _Ignored(_Strict):
     """Fields that do not affect completions."""
 
     metadata: Any = None
+    prediction: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
     safety_identifier: Any = None
     service_tier: Any = None
     store: Any = None
     user: Any = None
 
 
-class Body(_Unsupported, _Ignored):
+class Body(_Unsupported, _Ignored, SamplingFields):
     """Fields of chat and text completions; None: the server's default."""
+
+    UNSUPPORTED: ClassVar[frozenset[str]] = frozenset(_Unsupported.model_fields)
 
     model: str
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 62), le=1 << 62)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=4)] | None = None
@@ -188,7 +201,7 @@ class Body(_Unsupported, _Ignored):
     @property
     def num_likeliest(self) -> int:
         """Number of top tokens to sample from (top_k); 0: all tokens."""
-        return 0
+        return max(self.top_k or 0, 0)
 
     @property
     def wants_usage(self) -> bool:
@@ -232,6 +245,9 @@ class ChatBody(Body):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     """Variables of the chat template; by default, the adapter's from training."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
 
     @model_validator(mode="after")
     def _requests_log_probs(self) -> ChatBody:
@@ -331,6 +347,15 @@ def read_body(data: bytes, kind: type[B]) -> B:
             unsupported.
     """
     fields = parse_json(data, "the request's body cannot be read.", error=RequestError)
+    return validated(fields, kind)
+
+
+def validated(fields: Any, kind: type[B]) -> B:
+    """Return the fields of a request as a body.
+
+    Raises:
+        RequestError: A field is missing, invalid, unknown or unsupported.
+    """
     try:
         return kind.model_validate(fields)
     except ValidationError as problem:
@@ -350,7 +375,7 @@ def errors_of(problem: ValidationError) -> list[Any]:
 
 def _request_error(problem: ValidationError, kind: type[BaseModel]) -> RequestError:
     lines: dict[str, None] = {}
-    unsupported = _Unsupported.model_fields if issubclass(kind, _Unsupported) else {}
+    unsupported: frozenset[str] = getattr(kind, "UNSUPPORTED", frozenset())
     errors = errors_of(problem)
     fields = [str(error["loc"][0]) if error["loc"] else "" for error in errors]
     for field, error in zip(fields, errors, strict=True):

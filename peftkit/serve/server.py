@@ -76,16 +76,9 @@ def serve_adapters(
         BaseError: The base cannot be found or loaded.
         OutputError: The folder of `training` is not writable, or another server uses it.
     """
-    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            "cannot serve.",
-            found=f"Not installed: {', '.join(missing)}.",
-            fix="pip install 'peftkit[serve]'",
-        )
+    keys = checked_keys(key, host)
     import uvicorn
 
-    from peftkit.serve.access import is_loopback
     from peftkit.serve.app import make_app
     from peftkit.serve.limits import Limits, parse_limits
     from peftkit.serve.models import BARE
@@ -97,15 +90,6 @@ def serve_adapters(
         temperature=temperature,
         **parse_limits(limit),
     )
-    keys = [key] if isinstance(key, str) else list(key or ())
-    if not keys and not is_loopback(host):
-        raise ConfigError(
-            f"cannot serve on {host} without a key.",
-            found="Other machines could send requests.",
-            fix="Set PEFTKIT_API_KEY (or --api-key), or omit --host.",
-        )
-    if not all(each.isascii() and each.strip() == each != "" for each in keys):
-        raise ConfigError("the key is not valid.", fix="Use ASCII letters and digits.")
     if BARE in adapters:
         raise AdapterError(
             f"an adapter cannot be served as '{BARE}'.",
@@ -133,6 +117,33 @@ def serve_adapters(
         address = f"[{host}]" if ":" in host else host
         on_ready(f"http://{address}:{listener.getsockname()[1]}", bank)
         server_of(config, app.state.worker, trains=training is not None).run(sockets=[listener])
+
+
+def checked_keys(key: str | Sequence[str] | None, host: str) -> list[str]:
+    """Return the keys of a server on a host.
+
+    Raises:
+        ConfigError: The extra `serve` is not installed, or the host requires a valid key.
+    """
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            "cannot serve.",
+            found=f"Not installed: {', '.join(missing)}.",
+            fix="pip install 'peftkit[serve]'",
+        )
+    from peftkit.serve.access import is_loopback
+
+    keys = [key] if isinstance(key, str) else list(key or ())
+    if not keys and not is_loopback(host):
+        raise ConfigError(
+            f"cannot serve on {host} without a key.",
+            found="Other machines could send requests.",
+            fix="Set PEFTKIT_API_KEY (or --api-key), or omit --host.",
+        )
+    if not all(each.isascii() and each.strip() == each != "" for each in keys):
+        raise ConfigError("the key is not valid.", fix="Use ASCII letters and digits.")
+    return keys
 
 
 def protocol(seconds: float) -> type[asyncio.Protocol]:

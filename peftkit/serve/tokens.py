@@ -27,7 +27,6 @@ class TokenBody(Body):
 
     token_ids: Annotated[list[int], Field(min_length=1, fail_fast=True)]
     temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = 0
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
     stream: Literal[False] | None = None
@@ -65,10 +64,6 @@ class TokenBody(Body):
     @property
     def stop_ids(self) -> Sequence[int]:
         return self.stop_token_ids or ()
-
-    @property
-    def num_likeliest(self) -> int:
-        return max(self.top_k, 0)
 
 
 def vocabulary(model: Any) -> int:

@@ -205,7 +205,7 @@ def test_unset_options_and_messages_of_openai_s_client_are_accepted():
     turns = [*ASKED["messages"], reply | {"parsed": None, "function_call": None}]
     body = read_body(json.dumps({**ASKED, **options, "messages": turns}).encode(), ChatBody)
     assert body.messages[1].plain() == {"role": "assistant", "content": ""}
-    for wrong in ({"reasoning_effort": "low"}, {"messages": [*turns, reply | {"refusal": "no"}]}):
+    for wrong in ({"verbosity": "low"}, {"messages": [*turns, reply | {"refusal": "no"}]}):
         with pytest.raises(RequestError):
             read_body(json.dumps({**ASKED, **wrong}).encode(), ChatBody)
 

@@ -104,7 +104,7 @@ def test_what_clients_send_along_changes_nothing(client):
         ({"sampling_params": 3}, "sampling_params"),
         ({"sampling_params": {"logprobs": 5}}, "logprobs"),
         ({"sampling_params": {"n": 99}}, "99 completions"),
-        ({"sampling_params": {"min_p": 0.1}}, "min_p: unknown field"),
+        ({"sampling_params": {"min_tokens": 1}}, "min_tokens: unknown field"),
         ({"sampling_params": {"model": "two"}}, "set twice"),
         ({"model": "three"}, "no model 'three'"),
     ],

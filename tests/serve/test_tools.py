@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +12,17 @@ openai = pytest.importorskip("openai", reason="the official client is not instal
 pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
 pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
 
-from peftkit.data.chat_template import CHATML  # noqa: E402
-from peftkit.data.style import Style  # noqa: E402
 from peftkit.inference.bank import AdapterBank  # noqa: E402
 from peftkit.inference.call_formats import FORMATS  # noqa: E402
-from peftkit.methods.lora import LoRA  # noqa: E402
-from peftkit.serve.app import _Service, make_app  # noqa: E402
+from peftkit.serve.app import ChatService, make_app  # noqa: E402
 from peftkit.serve.grammars import Grammars  # noqa: E402
 from peftkit.serve.limits import Limits  # noqa: E402
 from peftkit.serve.tool_fields import ToolCall, with_calls  # noqa: E402
-from tests.helpers.bank import tiny_base, write_adapter  # noqa: E402
+from tests.helpers.scripted_chat import make_say, scripted_bank  # noqa: E402
 from tests.helpers.serving import openai_client  # noqa: E402
 
 KEY = "a-key-of-this-test"
 ASKED: list[Any] = [{"role": "user", "content": "Hi"}]
-# templates render only the names of tools: the tiny model has a short context
-SHORT = (
-    CHATML[: CHATML.index("{{- '# Tools")]
-    + "{%- for tool in tools %}{{- tool.function.name }}{%- endfor %}{{- '<|im_end|>\\n' }}"
-    + CHATML[CHATML.index("{%- endif %}\n{%- for message") :]
-)
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -44,17 +36,7 @@ TOOLS = [tool("add", n={"enum": [1, 2]}), tool("now")]
 
 @pytest.fixture
 def tool_bank(llama: Any, tokenizer: Any, tmp_path: Path) -> AdapterBank:
-    def folder(name: str, style: Style) -> Path:
-        return write_adapter(llama, LoRA(rank=2, alpha=4), tmp_path / name, 1, prompt_style=style)
-
-    kinds = {
-        "tools": Style("chat", SHORT),
-        "plain": Style("plain"),
-        "mute": Style("chat", "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"),
-    }
-    return AdapterBank(
-        tiny_base(llama, tokenizer), {name: folder(name, style) for name, style in kinds.items()}
-    )
+    return scripted_bank(llama, tokenizer, tmp_path)
 
 
 @pytest.fixture
@@ -68,13 +50,7 @@ def client(tool_bank: AdapterBank) -> Iterator[Any]:
 def says(monkeypatch: pytest.MonkeyPatch, tool_bank: AdapterBank) -> Callable[[str], None]:
     """Make the model generate a text."""
 
-    def say(text: str) -> None:
-        base = tool_bank.base
-        grammars = Grammars(base.tokenizer, 384, [base.tokenizer.eos_token_id])
-        rule = f"start: {json.dumps(text)}"
-        monkeypatch.setattr(_Service, "_constraint", lambda *_: grammars.of_lark(rule, "x"))
-
-    return say
+    return partial(make_say, monkeypatch, tool_bank)
 
 
 def ask(client: Any, messages: Any = ASKED, **options: Any) -> Any:
@@ -259,7 +235,7 @@ def test_the_guides_program_runs_as_it_stands(client, tool_bank, monkeypatch, ca
     grammars = Grammars(tokenizer, 384, [tokenizer.eos_token_id])
     texts = iter([call, "It is 3108."])
     monkeypatch.setattr(
-        _Service,
+        ChatService,
         "_constraint",
         lambda *_: grammars.of_lark(f"start: {json.dumps(next(texts))}", "x"),
     )

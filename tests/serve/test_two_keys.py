@@ -14,6 +14,8 @@ from tests.helpers.wire_client import API, datum, message
 from tests.helpers.wire_client import Client as Tinker
 
 ANN, BOB = "tml-ann", "tml-bob"
+RESPONSES = "/v1/responses"
+ASKED = {"input": "x", "max_output_tokens": 1}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
 
 WITHOUT_IDS = {
@@ -23,6 +25,9 @@ WITHOUT_IDS = {
     *(f"POST {API}/create_session", f"POST {API}/sessions/{{id}}/finish"),  # a constant reply
     *(f"GET {API}/{name}" for name in ("healthz", "get_server_capabilities")),
     *(f"GET {API}/{name}" for name in ("training_runs", "checkpoints")),
+    # refused by name: they are of other models
+    *(f"POST /v1/{name}" for name in ("embeddings", "rerank", "score", "classify")),
+    "POST /v1/audio/transcriptions",
 }
 """Routes that take no id, of a file, job, model, session, sampler or result."""
 
@@ -40,6 +45,7 @@ class Ids(NamedTuple):
     weights: str
     sampler: str
     future: str
+    response: str
 
 
 class Sent(NamedTuple):
@@ -72,6 +78,7 @@ def made(client: Client, key: str) -> Ids:
         path,
         tinker.sampler(path),
         future,
+        client.post(RESPONSES, json={"model": "base", **ASKED}).json()["id"],
     )
 
 
@@ -86,9 +93,16 @@ def requests(theirs: Ids, mine: Ids) -> Iterator[Sent]:
             "POST /v1/chat/completions", "/v1/chat/completions", {**asked, "messages": turns}
         )
         yield Sent("POST /v1/completions", "/v1/completions", {**asked, "prompt": [5]})
+        yield Sent("POST /v1/messages", "/v1/messages", {**asked, "messages": turns})
+        count = "/v1/messages/count_tokens"
+        yield Sent(f"POST {count}", count, {"model": model, "messages": turns})
+        yield Sent(f"POST {RESPONSES}", RESPONSES, {"model": model, **ASKED})
         generate = "/inference/v1/generate"
         yield Sent(f"POST {generate}", generate, {**asked, "token_ids": [5]})
         yield Sent(f"POST {JOBS}", JOBS, {"model": model, "training_file": mine.file})
+    continued = {"model": "base", **ASKED, "previous_response_id": theirs.response}
+    yield Sent(f"POST {RESPONSES}", RESPONSES, continued)
+    yield Sent(f"GET {RESPONSES}/{{id}}", f"{RESPONSES}/{theirs.response}")
     for file in (theirs.file, theirs.result):
         yield Sent("GET /v1/files/{id}", f"{FILES}/{file}")
         yield Sent("GET /v1/files/{id}/content", f"{FILES}/{file}/content")
@@ -106,6 +120,7 @@ def requests(theirs: Ids, mine: Ids) -> Iterator[Sent]:
     yield from tinker_requests(theirs, mine)
     for file in (theirs.file, theirs.result):
         yield Sent("DELETE /v1/files/{id}", f"{FILES}/{file}")
+    yield Sent(f"DELETE {RESPONSES}/{{id}}", f"{RESPONSES}/{theirs.response}")
     for model in models:
         yield Sent("DELETE /v1/models/{name:path}", f"/v1/models/{model}")
 

@@ -1,0 +1,1 @@
+"""Further APIs for chats: OpenAI's Responses and Anthropic's Messages."""

@@ -1,0 +1,1 @@
+"""A server for an adapter that embeds, ranks or classifies texts."""
