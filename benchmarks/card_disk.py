@@ -80,8 +80,11 @@ def rows_of_chat(job: Job) -> list[list[int]]:
 
     The longest has the first of `large_lengths`, the shortest an eighth of it.
     """
+    if job.rows is not None:
+        lines = job.rows.read_text(encoding="utf-8").splitlines()
+        return [json.loads(line)["input_ids"] for line in lines]
     rng, longest = random.Random(0), job.large_lengths[0]
-    rows = []
+    rows: list[list[int]] = []
     for _ in range(job.batch_size * job.num_steps):
         size = round(longest * 8 ** -rng.random())
         rows.append([rng.randrange(5, 300) for _ in range(max(size, 4))])

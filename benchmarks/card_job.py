@@ -46,6 +46,7 @@ class Job:
         caps: GB of the part `caps`.
         folder: For files of the parts: the checkpoint, rows, reports of tests.
         checkpoint: Folder of a model of the shape `large`; None: one of random weights is written.
+        rows: Lines of JSON with input_ids for runs from the checkpoint; None: random ones.
         peers, unsloth: Pythons of environments with trl, peft and liger-kernel, and with unsloth.
         repeats: Runs of each side of the part `peers`.
         batch_size, num_steps: Of runs from the checkpoint.
@@ -64,6 +65,7 @@ class Job:
     caps: tuple[float, ...] = (24, 16, 12, 8, 6)
     folder: Path = Path("card")
     checkpoint: Path | None = None
+    rows: Path | None = None
     peers: str = sys.executable
     unsloth: str | None = None
     repeats: int = 3

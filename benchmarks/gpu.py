@@ -32,8 +32,17 @@ from benchmarks.train import LOSS_TOLERANCE, PEERS
 from benchmarks.workers import WorkerFailed, work
 
 PEAKS = {
-    **{"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165, "RTX 3090": 71},
-    **{"RTX 5090": 209.5, "L4": 121, "A10": 125, "T4": 65, "V100": 125},
+    "H200": 989,
+    "H100": 989,
+    "A100": 312,
+    "L40S": 362,
+    "RTX 4090": 165,
+    "RTX 3090": 71,
+    "RTX 5090": 209.5,
+    "L4": 121,
+    "A10": 125,
+    "T4": 65,
+    "V100": 125,
 }
 """Dense bf16 rate in TFLOP/s with fp32 sums, by words of the name; the SXM kind where there are
 several. T4 and V100 have fp16 only. NVIDIA publishes none of the RTX 3060, 4060 and 4070."""
