@@ -35,7 +35,7 @@ from benchmarks import (
 )
 from benchmarks.card_carry import PACKAGES, carry, carry_run
 from benchmarks.card_job import Job, Line, Part, left_clean
-from benchmarks.card_process import command, run_apart
+from benchmarks.card_process import STATUS_BAD, STATUS_WELL, command, run_apart
 from benchmarks.report import table
 from peftkit.execution.environment import as_current
 
@@ -131,7 +131,7 @@ def job_of(args: argparse.Namespace, device: torch.device) -> Job:
         device,
         *(args.model, args.layers, args.length),
         *(args.large, args.large_layers, tuple(args.large_lengths), tuple(args.caps)),
-        folder=args.out.parent if args.here else folder_of(args.out),
+        folder=args.out.resolve().parent if args.here else folder_of(args.out),
         checkpoint=args.checkpoint,
         rows=args.rows,
         peers=args.peers,
@@ -165,11 +165,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("There is no CUDA device here.", file=sys.stderr)
         return 2
-    is_well = (run_here if args.here else run_all)(args, words)
-    return 0 if is_well else 1
+    is_well = run_here(args) if args.here else run_all(args, words)
+    return STATUS_WELL if is_well else STATUS_BAD
 
 
-def run_here(args: argparse.Namespace, words: Sequence[str]) -> bool:
+def run_here(args: argparse.Namespace) -> bool:
     """Run the parts in this process; the page has the last one."""
     device = torch.device(args.device)
     if not set(args.part) <= set(ON_OTHERS):

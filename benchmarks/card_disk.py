@@ -19,6 +19,7 @@ from benchmarks.card_job import (
     Line,
     capped,
     left_clean,
+    relative_difference,
     used_bytes,
     verdict,
 )
@@ -27,10 +28,13 @@ from benchmarks.workers import ROOT, work
 from peftkit import run_recipe
 from peftkit.config.schema import from_dict
 from peftkit.events import Event, RolledOut, StepDone
+from peftkit.execution.out_of_memory import one_line
 from peftkit.kernels.device import gpu_of
 from peftkit.recipe import Recipe
 
 GB = 1e9
+LOSS_CLOSE = 2e-2
+"""Relative difference of losses in 16 bits."""
 SECONDS = 900
 """Time limit of writing a checkpoint."""
 RANK = 16
@@ -104,13 +108,13 @@ def text_rows(job: Job) -> str:
     return write_rows(job.folder / "texts.jsonl", list(texts))
 
 
-def _recipe(job: Job, data: str, name: str, **changes: Mapping[str, Any]) -> Recipe:
-    """Return a recipe of QLoRA from the checkpoint, with changed sections."""
+def _recipe(job: Job, rows: str, name: str, **changes: Mapping[str, Any]) -> Recipe:
+    """Return a recipe of QLoRA from the checkpoint and a file of rows, with changed sections."""
     number = len(list(job.folder.glob(f"{name}-*")))
     spec: dict[str, dict[str, Any]] = {
         "base": {"model": str(checkpoint_of(job)), "quantize": "nf4", "store": "off"},
         "method": {"type": "lora", "rank": RANK},
-        "data": {"train": data, "max_length": job.large_lengths[0] + 2},
+        "data": {"train": rows, "max_length": job.large_lengths[0] + 2},
         "train": {
             "output_dir": str(job.folder / f"{name}-{number}"),
             "batch_size": job.batch_size,
@@ -125,14 +129,10 @@ def _recipe(job: Job, data: str, name: str, **changes: Mapping[str, Any]) -> Rec
     return from_dict(Recipe, spec, f"the part {name}")
 
 
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:100]}"
-
-
 def packed(job: Job) -> Iterator[Line]:
-    """A default run from the checkpoint in nf4, with packed rows in the planned micro-batches."""
+    """Default runs from the checkpoint in nf4, packed rows in the planned micro-batches: one loss."""
     yield "run", "tokens/s", "of the peak", "peak GB", "losses", "plan", "notices", "ended", "well"
-    data = text_rows(job)
+    data, expected = text_rows(job), list[float]()
     for name, settings in PACKED.items():
         if "compile" in settings and job.device.type != "cuda":
             settings = {"compile": "auto"}
@@ -141,9 +141,11 @@ def packed(job: Job) -> Iterator[Line]:
             try:
                 run_recipe(_recipe(job, data, "packed", train=settings), on_event=heard)
             except Exception as error:
-                ended = _short(error)
+                ended = one_line(error)[:160]
         figures = _figures(job, heard)
-        well = verdict(ended == "well" and heard.losses[-1] < heard.losses[0])
+        expected = expected or heard.losses
+        is_same = ended == "well" and relative_difference(heard.losses, expected) <= LOSS_CLOSE
+        well = verdict(is_same)
         yield name, *figures, heard.plan, " ".join(heard.notices)[:160], ended, well
 
 
@@ -175,7 +177,7 @@ def caps(job: Job) -> Iterator[Line]:
                     gpu.restart(job.device)
                     run_recipe(_recipe(job, data, "caps"), on_event=heard)
             except Exception as error:
-                ended = _short(error)
+                ended = one_line(error)[:160]
         peak = gpu.peak(job.device)
         told = (heard.plan, " ".join(heard.notices)[:160], ended)
         well = verdict(ended == "well" and peak <= cap * GB)
@@ -215,7 +217,7 @@ def grpo(job: Job) -> Iterator[Line]:
         recipe = _recipe(job, data, "grpo", task=task, train=train, data=longest)
         run_recipe(recipe, on_event=listen)
     except Exception as error:
-        ended = _short(error)
+        ended = one_line(error)[:160]
     for number, (seconds, sampling, length, used) in enumerate(lines, start=1):
         well = number < 2 or used <= lines[1][3] + LEFT_BYTES
         figures = (f"{seconds:.1f}", f"{sampling:.1f} s", f"{length:.0f}", f"{used / GB:.3f}")

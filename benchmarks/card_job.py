@@ -143,6 +143,13 @@ def apart(values: Tensor, expected: Tensor) -> float:
     return float((values - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
+def relative_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the largest relative difference of two curves; infinity of unequal lengths."""
+    if len(losses) != len(expected):
+        return float("inf")
+    return max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
+
+
 def verdict(is_well: bool) -> str:
     """Return the text of the last column."""
     return "yes" if is_well else "NO"

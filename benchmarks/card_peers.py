@@ -55,11 +55,11 @@ SIDES: dict[str, Side] = {
 """The defaults first: if time runs out, they are measured."""
 
 
-def missing(python: str | None, packages: Sequence[str]) -> str:
+def missing(python: str, packages: Sequence[str]) -> str:
     """Return what an environment lacks, or ""."""
     if not packages:
         return ""
-    if python is None:
+    if not python:
         return f"no Python with {', '.join(packages)} is given"
     code = (
         "import sys, importlib.util as u; print(*(n for n in sys.argv[1:] if not u.find_spec(n)))"
@@ -77,7 +77,7 @@ def missing(python: str | None, packages: Sequence[str]) -> str:
 def peers(job: Job) -> Iterator[Line]:
     """Unsloth, TRL + PEFT with and without Liger, and peftkit in nf4 on the same rows."""
     yield "side", "run", "tokens/s", "allocated GB", "reserved GB", "losses", "ratio", "well"
-    pythons = {"ours": sys.executable, "trl": job.peers, "unsloth": job.unsloth}
+    pythons = {"ours": sys.executable, "trl": job.peers, "unsloth": job.unsloth or ""}
     sides: dict[str, Side] = {}
     for name, side in SIDES.items():
         if lacking := missing(pythons[side.worker], side.needs):
@@ -109,8 +109,7 @@ def peers(job: Job) -> Iterator[Line]:
         yield name, "all", *_summary(name, results, runs["ours"], tokens)
 
 
-def _run(asked: Mapping[str, Any], worker: str, python: str | None, job: Job) -> dict[str, Any]:
-    assert python is not None
+def _run(asked: Mapping[str, Any], worker: str, python: str, job: Job) -> dict[str, Any]:
     try:
         return work(worker, asked, job.folder, python=python, seconds=SECONDS)
     except WorkerFailed as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -69,7 +70,7 @@ def tried(ask: Callable[[], Any]) -> str:
     try:
         return str(ask())
     except Exception as error:
-        return f"{type(error).__name__}: {one_line(error)[:80]}"
+        return one_line(error)[:100]
 
 
 def _machine(job: Job) -> Iterator[tuple[str, str]]:
@@ -104,10 +105,17 @@ def _architecture(device: torch.device) -> Line:
     """Return whether torch has machine code for the card's compute capability."""
     major, minor = torch.cuda.get_device_capability(device)
     built = torch.cuda.get_arch_list()
-    same_major = [name for name in built if name.rstrip("a")[:-1] in (f"sm_{major}", "sm_")]
-    jitted = any(name.startswith("compute_") for name in built)
-    is_built = torch.version.hip is not None or bool(same_major) or jitted
+    is_built = torch.version.hip is not None or any(_runs(name, major, minor) for name in built)
     return f"compute capability {major}.{minor}; torch has", " ".join(built), verdict(is_built)
+
+
+def _runs(name: str, major: int, minor: int) -> bool:
+    """Return whether a card runs code of an architecture: of its major version, or PTX."""
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", name)
+    if found is None:
+        return False
+    built = int(found[2]), int(found[3])
+    return built <= (major, minor) and (found[1] == "compute" or built[0] == major)
 
 
 def _allocator() -> Iterator[tuple[str, str]]:

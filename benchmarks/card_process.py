@@ -12,8 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.workers import ROOT
-
 STATUS_WELL, STATUS_BAD = 0, 1
 """Exit codes of a part that ran to its end."""
 LOG_LINES = 12
@@ -37,9 +35,7 @@ def run_apart(words: Sequence[str], name: str, page: Path, seconds: float) -> tu
     page.unlink(missing_ok=True)
     log = page.with_suffix(".log")
     with log.open("wb") as errors:
-        process = subprocess.Popen(
-            words, cwd=ROOT, env=os.environ, stderr=errors, start_new_session=True
-        )
+        process = subprocess.Popen(words, stderr=errors, start_new_session=True)
         try:
             status = process.wait(timeout=seconds)
             problem = "" if status in (STATUS_WELL, STATUS_BAD) else _ending(status)

@@ -29,6 +29,7 @@ from benchmarks.card_job import (
     made,
     made_large,
     random_rows,
+    relative_difference,
     rows_of,
     train,
     verdict,
@@ -107,15 +108,8 @@ def training(job: Job) -> Iterator[Line]:
             there = losses_on_cpu(job, quantize, dtype)
             limit = LOSS_CLOSE if dtype == torch.float32 else LOSS_CLOSE_16_BIT
             shown = [" ".join(f"{loss:.4f}" for loss in each) for each in (heard.losses, there)]
-            well = verdict(_apart(heard.losses, there) <= limit)
+            well = verdict(relative_difference(heard.losses, there) <= limit)
             yield quantize, str(dtype).removeprefix("torch."), *shown, heard.paths[:60], well
-
-
-def _apart(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the largest relative difference of two curves; infinity of unequal lengths."""
-    if len(losses) != len(expected):
-        return float("inf")
-    return max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
 
 
 def compiled(job: Job) -> Iterator[Line]:
@@ -126,7 +120,7 @@ def compiled(job: Job) -> Iterator[Line]:
         asked = "auto" if job.device.type == "cpu" else compile_them
         with left_clean():
             curves[name] = train(made(job, job.device), rows_of(job), compile=asked)
-    difference = _apart(curves["compiled"].losses, curves["plain"].losses)
+    difference = relative_difference(curves["compiled"].losses, curves["plain"].losses)
     for name, heard in curves.items():
         losses = " ".join(f"{loss:.4f}" for loss in heard.losses)
         yield name, losses, " ".join(heard.notices)[:60], verdict(difference <= LOSS_CLOSE)
@@ -218,7 +212,7 @@ def large(job: Job) -> Iterator[Line]:
             share = f"{share_of_peak(job.large, length, 16, speed, rate):.0%}" if rate else ""
             # kept activations are compared with the others': the same loss of the same row
             first = first if length in first else {**first, length: losses[0]}
-            alike = _apart(losses[:1], [first[length]]) <= LOSS_CLOSE_16_BIT
+            alike = relative_difference(losses[:1], [first[length]]) <= LOSS_CLOSE_16_BIT
             well = alike and 0.8 < plan / peak < 1.25
             memory = (f"{peak / GB:.2f}", f"{plan / GB:.2f}", f"{reserved / GB:.2f}")
             pinned = f"{_pinned_bytes() / GB:.2f}"
@@ -271,7 +265,7 @@ def memory(job: Job) -> Iterator[Line]:
         gc.collect()
         after = gpu.used(job.device)
         # the same losses, or our error that not even one row fits
-        same = ended == "well" and _apart(heard.losses, whole.losses) <= LOSS_CLOSE
+        same = ended == "well" and relative_difference(heard.losses, whole.losses) <= LOSS_CLOSE
         well = (same or ended.startswith("refused")) and after <= before + (1 << 25)
         facts = (f"{gpu.retries(job.device)}", f"{after / 1e6:.1f}", ended, verdict(well))
         yield f"{cap / 1e6:.1f}", heard.plan, " ".join(heard.notices)[:60], *facts

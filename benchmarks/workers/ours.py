@@ -18,7 +18,6 @@ from peftkit.base.request import DTYPES
 from peftkit.base.sharding import shard_base
 from peftkit.data.pack import IGNORE, Row
 from peftkit.events import Event, Notice, StepDone
-from peftkit.execution.environment import as_current
 from peftkit.formats.peft.load import load_adapter
 from peftkit.methods.lora import LoRA
 from peftkit.quant.copies import keep_copies
@@ -35,7 +34,7 @@ def main() -> None:
     """Train a job's rows in their order."""
     job = read_job()
     with telling_of_memory():
-        device = as_current(device_of(job))  # as a run does: expandable segments
+        device = device_of(job)
         meter = Meter(job, device)
         losses: list[float] = []
         notices: list[str] = []
