@@ -21,8 +21,9 @@ from benchmarks import (
     card_runs,
     shapes,
 )
-from benchmarks.card_job import Job
+from benchmarks.card_job import Job, capped
 from benchmarks.workers import checkpoint, ours
+from peftkit.execution.environment import free_now, this_machine
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.kernels import varlen
 from tests.helpers.varlen_reference import reference_varlen_attn
@@ -184,6 +185,18 @@ def test_the_environment_page_names_what_a_card_lacks(tmp_path, monkeypatch):
     assert code == 1
     assert "too old for this build" in text
     assert "operation not supported" in text
+
+
+def test_a_capped_card_is_planned_as_a_smaller_one():
+    with simulated(Card(memory=24 * 10**9)):
+        device = torch.device("cuda", 0)
+        weights = torch.zeros(1000, device=device)
+        before = free_now(device).usable
+        with capped(device, 8e9):
+            inside = free_now(device).usable
+            assert this_machine().memory == 8 * 10**9
+        assert inside == pytest.approx(0.95 * 8e9 - weights.nbytes, abs=1e6)
+        assert free_now(device).usable == before > 2 * inside
 
 
 @pytest.mark.slow
