@@ -113,17 +113,21 @@ def training(job: Job) -> Iterator[Line]:
 
 
 def compiled(job: Job) -> Iterator[Line]:
-    """Compiled blocks compared with eager ones: the same losses."""
-    yield "blocks", "losses", "notices", "well"
-    curves: dict[str, Heard] = {}
-    for name, compile_them in (("plain", False), ("compiled", True)):
-        asked = "auto" if job.device.type == "cpu" else compile_them
-        with left_clean():
-            curves[name] = train(made(job, job.device), rows_of(job), compile=asked)
-    difference = relative_difference(curves["compiled"].losses, curves["plain"].losses)
-    for name, heard in curves.items():
-        losses = " ".join(f"{loss:.4f}" for loss in heard.losses)
-        yield name, losses, " ".join(heard.notices)[:60], verdict(difference <= LOSS_CLOSE)
+    """Compiled blocks compared with eager ones: the same losses, and the speed of the last step."""
+    yield "blocks", "dtype", "losses", "tokens/s", "notices", "well"
+    for dtype in dict.fromkeys((torch.float32, job.dtype)):
+        curves: dict[str, Heard] = {}
+        for name, compile_them in (("plain", False), ("compiled", True)):
+            asked = "auto" if job.device.type == "cpu" else compile_them
+            with left_clean():
+                model = made(job, job.device, "none", dtype)
+                curves[name] = train(model, rows_of(job), compile=asked)
+        limit = LOSS_CLOSE if dtype == torch.float32 else LOSS_CLOSE_16_BIT
+        difference = relative_difference(curves["compiled"].losses, curves["plain"].losses)
+        for name, heard in curves.items():
+            losses = " ".join(f"{loss:.4f}" for loss in heard.losses)
+            figures = (losses, f"{heard.speeds[-1]:.0f}", " ".join(heard.notices)[:60])
+            yield name, str(dtype).removeprefix("torch."), *figures, verdict(difference <= limit)
 
 
 @contextmanager
