@@ -67,7 +67,8 @@ def job_of(job: Job, target: Path) -> dict[str, Any]:
 
 def checkpoint_of(job: Job) -> Path:
     """Return the folder of the checkpoint, which is written first if it is missing."""
-    folder = job.checkpoint or job.folder / "checkpoint"
+    layers = "" if job.large_layers is None else f"-{job.large_layers}-layers"
+    folder = job.checkpoint or job.folder / f"checkpoint-{job.large}{layers}"
     weights = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not any(file.exists() for file in weights):
         job.folder.mkdir(parents=True, exist_ok=True)
