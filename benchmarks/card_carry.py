@@ -1,6 +1,7 @@
-"""Pack missing packages for a machine without a network into one folder below 64 MiB.
+"""Prepare a folder for a machine without a network: packages, rows, and a checkpoint if requested.
 
-The folder goes on that machine's PYTHONPATH.
+The folder goes on that machine's PYTHONPATH. Its packages take less than 64 MiB. Without a
+checkpoint that machine writes the same random weights itself.
 """
 
 from __future__ import annotations
@@ -9,11 +10,23 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
+
+from benchmarks.card_disk import checkpoint_of, rows_of_chat, write_rows
+from benchmarks.card_job import Job
 
 PACKAGES = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "bitsandbytes")
 """Packages that training imports and a machine with torch and transformers often lacks."""
 MOST_BYTES = 64 << 20
+WHEELS, ROWS, CHECKPOINT = "wheels.txt", "rows.jsonl", "checkpoint"
+"""Files of the folder: the carried wheels, and how to carry those of the peers."""
+PEER_COMMANDS = (
+    "# The peers' environments are gigabytes. For each of them, on a machine with a network:",
+    "# pip download --dest PEERS torch trl peft liger-kernel bitsandbytes accelerate",
+    "# pip download --dest UNSLOTH unsloth",
+    "# and there: pip install --no-index --find-links PEERS trl peft liger-kernel bitsandbytes",
+)
 
 
 def is_needed(name: str, cuda: str) -> bool:
@@ -38,7 +51,7 @@ def download(packages: Sequence[str], python: str, folder: Path) -> None:
 
 
 def carry(target: Path, packages: Sequence[str], python: str, cuda: str) -> int:
-    """Unpack packages into a folder; return its bytes.
+    """Unpack packages into a folder, with a list of their wheels; return its bytes.
 
     Raises:
         ValueError: They take more than MOST_BYTES.
@@ -46,6 +59,8 @@ def carry(target: Path, packages: Sequence[str], python: str, cuda: str) -> int:
     wheels = target / "wheels"
     wheels.mkdir(parents=True)
     download(packages, python, wheels)
+    names = sorted(wheel.name for wheel in wheels.iterdir())
+    (target / WHEELS).write_text("\n".join([*names, *PEER_COMMANDS, ""]), encoding="utf-8")
     for wheel in sorted(wheels.iterdir()):
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():
@@ -59,3 +74,18 @@ def carry(target: Path, packages: Sequence[str], python: str, cuda: str) -> int:
             f"{target} has {total >> 20} MiB, more than {MOST_BYTES >> 20}. Name fewer packages."
         )
     return total
+
+
+def carry_run(target: Path, job: Job, *, with_weights: bool) -> list[str]:
+    """Write the rows of runs from the checkpoint, and the checkpoint; return the options for them.
+
+    Args:
+        with_weights: Whether to write the checkpoint, 16 GB for an 8B shape.
+    """
+    rows = [{"input_ids": ids} for ids in rows_of_chat(job)]
+    write_rows(target / ROWS, rows)
+    options = ["--rows", f"{target.name}/{ROWS}"]
+    if with_weights:
+        checkpoint_of(replace(job, checkpoint=target / CHECKPOINT))
+        options += ["--checkpoint", f"{target.name}/{CHECKPOINT}"]
+    return options

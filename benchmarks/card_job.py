@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from peftkit.adapter import attach
 from peftkit.data.pack import Row
 from peftkit.events import Event, Notice, RunStarted, StepDone
 from peftkit.execution.out_of_memory import release_memory
-from peftkit.kernels.device import gpu_of
+from peftkit.kernels.device import GPUS, gpu_of
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import DataConfig, TrainConfig
@@ -42,6 +44,15 @@ class Job:
         length: Tokens of the longest row of small models.
         large, large_layers, large_lengths: Shape, blocks and lengths of rows of the part `large`.
         caps: GB of the part `caps`.
+        folder: For files of the parts: the checkpoint, rows, reports of tests.
+        checkpoint: Folder of a model of the shape `large`; None: one of random weights is written.
+        rows: Lines of JSON with input_ids for runs from the checkpoint; None: random ones.
+        peers, unsloth: Pythons of environments with trl, peft and liger-kernel, and with unsloth.
+        repeats: Runs of each side of the part `peers`.
+        batch_size, num_steps: Of runs from the checkpoint.
+        contexts, answer_rows, new_tokens: Tokens of prompts, concurrent answers and tokens of an
+            answer of the part `growth`.
+        probe_size: Rows and columns of the matrices whose products and copies are timed.
     """
 
     device: torch.device
@@ -51,7 +62,25 @@ class Job:
     large: str = "llama-3.1-8b"
     large_layers: int | None = None
     large_lengths: tuple[int, ...] = (1024, 4096, 16384)
-    caps: tuple[float, ...] = (24, 16, 12, 8)
+    caps: tuple[float, ...] = (24, 16, 12, 8, 6)
+    folder: Path = Path("card")
+    checkpoint: Path | None = None
+    rows: Path | None = None
+    peers: str = sys.executable
+    unsloth: str | None = None
+    repeats: int = 3
+    batch_size: int = 8
+    num_steps: int = 8
+    contexts: tuple[int, ...] = (512, 8192, 32768)
+    answer_rows: tuple[int, ...] = (1, 8, 64)
+    new_tokens: int = 300
+    probe_size: int = 8192
+
+    @property
+    def device_name(self) -> str:
+        """Return the card's name, or "cpu"."""
+        gpu = gpu_of(self.device)
+        return self.device.type if gpu is None else gpu.name(self.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -114,6 +143,13 @@ def apart(values: Tensor, expected: Tensor) -> float:
     return float((values - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
+def relative_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the largest relative difference of two curves; infinity of unequal lengths."""
+    if len(losses) != len(expected):
+        return float("inf")
+    return max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
+
+
 def verdict(is_well: bool) -> str:
     """Return the text of the last column."""
     return "yes" if is_well else "NO"
@@ -130,6 +166,7 @@ class Heard:
 
     losses: list[float] = field(default_factory=list)
     speeds: list[float] = field(default_factory=list)
+    peak: int = 0
     notices: list[str] = field(default_factory=list)
     plan: str = ""
     paths: str = ""
@@ -139,6 +176,7 @@ class Heard:
         if isinstance(event, StepDone):
             self.losses.append(event.loss)
             self.speeds.append(event.tokens_per_second)
+            self.peak = max(self.peak, event.peak_bytes)
         elif isinstance(event, Notice):
             self.notices.append(event.text)
         elif isinstance(event, RunStarted):
@@ -158,17 +196,30 @@ def train(model: Any, rows: Sequence[Row], **settings: Any) -> Heard:
     return heard
 
 
+def used_bytes(job: Job) -> int:
+    """Return the card's memory in use without torch's cache; 0 on a CPU."""
+    gpu = gpu_of(job.device)
+    return 0 if gpu is None else gpu.used(job.device)
+
+
 @contextmanager
 def capped(device: torch.device, num_bytes: float | None) -> Iterator[None]:
-    """Limit this process to this many bytes of a CUDA card within the context."""
+    """Let a CUDA card have this many bytes within the context, for torch and for plans."""
     gpu = gpu_of(device)
     if num_bytes is None or gpu is None:
         yield
         return
-    share = min(num_bytes / gpu.total(device), 1.0)
-    torch.cuda.set_per_process_memory_fraction(share, device)
+    whole = gpu.total(device)
+    torch.cuda.set_per_process_memory_fraction(min(num_bytes / whole, 1.0), device)
+    # plans read the total and the used memory, which the fraction does not change
+    smaller = replace(
+        gpu,
+        total=lambda _: min(int(num_bytes), whole),
+        used=lambda _: min(gpu.used(device), int(num_bytes)),
+    )
     try:
-        yield
+        with mock.patch.dict(GPUS, {device.type: smaller}):
+            yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 

@@ -1,4 +1,4 @@
-"""Runs on a card: training, generation, varying lengths, a released shape, memory caps."""
+"""Runs on a card: training, generation, varying lengths, a released shape, the test suite."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import torch
 from torch import Tensor
 
+from benchmarks.card_decode import NO_END
 from benchmarks.card_job import (
     LIMITS,
     Heard,
@@ -27,17 +29,16 @@ from benchmarks.card_job import (
     made,
     made_large,
     random_rows,
+    relative_difference,
     rows_of,
     train,
     verdict,
 )
-from benchmarks.gpu import PEAKS, share_of_peak
+from benchmarks.gpu import peak_of, share_of_peak
 from benchmarks.plan import Measured, planned, reckoner_of
-from benchmarks.report import versions
+from benchmarks.workers import ROOT, run_group
 from peftkit.errors import PeftkitError
-from peftkit.execution.environment import free_now
-from peftkit.execution.gpu_support import allocator_variables
-from peftkit.execution.plan import Activations, ExecutionPlan
+from peftkit.execution.plan import Activations
 from peftkit.forward.blocks import Blocks
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Limits
@@ -50,28 +51,12 @@ LOSS_CLOSE = 2e-3
 LOSS_CLOSE_16_BIT = 2e-2
 MODES: tuple[Activations, ...] = ("keep", "recompute", "offload")
 ANSWER_ROWS = (1, 8, 64)
-NO_END = SimpleNamespace(eos_token_id=None, pad_token_id=0)
-SUITE = ("tests/simulated_gpu",)
-SUITE_SECONDS = 540
+SUITE = ("tests/simulated_gpu/test_*.py",)
+SUITE_SECONDS = 180
+"""Time limit of a file."""
+NO_TESTS = 5
+"""pytest's exit code of a file whose tests are all deselected."""
 GB = 1e9
-
-
-def environment(job: Job) -> Iterator[Line]:
-    """The machine, and the code paths that follow from it."""
-    gpu, here = gpu_of(job.device), free_now(job.device)
-    yield "what", "is"
-    yield "device", str(job.device) if gpu is None else gpu.name(job.device)
-    if job.device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(job.device)
-        yield "compute capability", f"{major}.{minor}"
-        yield "CUDA of torch", str(torch.version.cuda)
-    yield "free for tensors", f"{here.usable / GB:.1f} GB"
-    yield "fastest dtype", str(job.dtype).removeprefix("torch.")
-    for name in allocator_variables():
-        yield name, os.environ.get(name, "")
-    plan = ExecutionPlan(device=job.device.type)
-    yield "LoRA layers grouped, kernels fused", f"{plan.lora_grouped}, {plan.fused_kernels}"
-    yield from versions().items()
 
 
 def _gradients(model: Any, rows: Sequence[Tensor]) -> list[Tensor]:
@@ -123,29 +108,26 @@ def training(job: Job) -> Iterator[Line]:
             there = losses_on_cpu(job, quantize, dtype)
             limit = LOSS_CLOSE if dtype == torch.float32 else LOSS_CLOSE_16_BIT
             shown = [" ".join(f"{loss:.4f}" for loss in each) for each in (heard.losses, there)]
-            well = verdict(_apart(heard.losses, there) <= limit)
+            well = verdict(relative_difference(heard.losses, there) <= limit)
             yield quantize, str(dtype).removeprefix("torch."), *shown, heard.paths[:60], well
 
 
-def _apart(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the largest relative difference of two curves; infinity of unequal lengths."""
-    if len(losses) != len(expected):
-        return float("inf")
-    return max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
-
-
 def compiled(job: Job) -> Iterator[Line]:
-    """Compiled blocks compared with eager ones: the same losses."""
-    yield "blocks", "losses", "notices", "well"
-    curves: dict[str, Heard] = {}
-    for name, compile_them in (("plain", False), ("compiled", True)):
-        asked = "auto" if job.device.type == "cpu" else compile_them
-        with left_clean():
-            curves[name] = train(made(job, job.device), rows_of(job), compile=asked)
-    difference = _apart(curves["compiled"].losses, curves["plain"].losses)
-    for name, heard in curves.items():
-        losses = " ".join(f"{loss:.4f}" for loss in heard.losses)
-        yield name, losses, " ".join(heard.notices)[:60], verdict(difference <= LOSS_CLOSE)
+    """Compiled blocks compared with eager ones: the same losses, and the speed of the last step."""
+    yield "blocks", "dtype", "losses", "tokens/s", "notices", "well"
+    for dtype in dict.fromkeys((torch.float32, job.dtype)):
+        curves: dict[str, Heard] = {}
+        for name, compile_them in (("plain", False), ("compiled", True)):
+            asked = "auto" if job.device.type == "cpu" else compile_them
+            with left_clean():
+                model = made(job, job.device, "none", dtype)
+                curves[name] = train(model, rows_of(job), compile=asked)
+        limit = LOSS_CLOSE if dtype == torch.float32 else LOSS_CLOSE_16_BIT
+        difference = relative_difference(curves["compiled"].losses, curves["plain"].losses)
+        for name, heard in curves.items():
+            losses = " ".join(f"{loss:.4f}" for loss in heard.losses)
+            figures = (losses, f"{heard.speeds[-1]:.0f}", " ".join(heard.notices)[:60])
+            yield name, str(dtype).removeprefix("torch."), *figures, verdict(difference <= limit)
 
 
 @contextmanager
@@ -216,7 +198,7 @@ def large(job: Job) -> Iterator[Line]:
         return
     model = made_large(job)
     name = gpu.name(job.device)
-    rate = next((rate for part, rate in PEAKS.items() if part in name), None)
+    rate = peak_of(name)
     steps = reckoner_of(model.config, "nf4", on_gpu=True)
     measured, first = Measured.around(model, job.device), dict[int, float]()
     for mode in MODES:
@@ -234,7 +216,7 @@ def large(job: Job) -> Iterator[Line]:
             share = f"{share_of_peak(job.large, length, 16, speed, rate):.0%}" if rate else ""
             # kept activations are compared with the others': the same loss of the same row
             first = first if length in first else {**first, length: losses[0]}
-            alike = _apart(losses[:1], [first[length]]) <= LOSS_CLOSE_16_BIT
+            alike = relative_difference(losses[:1], [first[length]]) <= LOSS_CLOSE_16_BIT
             well = alike and 0.8 < plan / peak < 1.25
             memory = (f"{peak / GB:.2f}", f"{plan / GB:.2f}", f"{reserved / GB:.2f}")
             pinned = f"{_pinned_bytes() / GB:.2f}"
@@ -287,56 +269,53 @@ def memory(job: Job) -> Iterator[Line]:
         gc.collect()
         after = gpu.used(job.device)
         # the same losses, or our error that not even one row fits
-        same = ended == "well" and _apart(heard.losses, whole.losses) <= LOSS_CLOSE
+        same = ended == "well" and relative_difference(heard.losses, whole.losses) <= LOSS_CLOSE
         well = (same or ended.startswith("refused")) and after <= before + (1 << 25)
         facts = (f"{gpu.retries(job.device)}", f"{after / 1e6:.1f}", ended, verdict(well))
         yield f"{cap / 1e6:.1f}", heard.plan, " ".join(heard.notices)[:60], *facts
 
 
-def caps(job: Job) -> Iterator[Line]:
-    """The released shape in nf4 with the memory of smaller cards, as planned by a run."""
-    yield "card GB", "tokens", "plan", "notices", "allocated GB", "ended", "well"
-    gpu = gpu_of(job.device)
-    if job.device.type != "cuda" or gpu is None:
-        yield "-", "", "only CUDA's memory can be capped", "", "", "-", "yes"
-        return
-    for cap in job.caps:
-        if cap * GB > gpu.total(job.device):
-            continue
-        length = job.large_lengths[0]
-        ended, heard, peak = "well", Heard(), 0
-        with capped(job.device, cap * GB):
-            try:
-                with left_clean():
-                    gpu.restart(job.device)
-                    rows = random_rows([length, length // 2, length // 3])
-                    heard = train(made_large(job), rows, batch_size=1)
-                    peak = gpu.peak(job.device)
-            except Exception as error:
-                ended = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
-        told = (heard.plan, " ".join(heard.notices)[:60], f"{peak / GB:.2f}", ended)
-        yield f"{cap:g}", f"{length:,}", *told, verdict(ended == "well" and peak <= cap * GB)
-
-
 def suite(job: Job) -> Iterator[Line]:
-    """The simulated card's tests on this one: streaming, resume, merging, rewards, serving."""
-    yield "tests of tests/simulated_gpu", "well"
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
+    """The simulated card's tests on this one, file by file; reports in the folder `junit`."""
+    yield "file", "tests", "failed", "skipped", "seconds", "problem", "well"
+    reports = job.folder / "junit"
+    reports.mkdir(parents=True, exist_ok=True)
     # torch without CUDA: this card is simulated, like the card of the tests
-    environment = {**os.environ, "PEFTKIT_REAL_CARD": "1" if torch.version.cuda else ""}
-    try:
-        done = subprocess.run(
-            [*command, "-m", "not slow", *SUITE],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=SUITE_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        yield f"stopped after {SUITE_SECONDS} seconds", verdict(False)
-        return
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    for line in lines:
-        yield line[:100], verdict(False)
-    last = (done.stdout.strip() or done.stderr.strip() or "nothing was printed").splitlines()[-1]
-    yield last[:100], verdict(done.returncode == 0)
+    real = {"PEFTKIT_REAL_CARD": "1" if torch.version.cuda else ""}
+    for file in sorted(path for pattern in SUITE for path in ROOT.glob(pattern)):
+        report = (reports / f"{file.stem}.xml").resolve()
+        report.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
+        command += ["-m", "not slow", "--junitxml", str(report), str(file)]
+        began, problem = time.perf_counter(), ""
+        try:
+            status, out, err = run_group(command, {**os.environ, **real}, SUITE_SECONDS)
+            if status not in (0, NO_TESTS):
+                problem = _last_line(out.decode(errors="replace") or err.decode(errors="replace"))
+        except subprocess.TimeoutExpired:
+            problem = f"stopped after {SUITE_SECONDS} s"
+        seconds = f"{time.perf_counter() - began:.0f}"
+        counts, failures = _counts(report)
+        yield file.stem, *counts, seconds, problem[:100], verdict(not problem)
+        for failure in failures:
+            yield failure[:120], *[""] * 5, verdict(False)
+
+
+def _last_line(text: str) -> str:
+    return (text.strip() or "nothing was printed").splitlines()[-1]
+
+
+def _counts(report: Path) -> tuple[tuple[str, str, str], list[str]]:
+    """Return the numbers of tests, failures and skipped tests of a report; failures by name."""
+    if not report.exists():
+        return ("", "", ""), []
+    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
+    failed = sum(int(one.get("failures", 0)) + int(one.get("errors", 0)) for one in suites)
+    tests, skipped = (sum(int(one.get(key, 0)) for one in suites) for key in ("tests", "skipped"))
+    failures = [
+        f"{case.get('name')}: {(problem.get('message') or '').partition(chr(10))[0]}"
+        for one in suites
+        for case in one.iter("testcase")
+        for problem in (*case.findall("failure"), *case.findall("error"))
+    ]
+    return (str(tests), str(failed), str(skipped)), failures

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -30,9 +31,31 @@ from benchmarks.shapes import LARGE, lora_flop
 from benchmarks.train import LOSS_TOLERANCE, PEERS
 from benchmarks.workers import WorkerFailed, work
 
-PEAKS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165, "RTX 3090": 71}
-"""Dense bf16 rate in TFLOP/s, by a part of the name; the SXM kind where there are several."""
+PEAKS = {
+    "H200": 989,
+    "H100": 989,
+    "A100": 312,
+    "L40S": 362,
+    "RTX 4090": 165,
+    "RTX 3090": 71,
+    "RTX 5090": 209.5,
+    "L4": 121,
+    "A10": 125,
+    "T4": 65,
+    "V100": 125,
+}
+"""Dense bf16 rate in TFLOP/s with fp32 sums, by words of the name; the SXM kind where there are
+several. T4 and V100 have fp16 only. NVIDIA publishes none of the RTX 3060, 4060 and 4070."""
 PARTS = ("speed", "longest", "large", "small")
+
+
+def peak_of(name: str) -> float | None:
+    """Return the dense bf16 rate of a card in TFLOP/s by its name; None if it is not known."""
+    # "L4" is no L40S, and an "RTX 4090 D" or "RTX 4090 Laptop GPU" is slower than an RTX 4090
+    matches = (
+        rate for part, rate in PEAKS.items() if re.search(rf"\b{part}\b(?! (D|Ti|Laptop)\b)", name)
+    )
+    return next(matches, None)
 
 
 def share_of_peak(model: str, length: int, rank: int, speed: float, tflops: float) -> float:
@@ -216,7 +239,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print("This needs a CUDA GPU, and torch finds none here: nothing is measured.")
         return 2
     name = torch.cuda.get_device_name()
-    args.tflops = args.tflops or next((rate for part, rate in PEAKS.items() if part in name), None)
+    args.tflops = args.tflops or peak_of(name)
     if args.tflops is None:
         print(f"Not known: the dense bf16 rate of {name}. Give it with --tflops.")
         return 2

@@ -275,11 +275,16 @@ def build(
     return model.eval()
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of a few words: rows are tokens already, but tasks need the pad token."""
+def tokenizer(num_words: int = 1) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of a few words: rows are tokens already, but tasks need the pad token.
+
+    Args:
+        num_words: Number of words; the second has token 5 and is "w5".
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {"<pad>": 0, "</s>": 1, "<mask>": 2, "<unk>": 3, "word": 4}
+    words |= {f"w{token}": token for token in range(5, 4 + num_words)}
     inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(

@@ -52,8 +52,13 @@ def _loaded(job: dict[str, Any], dtype: torch.dtype, device: torch.device) -> An
             bnb_4bit_compute_dtype=dtype,
             bnb_4bit_quant_storage=job.get("storage", "uint8"),
         )
+    attention = {"attn_implementation": job["attention"]} if "attention" in job else {}
     model = getattr(transformers, AUTO[job["task"]]).from_pretrained(
-        job["source"], dtype=dtype, quantization_config=quantization, device_map={"": device}
+        job["source"],
+        dtype=dtype,
+        quantization_config=quantization,
+        device_map={"": device},
+        **attention,
     )
     if layers := job.get("num_layers"):
         model.model.layers = model.model.layers[:layers]

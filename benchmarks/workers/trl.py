@@ -100,6 +100,7 @@ def main() -> None:
             gradient_checkpointing=bool(job.get("recompute")),
             torch_compile=bool(job.get("compile")),
             use_liger_kernel=bool(job.get("liger")),
+            padding_free=bool(job.get("padding_free")),
         )
         if job.get("shard_on_cpu"):
             shard_on_cpu()

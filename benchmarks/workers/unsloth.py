@@ -1,7 +1,8 @@
 """Run a job with Unsloth, which patches TRL's SFTTrainer.
 
 Runs in a separate environment (unsloth, with the older transformers and trl that it requires);
-imports nothing of peftkit. Activations are kept, as on the other sides.
+imports nothing of peftkit. Activations are kept, as on the other sides, unless a job has
+`checkpointing` (Unsloth's `use_gradient_checkpointing`) or `recompute`; `packing` packs rows.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ def main() -> None:
         device = device_of(job)
         meter = Meter(job, device)
         with contextlib.redirect_stdout(sys.stderr):
-            recompute = "unsloth" if job.get("recompute") else False
+            recompute = job.get("checkpointing", "unsloth" if job.get("recompute") else False)
+            longest = max(len(row["input_ids"]) for row in job["rows"])
             model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
                 job["source"],
-                max_seq_length=max(len(row["input_ids"]) for row in job["rows"]),
+                max_seq_length=longest,
                 dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[job["dtype"]],
                 load_in_4bit=job["quantize"] == "nf4",
                 use_gradient_checkpointing=recompute,
+                use_exact_model_name=True,  # otherwise a name may map to Unsloth's own checkpoint
             )
             model = unsloth.FastLanguageModel.get_peft_model(
                 model,
@@ -52,6 +55,8 @@ def main() -> None:
                 for parameter in model.parameters():
                     parameter.data = parameter.data.to(model.dtype)
             told = settings(job, device) | {"bf16": own_way}
+            if job.get("packing"):
+                told |= {"packing": True, "max_length": longest, "dataset_kwargs": None}
             trainer = SFTTrainer(
                 model=model,
                 args=SFTConfig(**told, gradient_checkpointing=bool(recompute)),

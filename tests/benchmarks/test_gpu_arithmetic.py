@@ -58,3 +58,24 @@ def test_a_model_made_block_by_block_computes(tiny):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert torch.get_default_dtype() == torch.float32
     assert model(torch.arange(7)[None]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA A10", 125),
+        ("NVIDIA A10G", None),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("Tesla T4", 65),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4060", None),
+    ],
+)
+def test_a_rate_is_that_of_the_named_card_alone(name, rate):
+    assert gpu.peak_of(name) == rate

@@ -1,0 +1,122 @@
+"""Decoding of a released shape on a card: speed at size, growing caches, closed engines."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.card_job import Job, Line, left_clean, made_large, used_bytes, verdict
+from peftkit.execution.out_of_memory import one_line
+from peftkit.inference.cached_engine import CachedEngine
+from peftkit.inference.engine import Limits, Request
+from peftkit.inference.open_engine import open_engine, tokens_that_fit
+from peftkit.inference.sampling import Sampling
+from peftkit.kernels.device import gpu_of
+
+NO_END = SimpleNamespace(eos_token_id=None, pad_token_id=0)
+NUM_ENGINES = 5
+LEFT_BYTES = 1 << 20
+"""Bytes that may be left of a closed engine: torch's own workspaces."""
+
+
+def _prompts(rows: int, length: int) -> list[list[int]]:
+    """Return prompts without a shared prefix."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(5, 300, (rows, length), generator=generator).tolist()
+
+
+def _decode(engine: CachedEngine, prompts: Sequence[Sequence[int]], new: int) -> dict[str, float]:
+    """Answer prompts; return seconds of the prompts, and tokens/s of all rows afterwards."""
+    requests = [Request(ids, Sampling(new, 0.0), number) for number, ids in enumerate(prompts)]
+    running = [engine.submit(request) for request in requests]
+    began = time.perf_counter()
+    while any(not one.ids for one in running):  # each has its first token
+        engine.step()
+    read, before = time.perf_counter(), sum(len(one.ids) for one in running)
+    while any(one.ended_by is None for one in running):
+        engine.step()
+    seconds = max(time.perf_counter() - read, 1e-9)
+    made = sum(len(one.ids) for one in running)
+    return {"reading": read - began, "speed": (made - before) / seconds, "tokens": float(made)}
+
+
+def growth(job: Job) -> Iterator[Line]:
+    """Answers of the shape in nf4 at several sizes, whose caches grow while they run."""
+    columns = ("context", "prompt s", "tokens/s", "per row", "graphs", "still able")
+    yield "answers at once", *columns, "cache GB", "peak GB", "well"
+    model, gpu = made_large(job).eval(), gpu_of(job.device)
+    for rows in job.answer_rows:
+        for context in job.contexts:
+            shown = (str(rows), f"{context:,}")
+            room = tokens_that_fit(model)
+            needed = rows * _slot(context + job.new_tokens)
+            if room is not None and needed > room:
+                told = f"not tried: {needed:,} tokens, {room:,} fit"
+                yield *shown, told, *[""] * 6, "yes"
+                continue
+            before = used_bytes(job)
+            if gpu is not None:
+                gpu.restart(job.device)
+            with left_clean():
+                try:
+                    yield *shown, *_grown(job, model, rows, context, before)
+                except Exception as error:
+                    yield *shown, one_line(error)[:100], *[""] * 6, verdict(False)
+
+
+def _slot(length: int) -> int:
+    """Return the tokens of a slot: the next power of two."""
+    return 1 << (length - 1).bit_length()
+
+
+def _grown(job: Job, model: Any, rows: int, context: int, before: int) -> Line:
+    gpu = gpu_of(job.device)
+    with open_engine(model, NO_END, Limits(rows=rows)) as engine:
+        assert isinstance(engine, CachedEngine)
+        engine.ends = frozenset()
+        found = _decode(engine, _prompts(rows, context), job.new_tokens)
+        recorder, cache = engine.recorder, used_bytes(job) - before
+    graphs = 0 if recorder is None else recorder.num_recorded
+    able = "not recorded" if recorder is None else verdict(recorder.is_able)
+    peak = 0 if gpu is None else gpu.peak(job.device)
+    well = found["tokens"] == rows * job.new_tokens and able != "NO"
+    speed, memory = found["speed"], (f"{max(cache, 0) / 1e9:.3f}", f"{peak / 1e9:.2f}")
+    figures = (f"{found['reading']:.2f}", f"{speed:.0f}", f"{speed / rows:.1f}")
+    return (*figures, str(graphs), able, *memory, verdict(well))
+
+
+def engines(job: Job) -> Iterator[Line]:
+    """Five engines one after the other without garbage collection: each leaves nothing."""
+    yield "engine", "graphs", "still able", "MB in it", "MB left after it", "well"
+    model = made_large(job).eval()
+    rows, context = max(job.answer_rows), min(job.contexts)
+    _grown(job, model, rows, context, 0)  # workspaces of libraries are allocated once
+    gc.collect()
+    gc.disable()
+    try:
+        before = _allocated(job)
+        for number in range(1, NUM_ENGINES + 1):
+            with open_engine(model, NO_END, Limits(rows=rows)) as engine:
+                assert isinstance(engine, CachedEngine)
+                engine.ends = frozenset()
+                _decode(engine, _prompts(rows, context), job.new_tokens)
+                inside, recorder = _allocated(job) - before, engine.recorder
+            del engine
+            left = _allocated(job) - before
+            graphs = 0 if recorder is None else recorder.num_recorded
+            is_able = recorder is None or recorder.is_able
+            well = verdict(left <= LEFT_BYTES and is_able)
+            memory = (f"{inside / 1e6:.1f}", f"{left / 1e6:.1f}")
+            yield str(number), str(graphs), verdict(is_able), *memory, well
+    finally:
+        gc.enable()
+
+
+def _allocated(job: Job) -> int:
+    """Return the bytes of live tensors; 0 on a CPU."""
+    return torch.cuda.memory_allocated(job.device) if job.device.type == "cuda" else 0
