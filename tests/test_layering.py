@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model/", "quant/", "data/", "forward/"),
     ("base/", "methods/", "adapter", "tasks/", "formats/", "inference/", "evaluation/"),
     ("train/", "planning/", "recipe", "record", "run"),
-    ("merging/", "report/", "serve/", "sweeps", "__init__", "cli/"),
+    ("merging/", "report/", "serve/", "studio/", "sweeps", "__init__", "cli/"),
 )
 """Bottom first: peftkit/<name>.py, or a package `x/`. Modules of a layer may import each other."""
 
@@ -57,6 +57,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
         "tasks/",
         "recipe",
         "report/history",
+        "studio/watch",
         "serve/requests",
         "serve/tool_fields",
         "serve/tokens",
@@ -69,8 +70,9 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "soundfile": ("data/media/",),  # the optional extra `audio`; imported when called
     "soxr": ("data/media/",),
     "jiwer": ("tasks/metrics",),
-    "starlette": ("serve/",),  # the optional extra `serve`, with uvicorn; imported when called
-    "uvicorn": ("serve/server",),
+    # the optional extra `serve`, with uvicorn; imported when called
+    "starlette": ("serve/", "studio/app"),
+    "uvicorn": ("serve/server", "studio/server"),
     "google": ("serve/tinker/wire",),  # protobuf: the optional extra `train-api`
     "llguidance": ("serve/grammars",),  # the optional extra `json`; imported when called
     "lm_eval": ("inference/harness",),  # the optional extra `lm-eval`; imported when called
@@ -112,7 +114,7 @@ MAIN_PATH_LINES = 12_200
 the additional lines in its message."""
 
 LEAVES = (
-    *("tasks/", "methods/", "serve/", "report/", "sweeps", "merging/", "cli/", "formats/gguf/"),
+    *("tasks/", "methods/", "serve/", "studio/", "report/", "sweeps", "merging/", "cli/", "formats/gguf/"),
     *("formats/mlx", "formats/exchange", "formats/hub", "inference/", "evaluation/"),
     *("train/lockstep", "planning/"),
     *(
@@ -152,6 +154,7 @@ WITHOUT_TORCH = (
     "peftkit.events",
     "peftkit.model.roles",
     "peftkit.report.page",
+    "peftkit.studio.app",
 )
 
 
