@@ -56,6 +56,14 @@ def serve(
     ] = None,
     max_new_tokens: MaxNewTokens = 1024,
     temperature: Temperature = 0.0,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Another limit of requests or API keys, such as key_files=50. Repeatable; "
+            "docs/limits.md lists them.",
+        ),
+    ] = None,
     force: Force = False,
     train: Annotated[
         Path | None,
@@ -132,6 +140,7 @@ def serve(
             max_waiting=max_waiting,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
+            limit=limit or (),
             force=force,
             training=options,
             on_event=on_event,

@@ -37,7 +37,8 @@ def error_fields(error: PeftkitError) -> dict[str, Any]:
     """Return an error in OpenAI's format."""
     status = status_of(error)
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    is_clients = status < 500 or status == 507  # 507: the client stores too much
+    kind = kinds.get(status, "invalid_request_error" if is_clients else "server_error")
     return {
         "error": {
             "message": str(error),
@@ -51,8 +52,12 @@ def error_fields(error: PeftkitError) -> dict[str, Any]:
 def refusal(error: PeftkitError) -> JSONResponse:
     """Return the response for an error."""
     status = status_of(error)
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}.get(status)
-    return JSONResponse(error_fields(error), status, headers)
+    headers = {
+        401: {"WWW-Authenticate": "Bearer"},
+        408: {"Connection": "close"},
+        429: {"Retry-After": "1"},
+    }
+    return JSONResponse(error_fields(error), status, headers.get(status))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,9 @@ class ReplyFormat:
     """The response format of one request: chat completions, or text completions.
 
     Attributes:
+        token_bytes: Returns the UTF-8 bytes of a token, perhaps part of a character; None: unknown.
+        fingerprint: Identifies the base, as `system_fingerprint`.
+        wants_usage: Whether a stream ends with token counts; its other chunks have null.
         num_top: Number of top tokens to report with each token; None: no log-probabilities.
         is_named: Whether the client named the tool to call; the finish reason is then "stop".
         num_calls: Number of calls of each completion that a stream has sent.
@@ -68,6 +76,9 @@ class ReplyFormat:
     is_chat: bool
     model: str
     token_text: Callable[[int], str]
+    token_bytes: Callable[[int], bytes | None]
+    fingerprint: str
+    wants_usage: bool = False
     num_top: int | None = None
     is_named: bool = False
     num_calls: dict[int, int] = field(default_factory=dict)
@@ -137,12 +148,11 @@ class ReplyFormat:
         }
 
     def _token(self, token: int, log_prob: float) -> dict[str, Any]:
-        text = self.token_text(token)
-        is_whole = "\N{REPLACEMENT CHARACTER}" not in text  # a token may be part of a character
+        data = self.token_bytes(token)
         return {
-            "token": text,
+            "token": self.token_text(token),
             "logprob": log_prob,
-            "bytes": list(text.encode()) if is_whole else None,
+            "bytes": None if data is None else [*data],
         }
 
     def _object(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
@@ -155,6 +165,8 @@ class ReplyFormat:
             "created": self.created,
             "model": self.model,
             "choices": choices,
+            "system_fingerprint": self.fingerprint,
+            **({"usage": None} if is_chunk and self.wants_usage else {}),
         }
 
 
@@ -228,7 +240,6 @@ async def streamed(
     generations: Sequence[Generation],
     queue: OutputQueue,
     num_prompt: int,
-    wants_usage: bool,
 ) -> AsyncIterator[str]:
     """Yield the events of a streamed response; errors after the first event are events, too."""
     ended: list[Output] = []
@@ -245,7 +256,7 @@ async def streamed(
             for chunk in form.chunks(index, output):
                 yield event(chunk)
             ended += [output] if output.reason else []
-        if wants_usage:
+        if form.wants_usage:
             yield event(form.usage_chunk(ended, num_prompt))
         yield event(None)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -37,10 +39,11 @@ from peftkit.serve.generation import Generation, Output, resolve_seed
 from peftkit.serve.grammars import Grammars, check_grammar, schema_text
 from peftkit.serve.limits import Limits
 from peftkit.serve.models import BARE, Models
+from peftkit.serve.quotas import Intake, Quotas
 from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
 from peftkit.serve.store import Store
-from peftkit.serve.threads import DaemonThreads
-from peftkit.serve.tokens import TokenBody, token_answers, unknown_token, vocabulary
+from peftkit.serve.threads import DaemonThreads, in_own_thread
+from peftkit.serve.tokens import TokenBody, token_answers, token_bytes, unknown_token, vocabulary
 from peftkit.serve.tool_fields import ToolUse
 from peftkit.serve.training import Dialect, Training, TrainingOptions
 from peftkit.serve.worker import Worker
@@ -86,13 +89,21 @@ def make_app(
             prefix_tokens=PREFIX_TOKENS,
         ),
         max_waiting=limits.max_waiting,
+        share=partial(limits.share, num_keys=len(keys)),
         ready=models.load,
     )
     service = _Service(bank, models, worker, limits)
     training_apis: Sequence[Dialect] = ()
     if training and store:
         training_apis = dialects(
-            Training(options=training, bank=bank, worker=worker, store=store, models=models)
+            Training(
+                options=training,
+                bank=bank,
+                worker=worker,
+                store=store,
+                models=models,
+                quotas=Quotas(limits, store, len(keys)),
+            )
         )
 
     @asynccontextmanager
@@ -104,21 +115,30 @@ def make_app(
             yield
         finally:
             service.close()
-            await asyncio.to_thread(worker.stop)
+            for dialect in training_apis:
+                dialect.on_stop()
+            await in_own_thread(worker.stop)
             if store is not None:
                 store.close()
 
+    # with keys, web pages cannot use a visitor's access: browsers do not add the key
+    cors = [Middleware(CORSMiddleware, allow_origins="*", allow_methods="*", allow_headers="*")]
     app = Starlette(
         routes=[
             Route("/health", service.health),
             Route("/v1/models", service.models),
             Route("/v1/models/{name:path}", service.model),
+            Route("/v1/models/{name:path}", service.delete_model, methods=["DELETE"]),
             Route("/v1/chat/completions", service.chat, methods=["POST"]),
             Route("/v1/completions", service.complete, methods=["POST"]),
             Route("/inference/v1/generate", service.generate, methods=["POST"]),
             *(route for dialect in training_apis for route in dialect.routes),
         ],
-        middleware=[Middleware(Gate, keys=keys)],
+        middleware=[
+            *(cors if keys else ()),
+            Middleware(Gate, keys=keys),
+            Middleware(Intake, limits=limits),
+        ],
         exception_handlers={PeftkitError: _refuse, HTTPException: _refuse_route},
         lifespan=lifespan,
     )
@@ -174,6 +194,8 @@ class _Service:
     def __init__(self, bank: AdapterBank, models: Models, worker: Worker, limits: Limits) -> None:
         self._bank, self._models, self._worker, self._limits = bank, models, worker, limits
         self._began = time.time()
+        digest = hashlib.sha256(repr(bank.base.fingerprint).encode()).hexdigest()
+        self._fingerprint = f"fp_{digest[:12]}"
         slower = generation_fallbacks(bank.base.model, bank.base.tokenizer)
         self._fallbacks = [fallback.text for fallback in slower]
         self._grammars: dict[tuple[tuple[int, ...], int], Grammars] = {}
@@ -193,14 +215,19 @@ class _Service:
         facts = {"status": "ok" if alive else "stopped", "fallbacks": self._fallbacks}
         return JSONResponse(facts, 200 if alive else 503)
 
-    async def models(self, request: Request) -> Response:
+    def models(self, request: Request) -> Response:
         names = self._models.listed(request.state.owner)
         return JSONResponse({"object": "list", "data": [self._described(name) for name in names]})
 
-    async def model(self, request: Request) -> Response:
+    def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         self._models.inner(name, request.state.owner)
         return JSONResponse(self._described(name))
+
+    def delete_model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._models.delete(name, request.state.owner)
+        return JSONResponse({"id": name, "object": "model", "deleted": True})
 
     async def chat(self, request: Request) -> Response:
         return await self._respond(request, self._chat_prompts)
@@ -273,16 +300,25 @@ class _Service:
         parsed, check = await loop.run_in_executor(self._thread, read)
         if check is not None:
             await loop.run_in_executor(self._grammar_threads, check)
-        prepare = partial(self._generations, parsed, queue, loop)
+        prepare = partial(self._generations, parsed, owner, queue, loop)
         generations = await loop.run_in_executor(self._thread, prepare)
         body, is_named = parsed.body, parsed.tools is not None and parsed.tools.is_named
         is_chat = isinstance(body, ChatBody)
-        form = ReplyFormat(is_chat, body.model, self._token_text, body.num_top, is_named)
+        form = ReplyFormat(
+            is_chat,
+            body.model,
+            self._token_text,
+            partial(token_bytes, self._bank.base.tokenizer),
+            self._fingerprint,
+            body.wants_usage,
+            body.num_top,
+            is_named,
+        )
         num_prompt = sum(map(len, parsed.prompts))
         self._worker.submit(generations)
         if body.stream:
             return StreamingResponse(
-                streamed(form, generations, queue, num_prompt, body.wants_usage),
+                streamed(form, generations, queue, num_prompt),
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-cache"},
             )
@@ -292,7 +328,11 @@ class _Service:
         return JSONResponse(form.whole(answers, num_prompt))
 
     def _generations(
-        self, parsed: _ParsedRequest, queue: OutputQueue, loop: asyncio.AbstractEventLoop
+        self,
+        parsed: _ParsedRequest,
+        owner: str,
+        queue: OutputQueue,
+        loop: asyncio.AbstractEventLoop,
     ) -> list[Generation]:
         body, adapter, style, prompts, calls, _ = parsed
         copies, temperature = body.n or 1, body.temperature
@@ -324,7 +364,7 @@ class _Service:
             )
             parser = parsed.call_parser(ids)
             generations.append(
-                Generation(engine_request, send, body.stop_texts, parser, body.keeps_end)
+                Generation(engine_request, send, body.stop_texts, parser, body.keeps_end, owner)
             )
         return generations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from peftkit.serve.requests import RequestError
 
@@ -11,14 +11,16 @@ async def bounded_body(request: Request, limit: int) -> bytes:
     """Return a request's body.
 
     Raises:
-        RequestError: The body has more bytes than the limit.
-        ClientDisconnect: The client disconnected before the end of the body.
+        RequestError: The body has more bytes than the limit, or the client disconnected.
     """
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise RequestError(
-                "the request is too long.", found=f"The limit is {limit:,} bytes.", status=413
-            )
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise RequestError(
+                    "the request is too long.", found=f"The limit is {limit:,} bytes.", status=413
+                )
+    except ClientDisconnect:
+        raise RequestError("the client disconnected before the end of its request.") from None
     return bytes(body)

@@ -48,6 +48,7 @@ class Generation:
         stop_texts: Texts that end the completion.
         calls: Parser of tool calls; None: the completion is plain text.
         keeps_end: Whether the reported tokens include the end token.
+        owner: Owner of the request.
     """
 
     request: Request
@@ -55,6 +56,7 @@ class Generation:
     stop_texts: tuple[str, ...] = ()
     calls: AnswerCalls | None = None
     keeps_end: bool = False
+    owner: str = ""
     completion: Completion | None = None
     is_cancelled: bool = False
     is_done: bool = False
@@ -63,6 +65,11 @@ class Generation:
     def is_running(self) -> bool:
         """Whether the engine generates tokens for it."""
         return self.completion is not None and self.completion.ended_by is None
+
+    @property
+    def num_tokens(self) -> int:
+        """Largest number of its tokens, with the prompt."""
+        return len(self.request.ids) + self.request.sampling.max_new_tokens
 
     def cancel(self) -> None:
         """Stop the completion at the next token."""

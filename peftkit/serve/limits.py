@@ -1,13 +1,20 @@
-"""Limits of a server: each bounds the time or the memory of one request before the work starts."""
+"""Limits of a server. Each bounds the time, memory or disk of requests before the work starts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from peftkit.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits of a server, and defaults of requests.
+
+    Limits that begin with `key_` apply to each API key separately; docs/limits.md describes all.
 
     Args:
         max_batch: Most completions that run simultaneously, and most of one request.
@@ -15,16 +22,34 @@ class Limits:
         max_body: Most bytes of a request; larger ones receive HTTP 413.
         max_new_tokens: Default maximum length of a completion.
         temperature: Default temperature; 0 is greedy.
+        head_seconds: Most seconds until the head of a request has arrived.
+        body_seconds: Most seconds until a body has arrived, plus one per `body_rate` bytes.
+        body_rate: Bytes of a body per second that extend `body_seconds`.
         schema_bytes: Most characters of a JSON schema or grammar.
         grammar_seconds: Most CPU seconds to compile a grammar.
         grammar_bytes: Most memory to compile a grammar.
         lexer_states: Most states of a grammar's lexer, about 2 kB each.
-        tensor_bytes: Most bytes of the tensors of a Tinker request, sparse ones made dense.
         upload_bytes: Most bytes of an uploaded file.
         line_bytes: Most bytes of one line, or of one JSON array, in an uploaded file.
         row_work: Most characters times messages of an uploaded conversation; its rendering takes
             time in proportion.
         job_deaths: Times that a job may end the server's process before it fails.
+        grader_seconds: Most seconds of a grader on one answer.
+        graders: Most graders that run simultaneously; as many again may wait.
+        tinker_body: Most bytes of a Tinker request in JSON.
+        tinker_datums: Most bytes of a Tinker request with datums.
+        tensor_bytes: Most bytes of the tensors of a Tinker request, sparse ones made dense.
+        operation_bytes: Most bytes of Tinker operations that wait.
+        result_bytes: Most bytes of results that Tinker's clients may retrieve later.
+        tinker_models: Most Tinker models in training.
+        metadata_bytes: Most characters of the metadata of a session, a model or weights.
+        key_share: Largest share of a common limit that one of several keys may use.
+        key_requests: Most requests that are open simultaneously.
+        key_files: Most files.
+        key_jobs: Most jobs that wait or run.
+        key_models: Most saved models: results of jobs, their checkpoints, Tinker's weights.
+        key_bytes: Most bytes of files and saved models on the disk.
+        key_records: Most Tinker sessions, models and samplers in the store.
     """
 
     max_batch: int = 32
@@ -32,15 +57,85 @@ class Limits:
     max_body: int = 1 << 20
     max_new_tokens: int = 1024
     temperature: float = 0.0
+    head_seconds: int = 30
+    body_seconds: int = 30
+    body_rate: int = 16 << 10
     schema_bytes: int = 1 << 16
     grammar_seconds: int = 2
     grammar_bytes: int = 1 << 30
     lexer_states: int = 50_000
-    tensor_bytes: int = 1 << 28
     upload_bytes: int = 512 << 20
     line_bytes: int = 32 << 20
     row_work: int = 1 << 27
     job_deaths: int = 3
+    grader_seconds: int = 60
+    graders: int = 4
+    tinker_body: int = 16 << 20
+    tinker_datums: int = 64 << 20
+    tensor_bytes: int = 1 << 28
+    operation_bytes: int = 1 << 29
+    result_bytes: int = 1 << 28
+    tinker_models: int = 256
+    metadata_bytes: int = 1 << 16
+    key_share: float = 0.75
+    key_requests: int = 1024
+    key_files: int = 1000
+    key_jobs: int = 64
+    key_models: int = 10_000
+    key_bytes: int = 256 << 30
+    key_records: int = 100_000
+
+    def share(self, total: int, num_keys: int) -> int:
+        """Return the part of a common limit that one of `num_keys` keys may use."""
+        return total if num_keys < 2 else max(1, int(total * self.key_share))
 
 
 DEFAULTS = Limits()
+OPTIONS = ("max_batch", "max_waiting", "max_new_tokens", "temperature")
+"""Fields with an option in `peftkit serve`."""
+NAMES = tuple(each.name for each in fields(Limits) if each.name not in OPTIONS)
+_NUMBER = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)([kMG]?)", re.ASCII)
+_SUFFIXES = {"": 1, "k": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_limits(settings: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of `Limits` that NAME=VALUE settings change.
+
+    Args:
+        settings: For example "key_files=50"; k, M and G multiply by 1,024 and its powers.
+
+    Raises:
+        ConfigError: A name is unknown, or a value is not a number in its range.
+    """
+    values: dict[str, Any] = {}
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        name = name.strip().replace("-", "_")
+        if name in OPTIONS:
+            option = name.replace("_", "-")
+            raise ConfigError(f"{name} is not set with --limit.", fix=f"Use --{option} {text}.")
+        if name not in NAMES:
+            raise ConfigError(
+                f"there is no limit '{name[:40]}'.",
+                found=f"The limits are: {', '.join(NAMES)}.",
+                fix=did_you_mean(name, NAMES) or "Use one of these names: --limit NAME=VALUE.",
+            )
+        values[name] = _value(name, text.strip())
+    return values
+
+
+def _value(name: str, text: str) -> int | float:
+    match = _NUMBER.fullmatch(text)
+    value = float(match[1]) * _SUFFIXES[match[2]] if match else 0.0
+    if name == "key_share":
+        if not 0 < value <= 1:
+            raise ConfigError(
+                f"the limit {name} is '{text[:40]}'.", fix="Use a number from 0 to 1, such as 0.5."
+            )
+        return value
+    if value < 1 or value != int(value):
+        raise ConfigError(
+            f"the limit {name} is '{text[:40]}'.",
+            fix="Use a whole number from 1; k, M and G multiply by 1,024 and its powers.",
+        )
+    return int(value)

@@ -7,10 +7,12 @@ least recently used ones.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,14 @@ from peftkit.errors import AdapterError, did_you_mean
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.peft.load import read_adapter
 from peftkit.inference.bank import AdapterBank
+from peftkit.serve.quotas import MODEL, WEIGHTS
 from peftkit.serve.requests import RequestError
 from peftkit.serve.store import Store, new_id
 
 BARE = "base"
 """Model name of the base without an adapter."""
-KIND = "model"
-"""Kind of the store's documents of published adapters."""
+KIND, KEPT = MODEL, "kept"
+"""Kind of the store's documents of published adapters; subfolder of a job for its checkpoints."""
 MAX_LOADED = 16
 """Published adapters in memory."""
 
@@ -58,13 +61,36 @@ class Models:
         """
         assert self._store is not None
         inner = new_id("published-")
-        body = {"name": name, "inner": inner, "folder": str(folder.resolve()), "expires": expires}
+        body = {
+            "name": name,
+            "inner": inner,
+            "folder": str(folder.resolve()),
+            "expires": expires,
+            "size": size_of(folder),
+        }
         self._store.put(KIND, name, body, owner=owner, parent=inner)
 
     def withdraw(self, name: str) -> None:
         """Remove a published name; running completions continue."""
         assert self._store is not None
         self._store.delete(KIND, name)
+
+    def delete(self, name: str, owner: str) -> None:
+        """Delete a client's model and its files; running completions continue.
+
+        Raises:
+            RequestError: The model does not exist, has another owner, or is the operator's.
+        """
+        if name in (*self.base_names, *self._operator_names):
+            raise RequestError(
+                f"'{name[:80]}' is a model of the server's operator.",
+                fix="Delete models that your jobs and programs saved.",
+                status=403,
+                param="model",
+            )
+        folder = Path(self._published(name, owner)["folder"])
+        assert self._store is not None
+        self._store.discard([(KIND, name), (WEIGHTS, name)], partial(_remove, folder))
 
     def inner(self, name: str, owner: str = "") -> str | None:
         """Return a model's adapter name in the bank; None: the base.
@@ -161,6 +187,33 @@ def _add_parents(store: Store) -> None:
         for body in store.all(KIND, parent=""):
             name = body["name"]
             store.put(KIND, name, body, owner=store.owner(KIND, name), parent=body["inner"])
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of a folder, without checkpoints that are models themselves."""
+    return sum(
+        path.lstat().st_size
+        for top in folder.iterdir()
+        if top.name != KEPT
+        for path in (top, *(top.rglob("*") if top.is_dir() else ()))
+        if path.is_file()
+    )
+
+
+def _remove(folder: Path) -> None:
+    """Delete a model's folder, without checkpoints that are models themselves."""
+    for path in [*folder.iterdir()] if folder.is_dir() else ():
+        if path.name == KEPT:  # checkpoints are models themselves
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    with suppress(OSError):  # other models are left
+        folder.rmdir()
+        if folder.parent.name == KEPT:
+            folder.parent.rmdir()
+            folder.parent.parent.rmdir()
 
 
 def _has_expired(model: dict[str, Any]) -> bool:

@@ -42,6 +42,7 @@ def serve_adapters(
     max_waiting: int | None = None,
     max_new_tokens: int = 1024,
     temperature: float = 0.0,
+    limit: Sequence[str] = (),
     force: bool = False,
     training: TrainingOptions | None = None,
     on_event: Listener = ignore,
@@ -63,13 +64,14 @@ def serve_adapters(
             clients request all samples of a step together.
         max_new_tokens: Default maximum length of a completion.
         temperature: Default temperature; 0 is greedy.
+        limit: Further limits as NAME=VALUE, such as "key_files=50"; see docs/limits.md.
         force: Accept adapters that were trained on other weights.
         training: Options of a training server, which OpenAI's and Tinker's clients use.
         on_ready: Called with the server's address and the bank before the first request.
 
     Raises:
-        ConfigError: The extra `serve` is not installed, the host requires a key, or the port is in
-            use.
+        ConfigError: The extra `serve` is not installed, the host requires a key, the port is in
+            use, or a limit is invalid.
         AdapterError: As `open_bank`.
         BaseError: The base cannot be found or loaded.
         OutputError: The folder of `training` is not writable, or another server uses it.
@@ -85,9 +87,16 @@ def serve_adapters(
 
     from peftkit.serve.access import is_loopback
     from peftkit.serve.app import make_app
-    from peftkit.serve.limits import Limits
+    from peftkit.serve.limits import Limits, parse_limits
     from peftkit.serve.models import BARE
 
+    limits = Limits(
+        max_batch=max_batch,
+        max_waiting=max_waiting or (MAX_WAITING if training is None else MAX_SAMPLES),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        **parse_limits(limit),
+    )
     keys = [key] if isinstance(key, str) else list(key or ())
     if not keys and not is_loopback(host):
         raise ConfigError(
@@ -113,24 +122,66 @@ def serve_adapters(
             bank = _bank_to_train(adapters, training, force, on_event)
         folders = {name: bank.file(name).folder for name in bank.names}
         notify_split_tokens(folders, bank.base.tokenizer, on_event)
-        limits = Limits(
-            max_batch=max_batch,
-            max_waiting=max_waiting or (MAX_WAITING if training is None else MAX_SAMPLES),
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-        )
         app = make_app(bank, keys=keys, limits=limits, training=training)
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=5
+            app,
+            http=protocol(limits.head_seconds),
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=5,
         )
         address = f"[{host}]" if ":" in host else host
         on_ready(f"http://{address}:{listener.getsockname()[1]}", bank)
         server_of(config, app.state.worker, trains=training is not None).run(sockets=[listener])
 
 
+def protocol(seconds: float) -> type[asyncio.Protocol]:
+    """Return uvicorn's HTTP protocol with a deadline for the head of each request.
+
+    The application bounds the time of a body (`quotas.Intake`), except after its response.
+    """
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+            super().connection_lost(exc)
+
+        def _is_handling(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
+
+        def _watch(self) -> None:
+            """Close the connection later, unless a request is complete until then."""
+            if self._is_handling() and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            elif not self._is_handling() and self._timer is None:
+                self._timer = self.loop.call_later(seconds, self._expire)
+
+        def _expire(self) -> None:
+            self._timer = None
+            if not self._is_handling():
+                self.transport.close()
+
+    return TimedProtocol
+
+
 def server_of(config: uvicorn.Config, worker: Worker, *, trains: bool) -> uvicorn.Server:
     """Return a server that stops after one signal; a second signal ends the process."""
     import uvicorn
+
+    from peftkit.serve.threads import in_own_thread
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -143,7 +194,7 @@ def server_of(config: uvicorn.Config, worker: Worker, *, trains: bool) -> uvicor
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             """Send waiting requests an error before their connections close."""
-            await asyncio.to_thread(worker.stop)
+            await in_own_thread(worker.stop)
             await super().shutdown(sockets)
 
     return Server(config)

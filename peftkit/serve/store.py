@@ -5,11 +5,12 @@ A method returns after its write is on the disk: SQLite syncs its write-ahead lo
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,20 @@ FILE = "server.sqlite"
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS documents (
     number INTEGER PRIMARY KEY, kind TEXT NOT NULL, id TEXT NOT NULL, owner TEXT NOT NULL,
-    parent TEXT NOT NULL, body TEXT NOT NULL, UNIQUE (kind, id));
+    parent TEXT NOT NULL, body TEXT NOT NULL, digest TEXT NOT NULL DEFAULT '', UNIQUE (kind, id));
 CREATE INDEX IF NOT EXISTS of_parent ON documents (kind, parent);
+CREATE INDEX IF NOT EXISTS of_owner ON documents (kind, owner);
 CREATE TABLE IF NOT EXISTS entries (
-    number INTEGER PRIMARY KEY, parent TEXT NOT NULL, body TEXT NOT NULL);
+    number INTEGER PRIMARY KEY, parent TEXT NOT NULL, body TEXT NOT NULL,
+    digest TEXT NOT NULL DEFAULT '');
 CREATE INDEX IF NOT EXISTS entries_of ON entries (parent);
 """
+
+
+DATA = ("files", "jobs", "tinker/weights")
+"""Subfolders with data of clients, which the store describes."""
+OF_DOCUMENT, OF_ENTRY = ("kind", "id", "owner", "parent", "body"), ("parent", "body")
+"""Columns that a digest covers."""
 
 
 class StoreError(OutputError):
@@ -47,6 +56,7 @@ class Store:
     def __init__(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            problem = _missing(folder)
             self._database = sqlite3.connect(
                 folder / FILE, isolation_level=None, check_same_thread=False, timeout=1.0
             )
@@ -54,14 +64,52 @@ class Store:
                 "PRAGMA locking_mode=EXCLUSIVE; PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;"
                 + SCHEMA
             )
-        except (OSError, sqlite3.Error) as problem:
-            is_locked = "locked" in str(problem)
+            self._add_digests()
+            problem = problem or self._damage()
+        except sqlite3.OperationalError as error:
+            is_locked = "locked" in str(error)
             raise OutputError(
                 f"the server cannot store its state in {folder}",
-                found="Another server uses the folder." if is_locked else str(problem),
+                found="Another server uses the folder." if is_locked else str(error),
                 fix="Stop that server, or set another folder with --train.",
             ) from None
+        except OSError as error:
+            raise OutputError(
+                f"the server cannot store its state in {folder}",
+                found=str(error),
+                fix="Set another folder with --train.",
+            ) from None
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            problem = str(error)
+        if problem:
+            self._database.close()
+            raise OutputError(
+                f"the server's state in {folder / FILE} is damaged.",
+                found=problem,
+                fix="Restore the file from a backup, or set another folder with --train.",
+            )
         self._lock = threading.RLock()
+
+    def _add_digests(self) -> None:
+        """Add the column of digests to a store of an older server; its rows have none."""
+        for name in ("documents", "entries"):
+            columns = {row[1] for row in self._database.execute(f"PRAGMA table_info({name})")}
+            if "digest" not in columns:
+                column = "digest TEXT NOT NULL DEFAULT ''"
+                self._database.execute(f"ALTER TABLE {name} ADD COLUMN {column}")
+
+    def _damage(self) -> str:
+        """Return what is wrong with the file; "": nothing. SQLite has no checksums of its pages."""
+        (result,) = self._database.execute("PRAGMA integrity_check(1)").fetchone()
+        if result != "ok":
+            return str(result)
+        for name, columns in (("documents", OF_DOCUMENT), ("entries", OF_ENTRY)):
+            for *parts, digest in self._database.execute(
+                f"SELECT {', '.join(columns)}, digest FROM {name}"
+            ):
+                if digest not in ("", _digest(*parts)):
+                    return f"{' '.join(parts[:-1])[:80]} does not match its digest."
+        return ""
 
     def close(self) -> None:
         with self._lock:
@@ -87,12 +135,14 @@ class Store:
         self, kind: str, id: str, body: dict[str, Any], *, owner: str = "", parent: str = ""
     ) -> None:
         """Write a document; replace an older one of the same kind and id."""
+        values = kind, id, owner, parent, json.dumps(body)
         with self._lock:
             self._run(
-                "INSERT INTO documents (kind, id, owner, parent, body) VALUES (?, ?, ?, ?, ?) "
+                "INSERT INTO documents (kind, id, owner, parent, body, digest) "
+                "VALUES (?, ?, ?, ?, ?, ?) "
                 "ON CONFLICT (kind, id) DO UPDATE SET owner = excluded.owner, "
-                "parent = excluded.parent, body = excluded.body",
-                (kind, id, owner, parent, json.dumps(body)),
+                "parent = excluded.parent, body = excluded.body, digest = excluded.digest",
+                (*values, _digest(*values)),
             )
 
     def get(self, kind: str, id: str, owner: str | None = None) -> dict[str, Any] | None:
@@ -127,17 +177,57 @@ class Store:
             rows = self._run(f"{query} ORDER BY number", values).fetchall()
         return [json.loads(body) for (body,) in rows]
 
+    def count(self, kinds: Sequence[str], owner: str) -> int:
+        """Return the number of an owner's documents of some kinds."""
+        marks = ", ".join("?" * len(kinds))
+        query = f"SELECT COUNT(*) FROM documents WHERE kind IN ({marks}) AND owner = ?"
+        with self._lock:
+            return int(self._run(query, (*kinds, owner)).fetchone()[0])
+
+    def total(self, kind: str, owner: str, field: str) -> int:
+        """Return the sum of a numeric field over an owner's documents of a kind."""
+        query = "SELECT SUM(json_extract(body, ?)) FROM documents WHERE kind = ? AND owner = ?"
+        with self._lock:
+            return int(self._run(query, (f"$.{field}", kind, owner)).fetchone()[0] or 0)
+
+    def delete_oldest(self, kind: str, owner: str, number: int) -> None:
+        """Remove an owner's oldest documents of a kind."""
+        oldest = "SELECT number FROM documents WHERE kind = ? AND owner = ? ORDER BY number LIMIT ?"
+        with self._lock:
+            query = f"DELETE FROM documents WHERE number IN ({oldest})"
+            self._run(query, (kind, owner, number))
+
     def delete(self, kind: str, id: str) -> None:
         """Remove a document if it exists."""
         with self._lock:
             self._run("DELETE FROM documents WHERE kind = ? AND id = ?", (kind, id))
 
+    def discard(self, documents: Sequence[tuple[str, str]], remove: Callable[[], None]) -> None:
+        """Remove documents, by kind and id, and then their files; on a full disk, files first.
+
+        Args:
+            remove: Removes the files.
+        """
+
+        def delete() -> None:
+            with self.transaction():
+                for kind, id in documents:
+                    self.delete(kind, id)
+
+        try:
+            delete()
+        except StoreError:
+            remove()  # makes room for the write
+            delete()
+        else:
+            remove()
+
     def append(self, parent: str, body: dict[str, Any]) -> None:
         """Add an entry to the journal of a document."""
+        values = parent, json.dumps(body)
         with self._lock:
-            self._run(
-                "INSERT INTO entries (parent, body) VALUES (?, ?)", (parent, json.dumps(body))
-            )
+            query = "INSERT INTO entries (parent, body, digest) VALUES (?, ?, ?)"
+            self._run(query, (*values, _digest(*values)))
 
     def entries(self, parent: str) -> list[dict[str, Any]]:
         """Return the journal of a document, oldest entry first."""
@@ -155,6 +245,20 @@ class Store:
                 found=str(problem),
                 fix="Check the disk of the server's folder.",
             ) from None
+
+
+def _missing(folder: Path) -> str:
+    """Return a problem if a folder has data of clients, but no store, or an empty file."""
+    path = folder / FILE
+    if path.exists() and path.stat().st_size:
+        return ""
+    used = [name for name in DATA if (folder / name).is_dir() and any((folder / name).iterdir())]
+    return f"The file is missing or empty, but {', '.join(used)} has data." if used else ""
+
+
+def _digest(*parts: str) -> str:
+    """Return a hash of the columns of a row."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 @contextmanager

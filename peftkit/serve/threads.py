@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -44,3 +45,12 @@ class DaemonThreads(Executor):
             except BaseException as problem:
                 future.set_exception(problem)
             del call, future, run  # do not hold the last result while idle
+
+
+async def in_own_thread(work: Callable[[], T]) -> T:
+    """Return the result of a function in a new thread, even if asyncio's threads are busy."""
+    threads = DaemonThreads(1, "peftkit-stop")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+    finally:
+        threads.shutdown()

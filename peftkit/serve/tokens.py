@@ -5,9 +5,11 @@ Source: `/inference/v1/generate` of vLLM.
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections.abc import Sequence
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -72,6 +74,27 @@ class TokenBody(Body):
 def vocabulary(model: Any) -> int:
     """Return a model's vocabulary size."""
     return int(model.config.get_text_config().vocab_size)
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes | None:
+    """Return the bytes of a token's text, which may be part of a character; None: unknown."""
+    text = str(tokenizer.decode([token]))
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        return text.encode()
+    piece = str(tokenizer.convert_ids_to_tokens(token))
+    if match := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):  # byte fallback of SentencePiece
+        return bytes([int(match[1], 16)])
+    alphabet = _byte_alphabet()
+    return bytes(alphabet[char] for char in piece) if {*piece} <= {*alphabet} else None
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character in byte-level vocabularies. Source: GPT-2's encoder."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in visible]
+    alphabet = {chr(byte): byte for byte in visible}
+    return alphabet | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
 def unknown_token(where: str, token: int, size: int, param: str | None = None) -> RequestError:

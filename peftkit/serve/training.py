@@ -9,7 +9,9 @@ from pathlib import Path
 from starlette.routing import BaseRoute
 
 from peftkit.inference.bank import AdapterBank
+from peftkit.serve.limits import Limits
 from peftkit.serve.models import Models
+from peftkit.serve.quotas import Quotas
 from peftkit.serve.store import Store
 from peftkit.serve.worker import Worker
 from peftkit.settings import BaseConfig
@@ -41,6 +43,7 @@ class Training:
     Attributes:
         worker: Runs operations and training: see `Worker.call` and `Worker.queue`.
         models: Registry for finished adapters.
+        quotas: Limits of each API key.
     """
 
     options: TrainingOptions
@@ -48,6 +51,11 @@ class Training:
     worker: Worker
     store: Store
     models: Models
+    quotas: Quotas
+
+    @property
+    def limits(self) -> Limits:
+        return self.quotas.limits
 
     @property
     def folder(self) -> Path:
@@ -65,7 +73,9 @@ class Dialect:
     Attributes:
         routes: HTTP routes.
         on_start: Called once when the server starts; resumes interrupted work.
+        on_stop: Called once when the server stops.
     """
 
     routes: Sequence[BaseRoute]
     on_start: Callable[[], None] = lambda: None
+    on_stop: Callable[[], None] = lambda: None

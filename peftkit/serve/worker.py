@@ -28,6 +28,7 @@ from peftkit.inference.bank import AdapterBank
 from peftkit.inference.engine import AnswerTooLarge, Engine, Limits, room_left
 from peftkit.model.lift import eager, lifted
 from peftkit.model.modes import evaluating
+from peftkit.serve.fairness import Share, admissible, check_owner
 from peftkit.serve.generation import Generation, failure
 from peftkit.serve.requests import RequestError
 
@@ -52,6 +53,7 @@ class Worker:
     Args:
         limits: Limits of the engine.
         max_waiting: Most prompts that may wait; further requests are refused.
+        share: Returns the part of a limit that one owner may use.
         ready: Called in the thread with the adapter of a generation before it starts.
     """
 
@@ -61,12 +63,13 @@ class Worker:
         *,
         limits: Limits | None = None,
         max_waiting: int = 64,
+        share: Share = lambda total: total,
         ready: Callable[[str | None], None] = lambda adapter: None,
     ) -> None:
         self.bank, self.limits, self.max_waiting = bank, limits or Limits(), max_waiting
-        self._ready = ready
+        self._ready, self._share = ready, share
         self._new: list[Generation] = []
-        self._num_deferred = 0  # generations that wait for an operation
+        self._deferred: list[Generation] = []  # they wait for an operation
         self._active: list[Generation] = []
         self._operations: deque[Operation] = deque()
         self._training_runs: deque[TrainingRun] = deque()
@@ -102,13 +105,14 @@ class Worker:
     @property
     def num_waiting(self) -> int:
         """Number of prompts that wait."""
-        waiting = self._engine.num_waiting if self._engine else 0
-        return len(self._new) + self._num_deferred + waiting
+        engine = self._engine  # the worker's thread may replace it
+        waiting = engine.num_waiting if engine else 0
+        return len(self._new) + len(self._deferred) + waiting
 
     @property
     def num_running(self) -> int:
         """Number of prompts for which the engine generates tokens."""
-        total = len(self._active) + len(self._new) + self._num_deferred
+        total = len(self._active) + len(self._new) + len(self._deferred)
         return max(0, total - self.num_waiting)
 
     def room_for(self, ids: Sequence[int], length: int) -> int:
@@ -141,11 +145,14 @@ class Worker:
         with self._changed:
             waiting = self.num_waiting
             self._check_room(waiting + len(generations) <= self.max_waiting, waiting, "prompts")
+            if generations and (most := self._share(self.max_waiting)) < self.max_waiting:
+                held = (*self._new, *self._deferred, *self._active)
+                check_owner(generations, held, most + self._share(self.limits.rows))
             if first is None:
                 self._new += generations
             else:
                 done = self.call(first)
-                self._num_deferred += len(generations)
+                self._deferred += generations
                 done.add_done_callback(partial(self._follow, generations))
             self._changed.notify_all()
 
@@ -153,7 +160,7 @@ class Worker:
         """Queue generations that waited for an operation, or send them its exception."""
         problem = done.exception()
         with self._changed:
-            self._num_deferred -= len(generations)
+            self._deferred = [each for each in self._deferred if each not in generations]
             if problem is None:
                 self._new += generations
                 return
@@ -344,7 +351,7 @@ class Worker:
 
         with self._changed:
             self._changed.wait_for(has_work)
-            new, self._new = [each for each in self._new if not each.is_cancelled], []
+            new, self._new = admissible(self._new, self._active, self.limits, self._share)
             self._active += new
         for generation in new:
             self._begin(engine, generation)

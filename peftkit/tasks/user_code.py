@@ -48,7 +48,8 @@ class UserCode:
 
 
 def _run(path: Path) -> Any:
-    name = f"peftkit_user_{path.stem}"
+    digest = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:8]
+    name = f"peftkit_user_{path.stem}_{digest}"  # jobs have graders of the same file name
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -1,10 +1,12 @@
 """A server of fine-tuning jobs in this process, and its client."""
 
 import json
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -97,6 +99,7 @@ def serving(
     keys: Sequence[str] = (),
     dtype: Any = "fp32",
     quantize: Any = "none",
+    limits: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Iterator[Client]:
     """Serve a base that trains."""
@@ -104,8 +107,8 @@ def serving(
     settings = BaseConfig(model=str(model), dtype=dtype, quantize=quantize)
     bank = AdapterBank(load_base(str(model), dtype=dtype, quantize=quantize))
     options = {"folder": folder, "base": settings, "say": told.append, **options}
-    limits = Limits(max_new_tokens=8)
-    app = make_app(bank, keys=keys, limits=limits, training=TrainingOptions(**options))
+    bounds = Limits(**{"max_new_tokens": 8, **limits})
+    app = make_app(bank, keys=keys, limits=bounds, training=TrainingOptions(**options))
     with Client(app, base_url=HERE) as client:
         client.told, client.folder = told, folder
         yield client
@@ -144,3 +147,20 @@ def graded(grader: Any, **settings: Any) -> dict[str, Any]:
     settings = {"n_epochs": 1, "batch_size": 4, "compute_multiplier": 0.25, **settings}
     section = {"grader": grader, "hyperparameters": settings}
     return {"type": "reinforcement", "reinforcement": section}
+
+
+class Gated:
+    """Holds a job at a step until the test goes on: a terminal that waits to be read."""
+
+    def __init__(self, step: str) -> None:
+        self._step, self.reached, self._go = step, threading.Event(), threading.Event()
+
+    def say(self, text: str) -> None:
+        """Hear a line."""
+        if self._step in text and not self.reached.is_set():
+            self.reached.set()
+            assert self._go.wait(60)
+
+    def go(self, seconds: float = 0.0) -> None:
+        """Let the job go on, at once or after some time."""
+        threading.Timer(seconds, self._go.set).start()

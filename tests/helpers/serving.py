@@ -55,17 +55,25 @@ def adapter_bytes(folder: Path) -> bytes:
 def openai_client(app: Starlette, key: str) -> Iterator[Any]:
     """Serve an application over a socket; yield OpenAI's own client of it."""
     openai = pytest.importorskip("openai", reason="the official client is not installed")
+    with served_app(app) as port:
+        url = f"http://127.0.0.1:{port}/v1"
+        with openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=30) as client:
+            yield client
+
+
+@contextmanager
+def served_app(app: Starlette, **settings: Any) -> Iterator[int]:
+    """Serve an application over a socket; yield its port."""
     with listening("127.0.0.1", 0) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+        config = uvicorn.Config(app, log_level="warning", access_log=False, **settings)
+        server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
             while not server.started:
                 assert thread.is_alive()
                 time.sleep(0.01)
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-            with openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=30) as client:
-                yield client
+            yield listener.getsockname()[1]
         finally:
             server.should_exit = True
             thread.join()

@@ -4,12 +4,13 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from peftkit.errors import OutputError
-from peftkit.serve.store import Store, new_id
+from peftkit.serve.store import FILE, Store, new_id
 from peftkit.serve.tuning.documents import CHECKPOINT, JOB, rename_old_fields
 from tests.helpers.command_line import environment
 
@@ -159,3 +160,43 @@ def test_fields_of_older_servers_are_renamed(tmp_path):
         assert store.all(JOB, "a") == [job]
         assert store.all(CHECKPOINT, "a", "j") == [{"response": checkpoint, "epoch": 1}]
     store.close()
+
+
+def test_a_damaged_store_is_named(tmp_path):
+    with closing(Store(tmp_path)) as store:
+        for number in range(40):
+            store.put("file", f"file-{number}", {"bytes": number, "name": "rows"}, owner="ann")
+            store.append(f"file-{number}", {"message": f"entry {number}"})
+    path = tmp_path / FILE
+    undamaged = path.read_bytes()
+    for text in (b'"bytes": 17', b"entry 23", b"ann", b"SQLite format", b"documents"):
+        data = bytearray(undamaged)
+        data[data.index(text) + len(text) - 1] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(OutputError, match=rf"{FILE} is damaged") as damaged:
+            Store(tmp_path)
+        assert "backup" in damaged.value.fix
+    path.write_bytes(undamaged[: len(undamaged) // 2])
+    with pytest.raises(OutputError, match="is damaged"):
+        Store(tmp_path)
+    path.write_bytes(undamaged)
+    with closing(Store(tmp_path)) as store:
+        assert store.count(("file",), "ann") == 40
+        assert store.total("file", "ann", "bytes") == sum(range(40))
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "file-1.jsonl").touch()
+    path.write_bytes(b"")  # a new store would not know the files, and remove them
+    with pytest.raises(OutputError, match="files has data"):
+        Store(tmp_path)
+
+
+def test_a_store_of_an_older_server_is_read(tmp_path):
+    with closing(Store(tmp_path)) as store:
+        store.put("file", "file-1", {"bytes": 1})
+    with closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as database:
+        database.execute("ALTER TABLE documents DROP COLUMN digest")
+        database.execute("ALTER TABLE entries DROP COLUMN digest")
+    for _ in range(2):
+        with closing(Store(tmp_path)) as store:
+            assert store.get("file", "file-1") == {"bytes": 1}
+            store.put("file", "file-2", {"bytes": 2})

@@ -258,7 +258,14 @@ def media_of(
             found=f"It is a URL, {shown(value)}, and nothing is fetched.",
             fix="Download it and give the path of the file.",
         )
-    path = Path(value).expanduser()
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError:
+        raise DataError(
+            f"Cannot use {which} of {record.source}.",
+            found=f"The path {shown(value)} begins with an unknown user.",
+            fix="Give the path without ~.",
+        ) from None
     folder = Path(where).expanduser().parent
     return cls(path if path.is_absolute() else folder / path, record.source, which)
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from peftkit.errors import PeftkitError
 from peftkit.serve.answers import refusal
 from peftkit.serve.body import bounded_body
+from peftkit.serve.limits import Limits
 from peftkit.serve.requests import RequestError
 from peftkit.serve.tinker import bodies
 from peftkit.serve.tinker.bodies import Body, RequestContext, checked, digest_of, fields_of
@@ -27,8 +29,6 @@ from peftkit.serve.training import Dialect, Training
 
 HOLD_SECONDS = 20.0
 """Seconds of a poll before the reply `try_again`; clients give up after 45."""
-MAX_BODY, MAX_PROTOBUF = 16 << 20, 64 << 20
-"""Most bytes of a JSON body, and of datums in protobuf."""
 FLAGS = {
     "pjwt_auth_enabled": False,
     "parallel_fwdbwd_chunks": True,
@@ -52,21 +52,23 @@ def dialect(training: Training) -> Dialect:
 
 
 def _routes(service: Service) -> list[BaseRoute]:
-    runs = service.runs
+    runs, limits = service.runs, service.limits
+    fixed = partial(_fixed, limits=limits)
+    json = partial(_json, limits=limits, lock=asyncio.Lock())
     posts: dict[str, Handler] = {
-        **{path: _fixed({}) for path in ("client/dynamic_config", "sessions/{id}/finish")},
-        "client/config": _fixed(FLAGS),
-        "telemetry": _fixed({"status": "accepted"}),
-        "create_session": _json(bodies.NewSession, service.sessions.create),
-        "session_heartbeat": _json(bodies.OfSession, service.sessions.heartbeat),
-        "create_model": _json(bodies.NewModel, service.create_model),
-        "load_weights": _json(bodies.Load, service.load_weights),
-        "get_info": _json(bodies.OfModel, service.get_info),
-        "unload_model": _json(bodies.OfModel, service.unload),
-        "weights_info": _json(bodies.OfPath, service.runs.weights_info),
-        "create_sampling_session": _json(bodies.NewSampler, service.create_sampler),
-        "asample": _json(bodies.Sample, service.samplers.sample),
-        "cancel_future": _json(bodies.OfFuture, service.cancel),
+        **{path: fixed({}) for path in ("client/dynamic_config", "sessions/{id}/finish")},
+        "client/config": fixed(FLAGS),
+        "telemetry": fixed({"status": "accepted"}),
+        "create_session": json(bodies.NewSession, service.sessions.create),
+        "session_heartbeat": json(bodies.OfSession, service.sessions.heartbeat),
+        "create_model": json(bodies.NewModel, service.create_model),
+        "load_weights": json(bodies.Load, service.load_weights),
+        "get_info": json(bodies.OfModel, service.get_info),
+        "unload_model": json(bodies.OfModel, service.unload),
+        "weights_info": json(bodies.OfPath, service.runs.weights_info),
+        "create_sampling_session": json(bodies.NewSampler, service.create_sampler),
+        "asample": json(bodies.Sample, service.samplers.sample),
+        "cancel_future": json(bodies.OfFuture, service.cancel),
         "retrieve_future": _retrieve(service),
         "forward_backward": _forward_backward(service),
         "optim_step": _operation(service, bodies.Step, service.step),
@@ -76,7 +78,7 @@ def _routes(service: Service) -> list[BaseRoute]:
         ),
     }
     gets: dict[str, Handler] = {
-        "healthz": _fixed({"status": "ok"}),
+        "healthz": fixed({"status": "ok"}),
         "get_server_capabilities": _bodiless(service.capabilities),
         "samplers/{id}": _bodiless(service.samplers.get),
         "training_runs": _bodiless(runs.all, "training_runs"),
@@ -92,23 +94,29 @@ def _routes(service: Service) -> list[BaseRoute]:
     ]
 
 
-def _fixed(reply: dict[str, Any]) -> Handler:
+def _fixed(reply: dict[str, Any], limits: Limits) -> Handler:
     """Return a handler with a constant reply."""
 
     async def handle(request: Request) -> Response:
-        await bounded_body(request, MAX_BODY)
+        await bounded_body(request, limits.tinker_body)
         return JSONResponse(reply)
 
     return handle
 
 
-def _json(kind: type[Body], of: Callable[[Any, RequestContext], dict[str, Any]]) -> Handler:
+def _json(
+    kind: type[Body],
+    of: Callable[[Any, RequestContext], dict[str, Any]],
+    limits: Limits,
+    lock: asyncio.Lock,
+) -> Handler:
     """Return a handler of a JSON body."""
 
     async def handle(request: Request) -> Response:
-        context = await _context(request)
+        context = await _context(request, limits)
         body = await run_in_threadpool(checked, context.fields, kind)
-        return JSONResponse(of(body, context))
+        async with lock:  # off the loop, since the store waits for the disk; one after the other
+            return JSONResponse(await run_in_threadpool(of, body, context))
 
     return handle
 
@@ -122,7 +130,7 @@ def _operation(
     """
 
     async def handle(request: Request) -> Response:
-        context = await _context(request)
+        context = await _context(request, service.limits)
         place = {name: context.fields.get(name) for name in ("model_id", "seq_id")}
 
         def prepare(model: Any) -> Callable[[], Any]:
@@ -141,7 +149,7 @@ def _forward_backward(service: Service) -> Handler:
         if "json" in request.headers.get("content-type", ""):
             fix = "Use tinker 0.25 or newer."
             raise RequestError("forward_backward requires protobuf.", fix=fix, status=415)
-        data = await bounded_body(request, MAX_PROTOBUF)
+        data = await bounded_body(request, service.limits.tinker_datums)
         message = await run_in_threadpool(parsed, "ForwardBackward", data)
         place = checked(
             {"model_id": message.model_id, "seq_id": message.seq_id}, bodies.OperationBody
@@ -159,7 +167,7 @@ def _forward_backward(service: Service) -> Handler:
 
 def _retrieve(service: Service) -> Handler:
     async def handle(request: Request) -> Response:
-        context = await _context(request)
+        context = await _context(request, service.limits)
         body = await run_in_threadpool(checked, context.fields, bodies.OfFuture)
         pending = service.pending(body, context)
         pending.check()
@@ -204,8 +212,9 @@ def _owner(request: Request) -> str:
     return str(request.state.owner)
 
 
-async def _context(request: Request) -> RequestContext:
-    data, key = await bounded_body(request, MAX_BODY), request.headers.get("x-idempotency-key", "")
+async def _context(request: Request, limits: Limits) -> RequestContext:
+    data = await bounded_body(request, limits.tinker_body)
+    key = request.headers.get("x-idempotency-key", "")
 
     def read() -> RequestContext:
         fields = fields_of(data)
@@ -220,8 +229,6 @@ def _guarded(handler: Handler) -> Handler:
     async def handle(request: Request) -> Response:
         try:
             return await handler(request)
-        except ClientDisconnect:
-            return Response(status_code=400)
         except RequestError:
             raise
         except PeftkitError as error:

@@ -7,6 +7,7 @@ weights cannot contain path separators.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from peftkit.errors import first_few
 from peftkit.files.strict_json import parse_json
+from peftkit.serve.limits import Limits
 from peftkit.serve.requests import MAX_TOKENS, RequestError, StopText, errors_of
 
 B = TypeVar("B", bound="Body")
@@ -33,6 +35,11 @@ PATH = re.compile(
     r"tinker://([A-Za-z0-9_:-]{1,128})/(weights|sampler_weights)/([A-Za-z0-9_.-]{1,128})"
 )
 MAX_RANK, MAX_SAMPLES, MAX_TOP, MAX_STOPS = 1024, 1024, 64, 64
+UNSUPPORTED = {
+    "record_stability_info": "the server does not support the loss stable_reinforce, which has no "
+    "public formula; use loss_fn=importance_sampling"
+}
+"""Reasons for fields that clients send by default."""
 EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
@@ -217,6 +224,38 @@ class Sampling(Body):
 Top = Annotated[int, Field(ge=0, le=MAX_TOP)]
 
 
+class Targets(Body):
+    """Tokens to score at each prompt position but the first; -1: none. Dense, or sparse (CSR)."""
+
+    dtype: Literal["int64"]
+    shape: Annotated[list[Number], Field(min_length=2, max_length=2)]
+    data: Annotated[list[int], Field(max_length=MAX_TOKENS, fail_fast=True)] = []
+    sparse_crow_indices: Annotated[list[int], Field(max_length=MAX_TOKENS + 1)] | None = None
+    sparse_col_indices: Annotated[list[int], Field(max_length=MAX_TOKENS)] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Targets:
+        (rows, columns), size = self.shape, len(self.data)
+        starts, places = self.sparse_crow_indices, self.sparse_col_indices
+        if starts is None or places is None:
+            is_whole = starts is places is None and size == rows * columns
+        else:
+            is_whole = len(starts) == rows + 1 and (starts[0], starts[-1]) == (0, size)
+            is_whole = is_whole and all(a <= b for a, b in itertools.pairwise(starts))
+            is_whole = is_whole and len(places) == size and all(0 <= n < columns for n in places)
+        if not is_whole:
+            raise ValueError("data, shape and sparse indices do not match")
+        return self
+
+    @property
+    def rows(self) -> list[int]:
+        """The row of each value in `data`."""
+        if (starts := self.sparse_crow_indices) is None:
+            return [n // self.shape[1] for n in range(len(self.data))]
+        sizes = (stop - start for start, stop in itertools.pairwise(starts))
+        return [row for row, size in enumerate(sizes) for _ in range(size)]
+
+
 class Sample(Body):
     """asample."""
 
@@ -229,6 +268,7 @@ class Sample(Body):
     topk_prompt_logprobs: Top = 0
     topk_sample_logprobs: Top = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
+    target_prompt_logprobs: Targets | None = None
 
 
 class OfFuture(Body):
@@ -262,6 +302,20 @@ class RequestContext:
     key: str = ""
 
 
+def check_metadata(metadata: Mapping[str, Any], limits: Limits) -> None:
+    """Raise if a client's metadata is too long.
+
+    Raises:
+        RequestError: It has more characters in JSON than `metadata_bytes`.
+    """
+    if (size := len(json.dumps(metadata))) > limits.metadata_bytes:
+        raise RequestError(
+            f"the metadata has {size:,} characters.",
+            found=f"The limit is {limits.metadata_bytes:,}.",
+            fix="Send less metadata.",
+        )
+
+
 def fields_of(data: bytes) -> dict[str, Any]:
     """Return the fields of a JSON body.
 
@@ -283,6 +337,8 @@ def checked(fields: Mapping[str, Any], kind: type[B]) -> B:
         lines: dict[str, None] = {}
         for error in errors_of(problem):
             text = NAMES if error["type"] == "string_pattern_mismatch" else error["msg"]
+            if error["type"] == "extra_forbidden":
+                text = UNSUPPORTED.get(str(error["loc"][-1]), "this server does not support it")
             field = ".".join(str(part)[:40] for part in error["loc"])
             lines[f"{field}: {text}".lstrip(": ")] = None
         raise RequestError("the request has invalid fields.", found=first_few(lines, 5)) from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from peftkit.errors import PeftkitError
+from peftkit.serve.limits import DEFAULTS, Limits
 from peftkit.serve.requests import RequestError
 from peftkit.serve.store import new_id
 
@@ -28,10 +29,10 @@ Run = Callable[[], Result]
 LOST_SECONDS = 120.0
 MAX_AHEAD = 4096
 """Largest distance of an operation's number from the next one."""
-MAX_WAITING_BYTES = 1 << 29
-"""Most bytes of waiting requests."""
-MAX_RESULTS, MAX_RESULT_BYTES = 1 << 16, 1 << 28
-"""Most results to keep, and their bytes; the oldest are dropped first."""
+MAX_RESULTS = 1 << 16
+"""Most results to keep."""
+RESULT_BYTES = 256
+"""Bytes that a result in JSON counts as."""
 MAX_REPLIES = 1 << 16
 """Most request ids remembered to answer retries with the first reply."""
 
@@ -102,15 +103,17 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 
 class Futures:
-    """All pending results by id, and the total bytes of waiting requests.
+    """All pending results by id, and the bytes of waiting requests, by owner.
 
     Ids begin with a random id of this server process; ids of earlier processes are recognized.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = DEFAULTS, num_keys: int = 0) -> None:
         self._process, self._all = new_id("")[:8], dict[str, PendingResult]()
-        self._done: OrderedDict[str, int] = OrderedDict()
-        self._result_bytes = self._waiting_bytes = 0
+        self._limits = limits
+        self._share = limits.share(limits.operation_bytes, num_keys)
+        self._done: dict[str, OrderedDict[str, int]] = {}
+        self._result_bytes, self._waiting_bytes = Counter[str](), Counter[str]()
         self._lock = threading.Lock()
 
     def new(self, owner: str) -> PendingResult:
@@ -118,7 +121,7 @@ class Futures:
         pending = PendingResult(f"{self._process}-{new_id('')}", owner)
         with self._lock:
             self._all[pending.id] = pending
-        pending.future.add_done_callback(partial(self._keep, pending.id))
+        pending.future.add_done_callback(partial(self._keep, pending.id, owner))
         return pending
 
     def get(self, id: str, owner: str) -> PendingResult:
@@ -139,21 +142,25 @@ class Futures:
         with self._lock:
             self._all.pop(pending.id, None)
 
-    def _keep(self, id: str, future: Future[Result | None]) -> None:
-        """Count a completed result; drop the oldest ones beyond the limits."""
+    def _keep(self, id: str, owner: str, future: Future[Result | None]) -> None:
+        """Count a completed result; beyond the limits, drop the oldest of the largest owner."""
         result = future.result()
         with self._lock:
             if id in self._all:
-                self._done[id] = size = len(result) if isinstance(result, bytes) else 256
-                self._result_bytes += size
-            while len(self._done) > 1 and (
-                len(self._done) > MAX_RESULTS or self._result_bytes > MAX_RESULT_BYTES
+                size = len(result) if isinstance(result, bytes) else RESULT_BYTES
+                self._done.setdefault(owner, OrderedDict())[id] = size
+                self._result_bytes[owner] += size
+            while (number := sum(map(len, self._done.values()))) > 1 and (
+                number > MAX_RESULTS or self._result_bytes.total() > self._limits.result_bytes
             ):
-                oldest, size = self._done.popitem(last=False)
-                self._result_bytes -= size
+                largest = max(self._done, key=lambda each: self._result_bytes[each])
+                oldest, size = self._done[largest].popitem(last=False)
+                self._result_bytes[largest] -= size
+                if not self._done[largest]:
+                    del self._done[largest]
                 del self._all[oldest]
 
-    def reserve(self, size: int, *, is_next: bool) -> None:
+    def reserve(self, owner: str, size: int, *, is_next: bool) -> None:
         """Add the bytes of a waiting request.
 
         Args:
@@ -163,20 +170,25 @@ class Futures:
             RequestError: The waiting requests have too many bytes.
         """
         with self._lock:
-            total = self._waiting_bytes + size
-            if total > MAX_WAITING_BYTES and self._waiting_bytes and not is_next:
-                raise RequestError(
-                    "too many requests wait.",
-                    found=f"They have {self._waiting_bytes:,} bytes.",
-                    fix="Try again later.",
-                    status=429,
-                )
-            self._waiting_bytes = total
+            waiting = self._waiting_bytes
+            for used, limit in (
+                (waiting.total(), self._limits.operation_bytes),
+                (waiting[owner], self._share),
+            ):
+                if used + size > limit and used and not is_next:
+                    raise RequestError(
+                        "too many requests wait.",
+                        found=f"They have {used:,} bytes; the limit is operation_bytes.",
+                        fix="Try again later.",
+                        status=429,
+                    )
+            waiting[owner] += size
 
-    def release(self, size: int) -> None:
+    def release(self, owner: str, size: int) -> None:
         """Subtract the bytes of a request that no longer waits."""
         with self._lock:
-            self._waiting_bytes -= size
+            self._waiting_bytes[owner] -= size
+            self._waiting_bytes += Counter()  # drops owners without requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +234,7 @@ class OperationQueue:
                     f"operation {number} of this model is out of order.",
                     found=f"The next operation is {self._next}.",
                 )
-            self._futures.reserve(size, is_next=number == self._next)
+            self._futures.reserve(owner, size, is_next=number == self._next)
             operation = Operation(self._futures.new(owner), run, size)
             operation.pending.check = self.give_up_lost
             self._replies.put(number, digest, operation.pending.id)
@@ -255,7 +267,7 @@ class OperationQueue:
             self._advance()
 
     def _finish(self, operation: Operation, result: Result | BaseException) -> None:
-        self._futures.release(operation.size)
+        self._futures.release(operation.pending.owner, operation.size)
         operation.pending.finish(result)
 
     def give_up_lost(self) -> None:

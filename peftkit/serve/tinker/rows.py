@@ -30,8 +30,6 @@ from peftkit.tasks.tokens import TokenTask
 
 MAX_DATUMS, MAX_TARGETS = 4096, 128
 """Most datums of a request, and most targets per token, K."""
-MAX_BYTES = DEFAULTS.tensor_bytes
-"""Most bytes of a request's tensors, after sparse tensors are made dense."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +62,13 @@ class Datum:
         return targets.shape[1] if targets.dim() == 2 else 0
 
 
-def datums_of(messages: Sequence[Any], loss: Loss, model: Any) -> list[Datum]:
+def datums_of(
+    messages: Sequence[Any], loss: Loss, model: Any, max_bytes: int = DEFAULTS.tensor_bytes
+) -> list[Datum]:
     """Return the validated datums of a request.
+
+    Args:
+        max_bytes: Most bytes of their tensors, after sparse tensors are made dense.
 
     Raises:
         RequestError: There are no datums or too many; or a datum has images, too many tokens,
@@ -79,9 +82,9 @@ def datums_of(messages: Sequence[Any], loss: Loss, model: Any) -> list[Datum]:
     for number, message in enumerate(messages):  # all of them, before any tensor is made
         loss.check_names(message.inputs, f"datum {number}")
         size += sum(_num_bytes(name, tensor) for name, tensor in message.inputs.items())
-        if size > MAX_BYTES:
+        if size > max_bytes:
             fix = "Send fewer datums, or fewer targets per token."
-            raise RequestError(f"the datums take more than {MAX_BYTES:,} bytes.", fix=fix)
+            raise RequestError(f"the datums take more than {max_bytes:,} bytes.", fix=fix)
     return [_datum_of(each, loss, model, f"datum {n}") for n, each in enumerate(messages)]
 
 

@@ -5,6 +5,7 @@ Shapes: N prompt tokens, K top tokens, V vocabulary.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,12 +19,12 @@ from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.model.modes import evaluating
 from peftkit.serve.generation import Generation, Output, resolve_seed
 from peftkit.serve.requests import MAX_TOKENS, RequestError
-from peftkit.serve.tinker.bodies import RequestContext, Sample
+from peftkit.serve.tinker.bodies import RequestContext, Sample, Targets
 from peftkit.serve.tinker.futures import Futures, PendingResult, ReplyCache
 from peftkit.serve.tinker.learner import Learner
 from peftkit.serve.tinker.rows import check_tokens
 from peftkit.serve.tinker.weights import Weights
-from peftkit.serve.tinker.wire import LENGTH, MESSAGES, STOP, bytes_of, set_topk
+from peftkit.serve.tinker.wire import LENGTH, MESSAGES, NUMBERS, STOP, bytes_of, set_topk
 from peftkit.serve.tokens import vocabulary
 from peftkit.serve.training import Training
 
@@ -33,6 +34,8 @@ Reply = dict[str, Any]
 
 NO_TOKEN = -99999.0
 """Log-probability of padding in Tinker's top-k lists."""
+NO_TARGET = -1
+"""A position without a token to score."""
 ROWS = 512
 """Prompt tokens in one chunk of logits."""
 
@@ -46,6 +49,7 @@ class Completions:
 
     def __init__(self, body: Sample, pending: PendingResult) -> None:
         self._num_top, self._pending = body.topk_sample_logprobs, pending
+        self.owner = pending.owner
         self.message = MESSAGES["Sampled"]()
         self._outputs: list[list[Output]] = [[] for _ in range(body.num_samples)]
 
@@ -84,7 +88,7 @@ class Samplers:
     ) -> None:
         self._training, self._store, self._weights = training, training.store, weights
         self._learner, self._futures = learner, futures
-        self._replies: ReplyCache[Reply] = ReplyCache()
+        self._replies: defaultdict[str, ReplyCache[Reply]] = defaultdict(ReplyCache)
 
     def add(self, session: str, number: int, owner: str, base_model: str, path: str | None) -> str:
         """Create a sampler, unless a retry has created it; return its id.
@@ -97,8 +101,10 @@ class Samplers:
         """
         id = f"{session}:sample:{number}"
         sampler = {"sampler_id": id, "base_model": base_model, "model_path": path}
-        if self._store.get(SAMPLER, id) not in (None, sampler):
+        if (previous := self._store.get(SAMPLER, id)) not in (None, sampler):
             raise RequestError(f"another sampler has the id {id}.", status=409)
+        if previous is None:
+            self._training.quotas.check_record(owner)
         self._store.put(SAMPLER, id, sampler, owner=owner, parent=session)
         return id
 
@@ -117,7 +123,8 @@ class Samplers:
         """Start to sample; return the id of the pending result."""
         key, adapter = (body.sampling_session_id, body.seq_id), None
         path = self.get(context.owner, body.sampling_session_id)["model_path"]
-        if (reply := self._replies.get(key, context.digest)) is not None:
+        replies = self._replies[context.owner]
+        if (reply := replies.get(key, context.digest)) is not None:
             return reply
         if path is not None:
             self._weights.get(path, context.owner)
@@ -132,7 +139,7 @@ class Samplers:
             pending.finish(error)
         names = [f"{pending.id}:{number}" for number in range(body.num_samples)]
         reply = {"request_id": pending.id, "sample_sequence_ids": names}
-        self._replies.put(key, context.digest, reply)
+        replies.put(key, context.digest, reply)
         return reply
 
     def _submit(self, body: Sample, adapter: str | None, pending: PendingResult) -> None:
@@ -152,7 +159,7 @@ class Samplers:
                 _score(bank.base.model, self._learner.head(), body, completions.message)
 
         pending.cancel = cancel
-        is_scored = body.prompt_logprobs or body.topk_prompt_logprobs
+        is_scored = body.prompt_logprobs or body.topk_prompt_logprobs or body.target_prompt_logprobs
         worker.submit(generations, score_prompt if is_scored else None)
 
 
@@ -162,6 +169,8 @@ def _generations(
     worker, model = training.worker, training.bank.base.model
     settings, ids = body.sampling_params, body.prompt.ids
     check_tokens(torch.tensor(ids, dtype=torch.long), model, "the prompt")
+    if (targets := body.target_prompt_logprobs) is not None:
+        check_targets(targets, len(ids), model)
     if max(body.topk_sample_logprobs, body.topk_prompt_logprobs) > vocabulary(model):
         raise RequestError(
             f"the vocabulary has {vocabulary(model)} tokens.", fix="Request fewer top tokens."
@@ -192,29 +201,86 @@ def _generations(
             completions.sender(number),
             texts,
             keeps_end=True,
+            owner=completions.owner,
         )
         for number, seed in enumerate(seeds)
     ]
 
 
+def check_targets(targets: Targets, num_tokens: int, model: Any) -> None:
+    """Check the tokens to score at the positions of a prompt.
+
+    Raises:
+        RequestError: Their rows do not match the prompt, or a token is not in the vocabulary.
+    """
+    if targets.shape[0] != num_tokens - 1:
+        raise RequestError(
+            f"target_prompt_logprobs has {targets.shape[0]:,} rows.",
+            found=f"The prompt has {num_tokens:,} tokens.",
+            fix="Send one row for each token but the first.",
+        )
+    tokens = torch.tensor(targets.data, dtype=torch.long)
+    check_tokens(tokens[tokens != NO_TARGET], model, "target_prompt_logprobs")
+
+
 def _score(model: Any, head: Head | None, body: Sample, message: Any) -> None:
     """Add the log-probabilities of a prompt's tokens to a message, in the worker's thread."""
     ids, k = torch.tensor(body.prompt.ids), body.topk_prompt_logprobs
-    first = max(1, len(ids) - (body.prompt_logprobs_last_n or len(ids)))
+    begin = max(1, len(ids) - (body.prompt_logprobs_last_n or len(ids)))
+    first = 1 if body.target_prompt_logprobs else begin
+    scored = _TargetScores(body.target_prompt_logprobs) if body.target_prompt_logprobs else None
     prompt_log_probs = [torch.full((first,), torch.nan)]
     top_ids, top_log_probs = [torch.zeros(first, k)], [torch.full((first, k), NO_TOKEN)]
     for logits, targets in _logits(model, head, ids, first):
         log_probs = logits.float().log_softmax(-1)
         targets = targets.to(log_probs.device)
+        if scored is not None:
+            scored.add(log_probs)
         prompt_log_probs.append(log_probs.gather(1, targets[:, None])[:, 0].cpu())
         if k:
             top = log_probs.topk(k)
             top_ids.append(top.indices.cpu())
             top_log_probs.append(top.values.cpu())
     if body.prompt_logprobs:
-        message.prompt_log_probs = bytes_of(torch.cat(prompt_log_probs))
+        values = torch.cat(prompt_log_probs)
+        values[:begin] = torch.nan
+        message.prompt_log_probs = bytes_of(values)
     if k:
-        set_topk(message.topk_prompt, torch.cat(top_ids), torch.cat(top_log_probs))
+        tokens, values = torch.cat(top_ids), torch.cat(top_log_probs)
+        tokens[:begin], values[:begin] = 0, NO_TOKEN
+        set_topk(message.topk_prompt, tokens, values)
+    if scored is not None:
+        scored.fill(message.targets)
+
+
+class _TargetScores:
+    """Log-probabilities of a client's tokens at the positions of a prompt."""
+
+    def __init__(self, targets: Targets) -> None:
+        self._targets, self._start = targets, 0
+        self._rows = torch.tensor(targets.rows, dtype=torch.long)
+        self._tokens = torch.tensor(targets.data, dtype=torch.long)
+        self._values = torch.zeros(len(self._tokens))
+
+    def add(self, log_probs: Tensor) -> None:
+        """Read the log-probabilities (n, V) of the next n positions."""
+        rows = self._rows - self._start
+        chosen = (rows >= 0) & (rows < len(log_probs)) & (self._tokens != NO_TARGET)
+        self._start += len(log_probs)
+        places = rows[chosen].to(log_probs.device), self._tokens[chosen].to(log_probs.device)
+        self._values[chosen] = log_probs[places].cpu()
+
+    def fill(self, message: Any) -> None:
+        """Fill a `Tensor` message in the layout of the request."""
+        message.dtype = NUMBERS[torch.float32]
+        message.shape.extend(self._targets.shape)
+        starts, columns = self._targets.sparse_crow_indices, self._targets.sparse_col_indices
+        if starts is None or columns is None:
+            message.dense = bytes_of(self._values)
+            return
+        message.sparse.values = bytes_of(self._values)
+        message.sparse.rows = bytes_of(starts, torch.int64)
+        message.sparse.columns = bytes_of(columns, torch.int64)
 
 
 def _logits(

@@ -17,7 +17,7 @@ from peftkit.errors import PeftkitError
 from peftkit.inference.engine import context_length
 from peftkit.serve.requests import RequestError
 from peftkit.serve.tinker import bodies
-from peftkit.serve.tinker.bodies import Lora, RequestContext
+from peftkit.serve.tinker.bodies import Lora, RequestContext, check_metadata
 from peftkit.serve.tinker.futures import Futures, OperationQueue, PendingResult, Result, Run
 from peftkit.serve.tinker.losses import loss_of, settings_of
 from peftkit.serve.tinker.rows import datums_of
@@ -29,8 +29,6 @@ from peftkit.serve.tinker.weights import Weights
 from peftkit.serve.tinker.wire import output_of
 from peftkit.serve.training import Training
 
-MAX_MODELS = 256
-"""Most models that are trained simultaneously."""
 IDLE_SECONDS = 3600.0
 """Seconds without requests or heartbeats after which a model may be dropped."""
 Reply = dict[str, Any]
@@ -64,7 +62,9 @@ class Service:
 
     def __init__(self, training: Training) -> None:
         self._training, self._store = training, training.store
-        self._futures, self.sessions = Futures(), Sessions(training.store)
+        self.limits, self._quotas = training.limits, training.quotas
+        self._futures = Futures(self.limits, self._quotas.num_keys)
+        self.sessions = Sessions(training.store, training.quotas)
         self._weights, self._tenants = Weights(training), Tenants(training)
         learner = self._tenants.learner
         self.samplers = Samplers(training, self._weights, learner, self._futures)
@@ -144,7 +144,9 @@ class Service:
         if id not in self._models:
             if self._store.get(MODEL, id) is not None:
                 raise self._missing(id, owner)
-            self._make_room()
+            self._make_room(owner)
+            self._quotas.check_record(owner)
+            check_metadata(body.user_metadata, self.limits)
             # without the queue limit: a model has one operation at a time in the worker's queue
             call = partial(self._training.worker.call, is_accepted=True)
             operations, now = OperationQueue(call, self._futures), time.time()
@@ -155,8 +157,8 @@ class Service:
         config = self._models[id].config
 
         def run() -> Result:
-            self._tenants.add(id, config, fresh=load is None)
             try:
+                self._tenants.add(id, config, fresh=load is None, owner=owner)
                 if load is not None:
                     load(id)
             except BaseException:
@@ -166,23 +168,32 @@ class Service:
 
         return self.submit(bodies.OperationBody(model_id=id, seq_id=0), context, lambda model: run)
 
-    def _make_room(self) -> None:
-        """At the limit, drop the model that has been idle for longest.
+    def _make_room(self, owner: str) -> None:
+        """At a limit, drop the model that has been idle for longest.
 
         Raises:
             RequestError: No model is idle.
         """
-        if len(self._models) < MAX_MODELS:
+        limit, models = self.limits.tinker_models, [*self._models.values()]
+        own, share = [each for each in models if each.owner == owner], self._quotas.share(limit)
+        if len(own) >= share:
+            models, limit = own, share
+        elif len(models) < limit:
             return
 
         def last_activity(model: Model) -> float:
             session = model.id.partition(":")[0]
             return max(model.last_request, self.sessions.last_heartbeat(session))
 
-        oldest = min(self._models.values(), key=last_activity)
+        oldest = min(models, key=last_activity)
         if time.time() - last_activity(oldest) < IDLE_SECONDS:
-            count = f"{MAX_MODELS} models are in training."
-            raise RequestError("there is no room for another model.", found=count, status=429)
+            whose = "of this key " if models is own else ""
+            raise RequestError(
+                "there is no room for another model.",
+                found=f"{limit} models {whose}are in training; the limit is tinker_models.",
+                fix="Unload a model first, or try again later.",
+                status=429,
+            )
         self.unload(bodies.OfModel(model_id=oldest.id), RequestContext(oldest.owner, "", 0))
 
     def _model(self, id: str, owner: str) -> Model:
@@ -270,7 +281,8 @@ class Service:
         loss = loss_of(message.loss)
         config = {name: value.text or value.number for name, value in message.config.items()}
         settings = settings_of(message.loss, config or dict(message.old_config))
-        rows = datums_of(message.data, loss, self._training.bank.base.model)
+        base = self._training.bank.base.model
+        rows = datums_of(message.data, loss, base, self.limits.tensor_bytes)
         forward, backward = self._tenants.learner.forward, not message.forward_only
 
         def run() -> Result:
@@ -327,6 +339,8 @@ class Service:
         is_unnamed: bool = False,
     ) -> None:
         """Save a model's current weights; see `Weights.save`."""
+        check_metadata(body.user_metadata, self.limits)
+        self._quotas.check_model(model.owner)
         self._weights.save(
             path,
             model.owner,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from typing import Any
 
+from peftkit.serve.quotas import Quotas
 from peftkit.serve.requests import RequestError
 from peftkit.serve.store import Store, new_id
-from peftkit.serve.tinker.bodies import NewSession, OfSession, RequestContext
+from peftkit.serve.tinker.bodies import NewSession, OfSession, RequestContext, check_metadata
 from peftkit.serve.tinker.futures import ReplyCache
 
 KIND = "tinker.session"
@@ -17,20 +19,23 @@ KIND = "tinker.session"
 class Sessions:
     """The sessions of all clients; each model and each sampler belongs to one."""
 
-    def __init__(self, store: Store) -> None:
-        self._store, self._replies = store, ReplyCache[dict[str, Any]]()
+    def __init__(self, store: Store, quotas: Quotas) -> None:
+        self._store, self._quotas = store, quotas
+        self._replies: defaultdict[str, ReplyCache[dict[str, Any]]] = defaultdict(ReplyCache)
         self._heartbeats: dict[str, float] = {}
 
     def create(self, body: NewSession, context: RequestContext) -> dict[str, Any]:
         """Create a session."""
-        key = context.owner, context.key or new_id("")
-        reply = self._replies.get(key, context.digest)
+        key, replies = context.key or new_id(""), self._replies[context.owner]
+        reply = replies.get(key, context.digest)
         if reply is None:
+            self._quotas.check_record(context.owner)
+            check_metadata({**body.user_metadata, "tags": body.tags}, self._quotas.limits)
             id = new_id("")
             document = {"session_id": id, "created": time.time(), **body.model_dump()}
             self._store.put(KIND, id, document, owner=context.owner)
             reply = {"type": "create_session", "session_id": id}
-            self._replies.put(key, context.digest, reply)
+            replies.put(key, context.digest, reply)
         return reply
 
     def heartbeat(self, body: OfSession, context: RequestContext) -> dict[str, Any]:

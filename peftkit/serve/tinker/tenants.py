@@ -5,8 +5,9 @@ All methods run in the worker's thread.
 
 from __future__ import annotations
 
+import logging
 import shutil
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -16,10 +17,10 @@ from torch import Tensor
 
 from peftkit.adapter import group_modules
 from peftkit.data.generation import default_style
-from peftkit.errors import AdapterError
+from peftkit.errors import AdapterError, RunError
 from peftkit.execution.environment import free_now
 from peftkit.execution.out_of_memory import is_out_of_memory, release_memory
-from peftkit.files.disk import sha256_of, write_json
+from peftkit.files.disk import is_disk_full, sha256_of, write_json
 from peftkit.files.tensors import read_tensors, specs_of, write_tensor_stream, write_tensors
 from peftkit.formats.folders import NOTES
 from peftkit.formats.guard import read_json
@@ -37,6 +38,7 @@ from peftkit.serve.training import Training
 from peftkit.tasks.tokens import CausalLMConfig
 
 T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
 
 ALPHA = 32
 """LoRA alpha of every adapter, for all ranks, as on Tinker's service."""
@@ -54,6 +56,7 @@ class Tenants:
         self.learner, self._fingerprint = Learner(base), base.fingerprint
         self._loaded: OrderedDict[str, Tenant] = OrderedDict()
         self._offloaded: dict[str, Tenant] = {}
+        self._owners: dict[str, str] = {}
         self._folder = training.folder / "tinker" / "away"
         shutil.rmtree(self._folder, ignore_errors=True)  # models do not survive a restart
         self._folder.mkdir(parents=True)
@@ -69,14 +72,14 @@ class Tenants:
             task=CausalLMConfig().saved(),
         )
 
-    def add(self, id: str, config: Lora, *, fresh: bool) -> None:
-        """Create a tenant; `fresh`: see `Learner.new`.
+    def add(self, id: str, config: Lora, *, fresh: bool, owner: str = "") -> None:
+        """Create a tenant of an owner; `fresh`: see `Learner.new`.
 
         Raises:
             TargetError: The base does not support its adapter.
         """
         method = LoRA(rank=config.rank, alpha=ALPHA, targets=self._targets(config))
-        seed = config.seed or 0
+        seed, self._owners[id] = config.seed or 0, owner
         self._loaded[id] = self._with_room(lambda: self.learner.new(method, seed, fresh=fresh))
         self._make_room(id, self._loaded[id].num_later)
 
@@ -104,6 +107,7 @@ class Tenants:
     def drop(self, id: str) -> None:
         """Remove a tenant, if it exists."""
         self._loaded.pop(id, None)
+        self._owners.pop(id, None)
         if self._offloaded.pop(id, None) is not None:
             self._path(id).unlink(missing_ok=True)
         release_memory()
@@ -129,20 +133,47 @@ class Tenants:
             try:
                 return work()
             except Exception as error:
-                others = [id for id in self._loaded if id != but]
+                others = self._others(but)
                 is_short = isinstance(error, DoesNotFit) or is_out_of_memory(error)
                 if not (others and is_short):
                     raise
             release_memory()
-            self._offload(others[0])
+            try:
+                self._offload(others[0])
+            except Exception as error:
+                if not is_disk_full(error):
+                    raise
+                raise RunError(
+                    "the server has no memory for this operation.",
+                    found="Other models stay in memory, since its disk is full.",
+                    fix="Try again later. The model is unchanged.",
+                ) from None
+
+    def _others(self, but: str) -> list[str]:
+        """Return the loaded tenants to offload, in order.
+
+        The owner with the most comes first, and then the least recently used tenant.
+        """
+        numbers = Counter(self._owners.get(id, "") for id in self._loaded)
+        others = [id for id in self._loaded if id != but]
+        return sorted(others, key=lambda id: -numbers[self._owners.get(id, "")])
 
     def _make_room(self, but: str, num_bytes: int) -> None:
-        """Offload tenants, least recently used first, until `num_bytes` are free."""
-        for id in [id for id in self._loaded if id != but]:
+        """Offload tenants until `num_bytes` are free and at most `MAX_LOADED` are loaded.
+
+        A full disk is no error here: the tenant may still fit in memory.
+        """
+        while others := self._others(but):
             free = free_now(self.learner.model.device)
             if len(self._loaded) <= MAX_LOADED and (free.memory is None or num_bytes < free.usable):
                 return
-            self._offload(id)
+            try:
+                self._offload(others[0])
+            except Exception as error:
+                if not is_disk_full(error):
+                    raise
+                _LOG.warning("a model stays in memory: the disk is full")
+                return
 
     def _offload(self, id: str) -> None:
         """Write a tenant to the disk, and free its memory."""

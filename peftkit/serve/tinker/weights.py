@@ -9,12 +9,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from peftkit.serve.quotas import MODEL, WEIGHTS
 from peftkit.serve.requests import RequestError
 from peftkit.serve.store import new_id
 from peftkit.serve.tinker.bodies import PATH
 from peftkit.serve.training import Training
 
-KIND = "tinker.weights"
+KIND = WEIGHTS
 TYPES = {"weights": "training", "sampler_weights": "sampler"}
 MAX_UNNAMED = 16
 """Most unnamed weights of one model; the oldest are deleted first."""
@@ -139,10 +140,9 @@ class Weights:
             self._remove(saved)
 
     def _remove(self, saved: dict[str, Any]) -> None:
-        with self._store.transaction():
-            self._store.delete(KIND, saved["path"])
-            self._models.withdraw(saved["path"])
-        shutil.rmtree(self._folder / saved["folder"], ignore_errors=True)
+        folder = self._folder / saved["folder"]
+        documents = [(KIND, saved["path"]), (MODEL, saved["path"])]
+        self._store.discard(documents, lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def described(saved: dict[str, Any]) -> dict[str, Any]:

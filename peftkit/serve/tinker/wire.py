@@ -33,7 +33,8 @@ ForwardBackward: model_id string 1, seq_id int32 2, data *Datum 3, loss string 4
 old_config {double} 5, forward_only bool 6, config {Setting} 7
 Topk: ids bytes 1, log_probs bytes 2, k uint32 3, length uint32 4
 Sequence: stop_reason int32 1, tokens bytes 2, log_probs bytes 3, topk Topk 4
-Sampled: sequences *Sequence 1, prompt_log_probs bytes 2, topk_prompt Topk 3, cache_hits int32 4
+Sampled: sequences *Sequence 1, prompt_log_probs bytes 2, topk_prompt Topk 3, cache_hits int32 4, \
+targets Tensor 5
 """
 """One message per line. Fields: name, type, number. *type: repeated; {type}: map from strings."""
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -21,20 +24,21 @@ from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.serve.answers import status_of
 from peftkit.serve.generation import Generation, Output
 from peftkit.serve.requests import RequestError
+from peftkit.serve.threads import DaemonThreads
 from peftkit.serve.training import Dialect, Training
 from peftkit.serve.tuning.bodies import GraderBody, GraderRun, JobBody
 from peftkit.serve.tuning.documents import CHECKPOINT, JOB
 from peftkit.serve.tuning.files import Files
+from peftkit.serve.tuning.grader_process import ProcessCode
 from peftkit.serve.tuning.jobs import ACTIONS, Jobs
 from peftkit.serve.tuning.pages import Page, body_of
 from peftkit.serve.tuning.recipes import grader_of
 from peftkit.tasks.rewards.grading import Answered, Grading
-from peftkit.tasks.user_code import UserCode
+
+T, R = TypeVar("T"), TypeVar("R")
 
 JOBS = "/v1/fine_tuning/jobs"
 GRADERS = "/v1/fine_tuning/alpha/graders"
-CODE_SECONDS = 60.0
-"""Time limit of a client's grader function on one answer."""
 
 
 def dialect(training: Training) -> Dialect:
@@ -46,7 +50,8 @@ def dialect(training: Training) -> Dialect:
         files.tidy()
         jobs.resume()
 
-    return Dialect(_routes(files, _Api(training, jobs)), on_start)
+    api = _Api(training, jobs)
+    return Dialect(_routes(files, api), on_start, api.close)
 
 
 def _routes(files: Files, api: _Api) -> list[BaseRoute]:
@@ -70,9 +75,17 @@ def _routes(files: Files, api: _Api) -> list[BaseRoute]:
 class _Api:
     def __init__(self, training: Training, jobs: Jobs) -> None:
         self._training, self._store, self._jobs = training, training.store, jobs
+        self._limits = training.limits
+        # not asyncio's threads: uploads and the end of the server need those
+        self._graders = DaemonThreads(training.limits.graders, "peftkit-graders")
+        self._num_graders = 0
+
+    def close(self) -> None:
+        """Drop graders that wait."""
+        self._graders.shutdown()
 
     async def create(self, request: Request) -> Response:
-        body = await body_of(request, JobBody)
+        body = await body_of(request, JobBody, self._limits)
         job = await asyncio.to_thread(self._jobs.create, body, request.state.owner)
         return JSONResponse(job)
 
@@ -105,22 +118,48 @@ class _Api:
     # Graders.
 
     async def validate(self, request: Request) -> Response:
-        body = await body_of(request, GraderBody)
-        with tempfile.TemporaryDirectory() as folder:
-            await asyncio.to_thread(grader_of, body.grader, self._training, Path(folder))
+        body = await body_of(request, GraderBody, self._limits)
+        await self._in_thread(self._check_grader, body.grader)
         return JSONResponse({"grader": body.grader})
 
-    async def grade(self, request: Request) -> Response:
-        body = await body_of(request, GraderRun)
-        return JSONResponse(await asyncio.to_thread(self._graded, body))
+    def _check_grader(self, grader: dict[str, Any]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            grader_of(grader, self._training, Path(folder))
 
-    def _graded(self, body: GraderRun) -> dict[str, Any]:
+    async def grade(self, request: Request) -> Response:
+        body = await body_of(request, GraderRun, self._limits)
+        return JSONResponse(await self._in_thread(partial(self._graded, request.state.owner), body))
+
+    async def _in_thread(self, work: Callable[[T], R], body: T) -> R:
+        """Return the result of a function in a thread for graders.
+
+        Raises:
+            RequestError: 429: too many graders wait.
+        """
+        if self._num_graders >= 2 * self._limits.graders:
+            raise RequestError(
+                "too many graders wait.",
+                found=f"{self._num_graders} wait or run; the server's limit is graders.",
+                fix="Try again later.",
+                status=429,
+                code="graders",
+            )
+        self._num_graders += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await asyncio.shield(loop.run_in_executor(self._graders, work, body))
+        finally:
+            self._num_graders -= 1
+
+    def _graded(self, owner: str, body: GraderRun) -> dict[str, Any]:
         """Return the grade of an answer in OpenAI's format."""
         began = time.monotonic()
         try:
             with tempfile.TemporaryDirectory() as folder:
                 grader = grader_of(body.grader, self._training, Path(folder))
-                grading = Grading(grader, self._complete, CODE_SECONDS, UserCode())
+                seconds = float(self._limits.grader_seconds)
+                complete = partial(self._complete, owner=owner, until=began + seconds)
+                grading = Grading(grader, complete, seconds, ProcessCode())
                 (grade,) = grading.grades([Answered(body.model_sample, body.item, "the item")])
         except RunError as error:
             raise RequestError(error.problem, found=error.found, fix=error.fix) from None
@@ -141,18 +180,34 @@ class _Api:
             "model_grader_token_usage_per_model": {},
         }
 
-    def _complete(self, conversations: Any, settings: Any) -> list[str]:
-        """Return the base's completion of a conversation, from the worker's shared batch."""
+    def _complete(
+        self, conversations: Any, settings: Any, *, owner: str, until: float
+    ) -> list[str]:
+        """Return the base's completion of a conversation, from the worker's shared batch.
+
+        Args:
+            until: When `time.monotonic()` ends it.
+        """
         (turns,), worker = conversations, self._training.worker
         tokenizer, style = self._training.bank.base.tokenizer, Style("chat")
-        ids = worker.call(lambda: prompt_ids(tokenizer, turns, style)).result()
+        prompt = worker.call(lambda: prompt_ids(tokenizer, turns, style))
+        try:
+            ids = prompt.result(max(0.0, until - time.monotonic()))
+        except FutureTimeout:
+            prompt.cancel()
+            raise self._too_slow() from None
         sampling = Sampling(**settings, stops=stop_ids(tokenizer, style))
         outputs: SimpleQueue[Output | Exception] = SimpleQueue()
         request = EngineRequest(ids, sampling, seed_of(sampling, 0))
-        worker.submit([Generation(request, outputs.put)])
+        generation = Generation(request, outputs.put, owner=owner)
+        worker.submit([generation])
         text, has_ended = "", False
         while not has_ended:
-            output = outputs.get()
+            try:
+                output = outputs.get(timeout=max(0.0, until - time.monotonic()))
+            except Empty:
+                generation.cancel()
+                raise self._too_slow() from None
             if isinstance(output, Exception):  # an error of the model, not of the grader
                 assert isinstance(output, PeftkitError)
                 raise RequestError(
@@ -160,6 +215,15 @@ class _Api:
                 )
             text, has_ended = text + output.text, output.reason is not None
         return [text]
+
+    def _too_slow(self) -> RequestError:
+        return RequestError(
+            "the grader took too long.",
+            found=f"It may take {self._limits.grader_seconds} seconds; the server may be busy.",
+            fix="Try again later.",
+            status=429,
+            code="grader_seconds",
+        )
 
 
 PROBLEMS = (

@@ -12,20 +12,17 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from peftkit.files.disk import is_disk_full, replacing, write_bytes_atomic
+from peftkit.files.disk import is_disk_full, replacing, sha256_of, write_bytes_atomic
 from peftkit.files.multipart import Form, FormError
-from peftkit.serve.limits import DEFAULTS
+from peftkit.serve.quotas import FILE
 from peftkit.serve.requests import RequestError
 from peftkit.serve.store import new_id
 from peftkit.serve.training import Training
 from peftkit.serve.tuning.documents import JOB
 from peftkit.serve.tuning.pages import Page
+from peftkit.serve.tuning.rows import JobError
 
-KIND, PURPOSE, RESULTS = "file", "fine-tune", "fine-tune-results"
-MAX_UPLOAD = DEFAULTS.upload_bytes
-"""Most bytes of an uploaded file."""
-MAX_FILES = 1000
-"""Most files of one owner."""
+KIND, PURPOSE, RESULTS = FILE, "fine-tune", "fine-tune-results"
 
 
 class Files:
@@ -33,6 +30,7 @@ class Files:
 
     def __init__(self, training: Training) -> None:
         self._store, self.folder = training.store, training.folder.resolve() / "files"
+        self._quotas, self._max_bytes = training.quotas, training.limits.upload_bytes
         self.folder.mkdir(exist_ok=True)
 
     def tidy(self) -> None:
@@ -52,7 +50,7 @@ class Files:
             RequestError: The file does not exist, or has another owner.
         """
         file = self._store.get(KIND, id, owner)
-        if file is None:
+        if file is None or not self.path(id).is_file():
             raise RequestError(
                 f"there is no file '{id[:80]}'.", status=404, code="file_not_found", param=param
             )
@@ -65,8 +63,22 @@ class Files:
         self._put(id, len(content), name, purpose, owner)
         return id
 
+    def check(self, id: str) -> None:
+        """Compare a file with its hash.
+
+        Raises:
+            JobError: The file is damaged or missing.
+        """
+        file, path = self._store.get(KIND, id), self.path(id)
+        digest = (file or {}).get("sha256")  # files of older servers have none
+        if not path.is_file() or digest not in (None, sha256_of(path)):
+            problem = "damaged" if path.is_file() else "missing"
+            raise JobError("file_damaged", f"The file {id} is {problem} on the server.")
+
     def _put(self, id: str, size: int, name: str, purpose: str, owner: str) -> dict[str, Any]:
+        """Store the document of a file that is on the disk."""
         body = {
+            "sha256": sha256_of(self.path(id)),
             "id": id,
             "object": "file",
             "bytes": size,
@@ -82,13 +94,12 @@ class Files:
 
     async def upload(self, request: Request) -> Response:
         owner = request.state.owner
-        if len(await asyncio.to_thread(self._store.all, KIND, owner)) >= MAX_FILES:
-            raise RequestError(f"there are {MAX_FILES} files already.", fix="Delete a file first.")
+        await asyncio.to_thread(self._quotas.check_file, owner)
         id = new_id("file-")
         with _report_full_disk(), ExitStack() as stack:
-            file = stack.enter_context(replacing(self.path(id), MAX_UPLOAD))
+            file = stack.enter_context(replacing(self.path(id), self._max_bytes))
             try:
-                form = Form(request.headers.get("content-type", ""), file, MAX_UPLOAD)
+                form = Form(request.headers.get("content-type", ""), file, self._max_bytes)
                 async for chunk in request.stream():
                     form.feed(chunk)
                 form.close()
@@ -100,6 +111,7 @@ class Files:
                     error.problem, found=error.found, status=status, param=error.part
                 ) from None
             _check_fields(form.fields)
+            await asyncio.to_thread(self._quotas.check_bytes, owner, form.num_bytes)
             await asyncio.to_thread(stack.close)  # syncs the file to the disk
         file_fields = form.num_bytes, form.filename or "", PURPOSE, owner
         return JSONResponse(await asyncio.to_thread(self._put, id, *file_fields))
@@ -118,6 +130,10 @@ class Files:
 
     def content(self, request: Request) -> Response:
         file = self.get(request.path_params["id"], request.state.owner)
+        try:
+            self.check(file["id"])
+        except JobError as error:
+            raise RequestError(error.problem, fix="Upload it again.", status=500) from None
         return FileResponse(self.path(file["id"]), media_type="application/octet-stream")
 
     def delete(self, request: Request) -> Response:
@@ -127,8 +143,7 @@ class Files:
             if id in (job["training_file"], job["validation_file"]) and not job["finished_at"]:
                 text = f"the file is in use by the job {job['id']}."
                 raise RequestError(text, fix="Cancel the job first.", code="file_in_use")
-        self._store.delete(KIND, id)
-        self.path(id).unlink(missing_ok=True)
+        self._store.discard([(KIND, id)], lambda: self.path(id).unlink(missing_ok=True))
         return JSONResponse({"id": id, "object": "file", "deleted": True})
 
 

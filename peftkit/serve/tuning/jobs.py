@@ -26,15 +26,15 @@ from peftkit.base.new_tokens import unknown_tokens
 from peftkit.config.schema import dump_yaml, load
 from peftkit.config.strict_yaml import printable
 from peftkit.errors import CheckpointError, DataError, PeftkitError
-from peftkit.events import ignore
+from peftkit.events import Listener
 from peftkit.execution.signals import Interrupted, pause_points
-from peftkit.files.disk import new_folder, write_text
+from peftkit.files.disk import new_folder, sha256_of, write_text
 from peftkit.formats import folders
 from peftkit.formats.folders import CONFIG, NOTES, RECIPE, TENSORS
 from peftkit.recipe import Recipe
 from peftkit.report.history import read_history
 from peftkit.run import run
-from peftkit.serve.limits import DEFAULTS
+from peftkit.serve.models import KEPT
 from peftkit.serve.requests import RequestError
 from peftkit.serve.store import StoreError, full_disk_as_store_error, new_id
 from peftkit.serve.training import Training
@@ -64,10 +64,6 @@ ACTIONS = {
 """Actions of clients: the new status of the job, and the statuses that allow the action."""
 
 _LOG = logging.getLogger(__name__)
-MAX_JOBS = 64
-"""Most jobs of one owner that wait or run."""
-MAX_DEATHS = DEFAULTS.job_deaths
-"""Times that the process may end during a job, since its last checkpoint, before the job fails."""
 OF_BASE = tuple(name for name in BaseConfig.model_fields if name not in ("store", "placement"))
 """Base settings that affect a job's weights."""
 START = "start"
@@ -85,12 +81,21 @@ class Jobs:
 
     def __init__(self, training: Training, files: Files) -> None:
         self._training, self._store, self._files = training, training.store, files
+        self._limits = training.limits
         base = training.bank.base
         self._server_base = {"model": base.name, "fingerprint": base.fingerprint}
         self._validation = threading.Lock()  # validates the rows of one job at a time
         self._queue_lock, self._queued = threading.Lock(), set[str]()  # ids queued at the worker
         self._num_tries = Counter[str]()  # of jobs that met a full disk
         rename_old_fields(self._store)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Remove incomplete folders of a killed server (`files.disk.new_folder`)."""
+        jobs = self._training.folder.resolve() / "jobs"
+        for path in [*jobs.glob(f"*/.{START}-*"), *jobs.glob(f"*/{KEPT}/.step-*")]:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
 
     def folder(self, id: str) -> Path:
         """Return the folder of a job's run."""
@@ -116,6 +121,8 @@ class Jobs:
                 wait.
         """
         id = new_id("ftjob-")
+        self._training.quotas.check_model(owner)
+        self._training.quotas.check_record(owner)
         self._training.models.inner(body.model, owner)  # raises if the model does not exist
         for param in ("training_file", "validation_file"):
             if (file := getattr(body, param)) is not None:
@@ -135,10 +142,10 @@ class Jobs:
         response = body.as_job(id, secrets.randbelow(2**31))
         with self._store.transaction():
             num_waiting = sum(not _has_ended(job) for job in self._store.all(JOB, owner))
-            if num_waiting >= MAX_JOBS:
+            if num_waiting >= self._limits.key_jobs:
                 raise RequestError(
                     "too many jobs wait.",
-                    found=f"{num_waiting} jobs wait or run; the limit is {MAX_JOBS}.",
+                    found=f"{num_waiting} jobs wait or run; the limit is {self._limits.key_jobs}.",
                     fix="Try again when a job has ended.",
                     status=429,
                     code="queue_full",
@@ -196,10 +203,11 @@ class Jobs:
 
     def resume(self) -> None:
         """Resume the jobs that had not ended when the last server stopped."""
+        deaths = self._limits.job_deaths
         for job in self._store.all(JOB):
             status, id = job["response"]["status"], job["response"]["id"]
-            if status not in ENDED and job.get("attempts", 0) >= MAX_DEATHS:
-                text = f"The server's process ended {MAX_DEATHS} times during this job."
+            if status not in ENDED and job.get("attempts", 0) >= deaths:
+                text = f"The server's process ended {deaths} times during this job."
                 self._fail(id, "server_error", text)
             elif status == "validating_files":
                 self._start_validation(id)
@@ -242,10 +250,10 @@ class Jobs:
             grader = grader_of(body.grader, self._training, folder)
         fields = fields_of(grader) if grader else ()
         file, valid = self._files.path(body.training_file), None
-        num_rows = count_rows(file, body.kind, fields)
+        num_rows = count_rows(file, body.kind, fields, limits=self._limits)
         if body.validation_file is not None:
             valid = self._files.path(body.validation_file)
-            count_rows(valid, body.kind, fields, param="validation_file")
+            count_rows(valid, body.kind, fields, param="validation_file", limits=self._limits)
         start: Path | None = folder / START
         if not (folder / START).exists():
             start = self._training.models.folder(body.model, self._store.owner(JOB, id))
@@ -265,6 +273,7 @@ class Jobs:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(dump_yaml(recipe, only_set=True), folder / RECIPE)
         with changing(self._store, id) as job:
+            job["recipe"] = sha256_of(folder / RECIPE)
             response = job["response"]
             if response["status"] == "validating_files":  # a client may have cancelled it
                 response |= {"status": "queued", "hyperparameters": hyperparameters}
@@ -334,6 +343,8 @@ class Jobs:
             progress.flush()
         except StoreError:
             raise
+        except JobError as error:
+            self._fail(id, error.code, error.problem, error.param)
         except DataError as error:
             self._fail(id, "invalid_training_file", self._public(id, error), "training_file")
         except PeftkitError as error:
@@ -344,7 +355,8 @@ class Jobs:
     def _train(self, id: str, progress: JobProgress) -> None:
         """Run a job's recipe over the server's base, even if its base settings differ."""
         folder, server_base = self.folder(id), self._training.options.base
-        resume, recipe = _has_checkpoint(folder), load(Recipe, folder / RECIPE)
+        self._check_inputs(id)
+        resume, recipe = _has_checkpoint(folder, progress.on_event), load(Recipe, folder / RECIPE)
         pairs = {n: (getattr(recipe.base, n), getattr(server_base, n)) for n in OF_BASE}
         changed = {f"base.{name}": pair for name, pair in pairs.items() if pair[0] != pair[1]}
         if changed and not resume:  # a resumed run reports changed settings itself
@@ -360,6 +372,23 @@ class Jobs:
                 base=self._training.bank.base,
                 on_event=progress.on_event,
             )
+
+    def _check_inputs(self, id: str) -> None:
+        """Compare a job's recipe and files with the hashes in the store.
+
+        Raises:
+            JobError: One of them is damaged or missing.
+        """
+        job, path = self._store.get(JOB, id), self.folder(id) / RECIPE
+        assert job is not None
+        digest = job.get("recipe")  # jobs of older servers have none
+        if not path.is_file() or digest not in (None, sha256_of(path)):
+            problem = "damaged" if path.is_file() else "missing"
+            text = f"The job's {RECIPE} is {problem} on the server."
+            raise JobError("recipe_damaged", text)
+        for name in ("training_file", "validation_file"):
+            if (file := job["response"][name]) is not None:
+                self._files.check(file)
 
     def _waits_for_base(self, id: str) -> bool:
         """Return whether a job was created over another base than the server's; log that."""
@@ -427,6 +456,7 @@ class Jobs:
             *(self._files.path(name) for name in names if name),
             self.folder(id),
             self._training.folder.resolve(),
+            *(self._training.bank.file(name).folder for name in self._training.bank.names),
         )
 
 
@@ -434,9 +464,10 @@ def _has_ended(job: dict[str, Any]) -> bool:
     return job["response"]["status"] in ENDED
 
 
-def _has_checkpoint(folder: Path) -> bool:
+def _has_checkpoint(folder: Path, on_event: Listener) -> bool:
+    """Return whether a run has a valid checkpoint; report damaged ones."""
     try:
-        Checkpoints(folder, keep=1).newest_valid(ignore)
+        Checkpoints(folder, keep=1).newest_valid(on_event)
     except CheckpointError:
         return False
     return True

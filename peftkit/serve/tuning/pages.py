@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from peftkit.serve.body import bounded_body
+from peftkit.serve.limits import Limits
 from peftkit.serve.requests import RequestError, read_body
 
-MAX_BODY = 1 << 20
-"""Bytes of a request without a file."""
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -57,14 +56,11 @@ class Page(NamedTuple):
         return JSONResponse({"object": "list", "data": data, "has_more": has_more, **ends})
 
 
-async def body_of(request: Request, kind: type[M]) -> M:
+async def body_of(request: Request, kind: type[M], limits: Limits) -> M:
     """Return the validated body of a request.
 
     Raises:
         RequestError: The body is too long, or as `read_body`.
     """
-    try:
-        data = await bounded_body(request, MAX_BODY)
-    except ClientDisconnect:
-        raise RequestError("the client disconnected before the end of its request.") from None
+    data = await bounded_body(request, limits.max_body)
     return await asyncio.to_thread(read_body, data, kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import shutil
+import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,10 +21,11 @@ from peftkit.events import (
     StepDone,
     Table,
 )
-from peftkit.execution.signals import stop_here
+from peftkit.execution.signals import Interrupted, stop_here
 from peftkit.files.disk import new_folder
 from peftkit.formats.folders import CONFIG, NOTES, START, TENSORS
 from peftkit.report.history import History, read_history
+from peftkit.serve.models import KEPT
 from peftkit.serve.store import new_id
 from peftkit.serve.training import Training
 from peftkit.serve.tuning.documents import CHECKPOINT, JOB, add_event, add_warning_once, changing
@@ -33,6 +35,8 @@ MAX_CHECKPOINTS = 3
 """Most checkpoints of a job that are served as models: the newest ones, at ends of epochs."""
 PRINTED_STEPS = 10
 """Approximate number of steps of a run that the server prints."""
+UNUSED = "fields not used"
+"""Label of a table of rows (`tasks.row_loader`)."""
 PAUSE_SECONDS = 0.1
 """Time between two turns while rows are prepared."""
 TURNS = (StepDone, EvalDone, Saved, RolledOut, Progress)
@@ -60,9 +64,18 @@ class JobProgress:
         self._step: StepDone | None = None
         self._num_steps = 1
         self._last_turn = time.monotonic()
+        self._has_stepped = False
 
     def on_event(self, event: Event) -> None:
-        """Handle an event of the run."""
+        """Handle an event of the run.
+
+        Raises:
+            Interrupted: A client stopped the job, and the run has not taken a step since its
+                start: nothing needs saving.
+        """
+        if not self._has_stepped and not self._is_wanted():
+            raise Interrupted(signal.SIGTERM, "stopped before the first step.")
+        self._has_stepped = self._has_stepped or isinstance(event, StepDone)
         if isinstance(event, StepDone):
             self.flush()
             self._step = event
@@ -95,12 +108,15 @@ class JobProgress:
         """Stop the run if a client requested that; then serve waiting requests."""
         self._last_turn = math.inf  # rendering for a request is no pause
         try:
-            job = self._store.get(JOB, self._id)
-            if job is None or job["response"]["status"] != "running":
+            if not self._is_wanted():
                 stop_here()
             self._yield_model()
         finally:
             self._last_turn = time.monotonic()
+
+    def _is_wanted(self) -> bool:
+        job = self._store.get(JOB, self._id)
+        return job is not None and job["response"]["status"] == "running"
 
     def flush(self, valid: Mapping[str, float] | None = None) -> None:
         """Record the last step, with the metrics of an evaluation after it."""
@@ -131,11 +147,14 @@ class JobProgress:
             self._publish_checkpoint(start)  # a killed server may not have published it
 
     def _warn_of_rows(self, table: Table) -> None:
-        """Warn of truncated and dropped rows."""
+        """Warn of truncated and dropped rows, and of fields that nothing reads."""
+        name = Path(table.source).stem
+        if unused := dict(row[:2] for row in table.rows).get(UNUSED):
+            add_warning_once(self._store, self._id, f"Fields of {name} are not used: {unused}.")
         cut, dropped = (table.counts.get(name, 0) for name in ("num_cut", "num_dropped"))
         if cut or dropped:
             text = (
-                f"{cut} rows of {Path(table.source).stem} exceed the model's context and were "
+                f"{cut} rows of {name} exceed the model's context and were "
                 f"truncated; {dropped} rows without target tokens were dropped."
             )
             add_warning_once(self._store, self._id, text)
@@ -146,7 +165,7 @@ class JobProgress:
         published = self._store.all(CHECKPOINT, parent=self._id)
         if not 0 < epoch < self._epochs or any(each["epoch"] >= epoch for each in published):
             return
-        folder = self._folder / "kept" / f"step-{step}"
+        folder = self._folder / KEPT / f"step-{step}"
         folder.parent.mkdir(exist_ok=True)
         with new_folder(folder, last=CONFIG) as new:
             checkpoint = self._folder / "checkpoints" / f"step-{step}"
@@ -182,7 +201,7 @@ class JobProgress:
             with self._store.transaction():
                 self._training.models.withdraw(old["fine_tuned_model_checkpoint"])
                 self._store.delete(CHECKPOINT, old["id"])
-            shutil.rmtree(self._folder / "kept" / f"step-{old['step_number']}", ignore_errors=True)
+            shutil.rmtree(self._folder / KEPT / f"step-{old['step_number']}", ignore_errors=True)
 
 
 def results(history: History) -> bytes:

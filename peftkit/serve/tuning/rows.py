@@ -14,10 +14,9 @@ from peftkit.data.preferences import OPENAI_SIDES, SIDES, read_pair
 from peftkit.data.prompts import read_prompts
 from peftkit.data.records import Record, iterate_records
 from peftkit.errors import DataError, PeftkitError, first_few
-from peftkit.serve.limits import DEFAULTS
+from peftkit.serve.limits import DEFAULTS, Limits
 from peftkit.serve.tuning.bodies import Kind
 
-LINE_BYTES, ROW_WORK = DEFAULTS.line_bytes, DEFAULTS.row_work
 MIN_ROWS = {"supervised": 10, "dpo": 10, "reinforcement": 1}
 """Fewest rows of a training file."""
 MAX_REPORTED = 5
@@ -41,7 +40,12 @@ class JobError(PeftkitError):
 
 
 def count_rows(
-    path: Path, method: Kind, fields: Collection[str] = (), *, param: str = "training_file"
+    path: Path,
+    method: Kind,
+    fields: Collection[str] = (),
+    *,
+    param: str = "training_file",
+    limits: Limits = DEFAULTS,
 ) -> int:
     """Validate all rows of a file for a method; return their number.
 
@@ -52,14 +56,14 @@ def count_rows(
     Raises:
         JobError: The file is not readable, or has bad rows or too few rows.
     """
-    _check_lines(path, param)
+    _check_lines(path, param, limits.line_bytes)
     number, num_bad, problems = 0, 0, list[str]()
     first = ""
     try:
         for record in iterate_records(str(path)):
             number += 1
             first = first or str(detect(record.fields))
-            if problem := _problem(record, method, fields, first):
+            if problem := _problem(record, method, fields, first, limits.row_work):
                 num_bad += 1
                 if num_bad <= MAX_REPORTED:
                     problems.append(f"Line {record.source.rpartition(':')[2]}: {problem}")
@@ -77,11 +81,11 @@ def count_rows(
     return number
 
 
-def _check_lines(path: Path, param: str) -> None:
+def _check_lines(path: Path, param: str, max_bytes: int) -> None:
     """Refuse a file with a long line or JSON array: parsed, it takes about 30 times the memory.
 
     Raises:
-        JobError: A line, or the array, has more than `LINE_BYTES`.
+        JobError: A line, or the array, has more than `max_bytes`.
     """
     line, length = 1, 0
     with open(path, "rb") as file:
@@ -89,26 +93,30 @@ def _check_lines(path: Path, param: str) -> None:
         file.seek(0)
         while chunk := file.readline(1 << 20):
             length += len(chunk)
-            if length > LINE_BYTES:
+            if length > max_bytes:
                 what = "The JSON array" if is_array else f"Line {line}"
-                text = f"{what} has more than {LINE_BYTES:,} bytes. Write one row per line."
+                text = f"{what} has more than {max_bytes:,} bytes. Write one row per line."
                 raise JobError("invalid_file_format", text, param)
             if chunk.endswith(b"\n") and not is_array:
                 line, length = line + 1, 0
 
 
-def _is_costly(fields: Mapping[str, Any]) -> bool:
+def _is_costly(fields: Mapping[str, Any], max_work: int) -> bool:
     """Return whether a conversation takes too long to render: each turn renders those before it."""
     source = fields.get("input", fields)
     messages = source.get("messages") if isinstance(source, Mapping) else None
     if not isinstance(messages, list) or len(messages) <= MANY_MESSAGES:
         return False
-    return len(json.dumps(messages)) * len(messages) > ROW_WORK
+    return len(json.dumps(messages)) * len(messages) > max_work
 
 
-def _problem(record: Record, method: Kind, fields: Collection[str], first: str) -> str:
+def _problem(
+    record: Record, method: Kind, fields: Collection[str], first: str, max_work: int
+) -> str:
     """Return why a row cannot be used; "" for a valid row."""
-    if _is_costly(record.fields):
+    if "functions" in record.fields:
+        return "functions: the field is deprecated; use tools and tool_calls."
+    if _is_costly(record.fields, max_work):
         return "the conversation has too many messages for its length; split it."
     try:
         if method == "dpo":

@@ -27,14 +27,14 @@ def serve(llama: Any, tokenizer: Any, tmp_path: Path) -> Iterator[Serve]:
     """Start servers over one base and one folder, consecutively."""
     with ExitStack() as stack:
 
-        def started(**named: Any) -> TestClient:
+        def started(*, limits: Limits | None = None, **named: Any) -> TestClient:
             stack.close()
             take_off(llama)
             options = TrainingOptions(folder=tmp_path / "state", base=BaseConfig(model="tiny"))
             app = make_app(
                 AdapterBank(tiny_base(llama, tokenizer)),
                 training=options,
-                limits=Limits(max_waiting=512),
+                limits=limits or Limits(max_waiting=512),
                 **named,
             )
             return stack.enter_context(TestClient(app, base_url=HERE))

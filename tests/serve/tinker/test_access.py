@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
+from peftkit.serve.limits import Limits
 from peftkit.serve.tinker import api, rows, wire
 from peftkit.serve.tinker.bodies import OperationBody
 from tests.helpers.wire_client import API, Client, datum, message
@@ -154,16 +155,15 @@ def test_hostile_requests_are_refused_and_nothing_is_lost(client):
     assert client.load(path, optimizer=True).forward(DATA)[0] == before
 
 
-def test_long_or_compressed_bodies_fail(client, monkeypatch):
+def test_long_or_compressed_bodies_fail(serve):
+    client = Client(serve(limits=Limits(tinker_body=300, tinker_datums=50)))
     model = client.model()
     headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "zstd"}
     body = message(model.id, 1, DATA)
     sent = client.http.post(f"{API}/forward_backward", content=body, headers=headers)
     assert sent.status_code == 415
-    monkeypatch.setattr(api, "MAX_PROTOBUF", 50)
-    monkeypatch.setattr(api, "MAX_BODY", 50)
     assert model.send(body).status_code == 413
-    assert client.ask("create_session", tags=["x" * 60]).status_code == 413
+    assert client.ask("create_session", tags=["x" * 300]).status_code == 413
 
 
 def test_bodies_are_checked_off_the_loop(client, monkeypatch):
@@ -183,7 +183,8 @@ def test_bodies_are_checked_off_the_loop(client, monkeypatch):
     assert client.sample(client.sampler(), [5, 6, 7]).sequences
 
 
-def test_sparse_tensors_have_a_dense_bound(client, monkeypatch):
+def test_sparse_tensors_have_a_dense_bound(serve):
+    client = Client(serve(limits=Limits(tensor_bytes=200_000)))
     model = client.model()
     body = wire.MESSAGES["ForwardBackward"](model_id=model.id, seq_id=1, loss="cross_entropy")
     for _ in range(3):
@@ -194,7 +195,6 @@ def test_sparse_tensors_have_a_dense_bound(client, monkeypatch):
             tensor.dtype = wire.NUMBERS[dtype]
             tensor.shape.extend((64, 100))
             tensor.sparse.rows = wire.bytes_of([0] * 65, torch.int64)
-    monkeypatch.setattr(rows, "MAX_BYTES", 200_000)
     data = body.SerializeToString()
     assert len(data) < 10_000
     failed = client.retrieve(model.send(data).json()["request_id"])

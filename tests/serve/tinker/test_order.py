@@ -9,9 +9,10 @@ import pytest
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
 from peftkit.serve import worker
+from peftkit.serve.limits import Limits
 from peftkit.serve.tinker import api, futures, service
 from peftkit.serve.tinker.futures import Futures, OperationQueue, ReplyCache
-from tests.helpers.wire_client import datum, message, read
+from tests.helpers.wire_client import Client, datum, message, read
 
 DATA = [datum([5, 6, 7, 8]), datum([9, 10, 11])]
 
@@ -107,8 +108,8 @@ def test_a_lost_client_frees_its_queue(client, monkeypatch):
     assert "did not arrive" in client.retrieve(waiting)["error"]
 
 
-def test_an_idle_model_makes_room_for_new(client, monkeypatch):
-    monkeypatch.setattr(service, "MAX_MODELS", 2)
+def test_an_idle_model_makes_room_for_new(serve, monkeypatch):
+    client = Client(serve(limits=Limits(tinker_models=2)))
     first, second = client.model(), client.model()
     asked = {"session_id": client.session, "base_model": "base", "lora_config": {"rank": 2}}
     refused = client.ask("create_model", model_seq_id=7, **asked)
@@ -147,9 +148,8 @@ def test_a_model_has_one_operation_in_the_queue_at_a_time():
     assert told == [0, 1, 2]
 
 
-def test_a_full_queue_refuses_all_but_dependencies(monkeypatch):
-    monkeypatch.setattr(futures, "MAX_WAITING_BYTES", 100)
-    queue, kept = Queue(), Futures()
+def test_a_full_queue_refuses_all_but_dependencies():
+    queue, kept = Queue(), Futures(Limits(operation_bytes=100))
     order = OperationQueue(queue.call, kept)
     order.submit(1, "", "", dict, 60)
     order.submit(2, "", "", dict, 40)
@@ -162,8 +162,8 @@ def test_a_full_queue_refuses_all_but_dependencies(monkeypatch):
     order.submit(3, "", "", dict, 99)
 
 
-def test_unloading_fails_queued_operations(client, monkeypatch):
-    monkeypatch.setattr(futures, "MAX_WAITING_BYTES", 100)
+def test_unloading_fails_queued_operations(serve, monkeypatch):
+    client = Client(serve(limits=Limits(operation_bytes=100)))
     monkeypatch.setattr(api, "HOLD_SECONDS", 1.0)
     model, other = client.model(), client.model()
     waiting = model.submit(DATA, number=2)
@@ -201,9 +201,8 @@ def test_queued_operations_are_served(client, monkeypatch):
     assert isinstance(read(client.retrieve(sent))[0], float)
 
 
-def test_the_oldest_results_go(monkeypatch):
-    monkeypatch.setattr(futures, "MAX_RESULT_BYTES", 1000)
-    kept = Futures()
+def test_the_oldest_results_go():
+    kept = Futures(Limits(result_bytes=1000))
     all_of_them = [kept.new("ann") for _ in range(4)]
     for pending in all_of_them:
         pending.finish(b"x" * 400)

@@ -76,22 +76,13 @@ def test_a_full_disk_hides_its_path(client, monkeypatch):
         ({"data": {"purpose": "fine-tune"}, "files": {"file": b"x" * 2000}}, "file", 413),
     ],
 )
-def test_an_upload_that_is_refused_leaves_nothing(client, monkeypatch, form, param, status):
-    monkeypatch.setattr("peftkit.serve.tuning.files.MAX_UPLOAD", 1000)
-    refused = client.post(FILES, **{"files": {"file": b"x"}, **form})
-    assert refused.status_code == status, refused.text
-    assert refused.json()["error"]["param"].startswith(param)
-    assert client.get(FILES).json()["data"] == []
-    assert not any((client.folder / "files").iterdir())
-
-
-def test_the_number_of_files_is_bounded(client, monkeypatch):
-    monkeypatch.setattr("peftkit.serve.tuning.files.MAX_FILES", 2)
-    for _ in range(2):
-        client.upload(b"{}")
-    refused = client.post(FILES, files={"file": b"x"}, data={"purpose": "fine-tune"})
-    assert refused.status_code == 400
-    assert "there are 2 files already" in refused.json()["error"]["message"]
+def test_an_upload_that_is_refused_leaves_nothing(served, form, param, status):
+    with served(limits={"upload_bytes": 1000}) as client:
+        refused = client.post(FILES, **{"files": {"file": b"x"}, **form})
+        assert refused.status_code == status, refused.text
+        assert refused.json()["error"]["param"].startswith(param)
+        assert client.get(FILES).json()["data"] == []
+        assert not any((client.folder / "files").iterdir())
 
 
 @pytest.mark.parametrize(

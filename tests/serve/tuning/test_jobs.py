@@ -5,7 +5,6 @@ import base64
 import csv
 import json
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,12 +23,13 @@ from peftkit.inference.generate import generate
 from peftkit.recipe import load
 from peftkit.report.history import read_history
 from peftkit.serve.requests import read_body
-from peftkit.serve.store import Store, StoreError
+from peftkit.serve.store import Store
 from peftkit.serve.tuning import jobs, pages, progress
 from peftkit.serve.tuning.documents import CHECKPOINT, changing
 from peftkit.train import checkpoint_files
 from peftkit_cli.app import app
 from tests.helpers.call_templates import TEMPLATES
+from tests.helpers.full_disk import Full
 from tests.helpers.jobs import (
     FILES,
     JOBS,
@@ -37,6 +37,7 @@ from tests.helpers.jobs import (
     PAIRS,
     WEIGHTS,
     Client,
+    Gated,
     Served,
     chats,
     graded,
@@ -333,23 +334,6 @@ def test_a_body_that_is_none_is_refused(shared, data):
 # Jobs that are interrupted.
 
 
-class Gated:
-    """Holds a job at a step until the test goes on: a terminal that waits to be read."""
-
-    def __init__(self, step: str) -> None:
-        self._step, self.reached, self._go = step, threading.Event(), threading.Event()
-
-    def say(self, text: str) -> None:
-        """Hear a line."""
-        if self._step in text and not self.reached.is_set():
-            self.reached.set()
-            assert self._go.wait(60)
-
-    def go(self, seconds: float = 0.0) -> None:
-        """Let the job go on, at once or after some time."""
-        threading.Timer(seconds, self._go.set).start()
-
-
 def stopped_at(step: int, served: Served) -> tuple[str, Path]:
     """Return the id and the folder of a job whose server ended after a step."""
     gate = Gated(f"Step {step}/9")
@@ -521,10 +505,9 @@ def test_a_job_is_cancelled_at_its_next_step_or_before_it_begins(served):
             assert "is cancelled" in refused.json()["error"]["message"]
 
 
-def test_waiting_jobs_are_bounded(served, monkeypatch):
-    monkeypatch.setattr("peftkit.serve.tuning.jobs.MAX_JOBS", 2)
+def test_waiting_jobs_are_bounded(served):
     gate = Gated("Step 1/9")
-    with served(say=gate.say) as client:
+    with served(say=gate.say, limits={"key_jobs": 2}) as client:
         ids = [client.job(chats(), method=hyper())["id"] for _ in range(2)]
         assert gate.reached.wait(60)
         body = {"model": "base", "training_file": client.upload(chats())}
@@ -535,29 +518,6 @@ def test_waiting_jobs_are_bounded(served, monkeypatch):
             client.post(f"{JOBS}/{id}/cancel")
         gate.go()
         assert client.post(JOBS, json=body).status_code == 200
-
-
-class Full:
-    """A disk that is full while `is_full`: the store can be read, and nothing is written."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_full, self.refused, execute = False, threading.Event(), Store._run
-
-        def run(store: Store, query: str, values: Any = ()) -> Any:
-            if self.is_full and query.startswith(("INSERT", "DELETE")):
-                self.refused.set()
-                raise StoreError("the server cannot store its state.", found="disk is full")
-            return execute(store, query, values)
-
-        monkeypatch.setattr(Store, "_run", run)
-        monkeypatch.setattr(jobs, "RETRY_SECONDS", 0.05)
-
-    def for_a_moment(self) -> None:
-        """Be full until something could not be written."""
-        self.refused.clear()
-        self.is_full = True
-        assert self.refused.wait(60)
-        self.is_full = False
 
 
 def test_a_job_survives_a_full_disk(served, alone, monkeypatch):

@@ -17,7 +17,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.serve.app import make_app
 from peftkit.serve.store import Store
 from peftkit.serve.training import TrainingOptions
-from peftkit.serve.tuning import jobs, progress, recipes, rows
+from peftkit.serve.tuning import jobs, progress, recipes
 from peftkit.serve.tuning.documents import JOB, changing
 from peftkit.settings import BaseConfig
 from tests.helpers.bank import write_adapter
@@ -83,18 +83,18 @@ def test_a_job_that_ended_the_process_three_times_fails(served, monkeypatch):
 @pytest.mark.parametrize(
     ("limit", "content", "message"),
     [
-        ("LINE_BYTES", json.dumps(chats(1)[0] | {"x": "a" * 900}) + "\n", "Line 1 has more than"),
-        ("LINE_BYTES", json.dumps(chats(20), indent=1), "The JSON array has more than"),
+        ("line_bytes", json.dumps(chats(1)[0] | {"x": "a" * 900}) + "\n", "Line 1 has more than"),
+        ("line_bytes", json.dumps(chats(20), indent=1), "The JSON array has more than"),
         (
-            "ROW_WORK",
+            "row_work",
             "\n".join(json.dumps({"messages": one["messages"] * 40}) for one in chats(10)),
             "too many messages for its length",
         ),
     ],
 )
-def test_rows_that_take_too_much_are_refused(client, monkeypatch, limit, content, message):
-    monkeypatch.setattr(rows, limit, 900)
-    error = client.until(client.job(content.encode())["id"])["error"]
+def test_rows_that_take_too_much_are_refused(served, limit, content, message):
+    with served(limits={limit: 900}) as client:
+        error = client.until(client.job(content.encode())["id"])["error"]
     assert message in error["message"]
 
 
