@@ -114,7 +114,17 @@ MAIN_PATH_LINES = 12_200
 the additional lines in its message."""
 
 LEAVES = (
-    *("tasks/", "methods/", "serve/", "studio/", "report/", "sweeps", "merging/", "cli/", "formats/gguf/"),
+    *(
+        "tasks/",
+        "methods/",
+        "serve/",
+        "studio/",
+        "report/",
+        "sweeps",
+        "merging/",
+        "cli/",
+        "formats/gguf/",
+    ),
     *("formats/mlx", "formats/exchange", "formats/hub", "inference/", "evaluation/"),
     *("train/lockstep", "planning/"),
     *(

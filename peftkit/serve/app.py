@@ -31,7 +31,7 @@ from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
 from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.serve.access import Gate
 from peftkit.serve.answer_calls import AnswerCalls
-from peftkit.serve.answers import OutputQueue, ReplyFormat, refusal, streamed, whole_answers
+from peftkit.serve.answers import OutputQueue, ReplyFormat, streamed, whole_answers
 from peftkit.serve.body import bounded_body
 from peftkit.serve.call_grammar import call_grammar
 from peftkit.serve.dialects import dialects
@@ -40,7 +40,8 @@ from peftkit.serve.grammars import Grammars, check_grammar, schema_text
 from peftkit.serve.limits import Limits
 from peftkit.serve.models import BARE, Models
 from peftkit.serve.quotas import Intake, Quotas
-from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
+from peftkit.serve.refusals import RequestError, refusal
+from peftkit.serve.requests import Body, ChatBody, TextBody, read_body
 from peftkit.serve.store import Store
 from peftkit.serve.threads import DaemonThreads, in_own_thread
 from peftkit.serve.tokens import TokenBody, token_answers, token_bytes, unknown_token, vocabulary
