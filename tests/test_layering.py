@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model/", "quant/", "data/", "forward/"),
     ("base/", "methods/", "adapter", "tasks/", "formats/", "inference/", "evaluation/"),
     ("train/", "planning/", "recipe", "record", "run"),
-    ("merging/", "report/", "serve/", "studio/", "sweeps", "__init__", "cli/"),
+    ("merging/", "report/", "serve/", "start/", "studio/", "sweeps", "__init__", "cli/"),
 )
 """Bottom first: peftkit/<name>.py, or a package `x/`. Modules of a layer may import each other."""
 
@@ -57,7 +57,6 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
         "tasks/",
         "recipe",
         "report/history",
-        "studio/watch",
         "serve/requests",
         "serve/tool_fields",
         "serve/tokens",
@@ -71,7 +70,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "soxr": ("data/media/",),
     "jiwer": ("tasks/metrics",),
     # the optional extra `serve`, with uvicorn; imported when called
-    "starlette": ("serve/", "studio/app"),
+    "starlette": ("serve/", "studio/"),
     "uvicorn": ("serve/server", "studio/server"),
     "google": ("serve/tinker/wire",),  # protobuf: the optional extra `train-api`
     "llguidance": ("serve/grammars",),  # the optional extra `json`; imported when called
