@@ -200,6 +200,12 @@ class RunsFolder:
                 found[name] = self.runs.get(name) or FollowedRun(path.parent, name)
         self.runs = found
 
+    def find(self, name: str) -> FollowedRun | None:
+        """Return a run by its name, also one that is new; None: there is none."""
+        if name not in self.runs:
+            self.scan()
+        return self.runs.get(name)
+
     def rows(self) -> list[dict[str, Any]]:
         """Return the table of runs, the newest first; unchanged rows come from the last call."""
         runs = sorted(self.runs.values(), key=lambda run: -run.history.changed)
