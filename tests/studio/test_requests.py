@@ -18,6 +18,7 @@ from peftkit.studio.drafting import Drafting
 from tests.helpers.serving import served_app
 from tests.helpers.studio import KEY, Client, append_steps, write_run
 
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="the studio needs Linux or macOS")
 RECIPE = """task: {task}
 base:
   model: {model}
