@@ -44,7 +44,7 @@ COMMANDS: dict[str, list[str]] = {
     "studio": ["[DIR]", "--host", "--port", "--api-key", "--models", "--run-code", "--open"],
     "serve": [
         "[NAME=]RUN...", "--host", "--port", "--api-key", "--base", "--max-batch", "--max-waiting",
-        "--max-new-tokens", "--temperature", "--force", "--train", "--quantize", "--as",
+        "--max-new-tokens", "--temperature", "--limit", "--force", "--train", "--quantize", "--as",
         "--run-graders",
     ],
     "merge": [
