@@ -1,4 +1,4 @@
-"""Draw the picture of a run for the README: its loss curve and its answers before and after.
+"""Draw the picture of a run for docs/index.md: its loss curve and its answers before and after.
 
     python docs/pictures.py runs/orders      # writes docs/run-light.svg and docs/run-dark.svg
     python docs/pictures.py runs/orders --prompt 1

@@ -44,7 +44,13 @@ def is_silent(error: Exception) -> bool:
 
 
 class ConfigError(PeftkitError):
-    """A recipe or an override is not valid."""
+    """A recipe or an override is not valid.
+
+    Attributes:
+        lines: (line, message) of each error in a text; line 0: it has none.
+    """
+
+    lines: tuple[tuple[int, str], ...] = ()
 
 
 class BaseError(PeftkitError):

@@ -25,7 +25,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model/", "quant/", "data/", "forward/"),
     ("base/", "methods/", "adapter", "tasks/", "formats/", "inference/", "evaluation/"),
     ("train/", "planning/", "recipe", "record", "run"),
-    ("merging/", "deploy/", "report/", "serve/", "sweeps", "__init__", "cli/"),
+    (
+        *("merging/", "deploy/", "report/", "serve/", "start/", "studio/", "sweeps"),
+        *("__init__", "cli/"),
+    ),
 )
 """Bottom first: peftkit/<name>.py, or a package `x/`. Modules of a layer may import each other."""
 
@@ -74,8 +77,9 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "soundfile": ("data/media/",),  # the optional extra `audio`; imported when called
     "soxr": ("data/media/",),
     "jiwer": ("tasks/metrics",),
-    "starlette": ("serve/",),  # the optional extra `serve`, with uvicorn; imported when called
-    "uvicorn": ("serve/server", "serve/predictions/server"),
+    # the optional extra `serve`, with uvicorn; imported when called
+    "starlette": ("serve/", "studio/"),
+    "uvicorn": ("serve/server", "serve/predictions/server", "studio/server"),
     "prometheus_client": ("serve/metrics",),  # the optional extra `metrics`
     "google": ("serve/tinker/wire",),  # protobuf: the optional extra `train-api`
     "llguidance": ("serve/grammars",),  # the optional extra `json`; imported when called
@@ -123,6 +127,7 @@ LEAVES = (
         "tasks/",
         "methods/",
         "serve/",
+        "studio/",
         "report/",
         "sweeps",
         "merging/",
@@ -169,6 +174,7 @@ WITHOUT_TORCH = (
     "peftkit.events",
     "peftkit.model.roles",
     "peftkit.report.page",
+    "peftkit.studio.app",
 )
 
 

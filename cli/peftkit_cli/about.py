@@ -13,7 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from peftkit.errors import ConfigError, OutputError, did_you_mean, neighbours
+from peftkit.data.readers import READERS
+from peftkit.errors import ConfigError, OutputError, neighbours
+from peftkit.start.recipes import recipe_file, recipes_folder
 from peftkit_cli.arguments import Json, note
 
 recipes = typer.Typer(help="List, show or copy ready-made recipes.", no_args_is_help=False)
@@ -24,30 +26,6 @@ LIBRARIES = (
     "pydantic", "PyYAML", "typer", "rich", "peft", "gguf", "triton", "flash-attn",
 )  # fmt: skip
 RecipeName = Annotated[str, typer.Argument(metavar="NAME")]
-
-
-def recipes_folder() -> Path:
-    """Return the folder of the recipes in the installed package or a checkout."""
-    here = Path(__file__).resolve()
-    installed = here.parent / "recipes"
-    return installed if installed.is_dir() else here.parents[2] / "recipes"
-
-
-def recipe_file(name: str) -> Path:
-    """Return the file of a ready-made recipe.
-
-    Raises:
-        ConfigError: There is no recipe with this name.
-    """
-    files = {file.stem: file for file in sorted(recipes_folder().glob("*.yaml"))}
-    stem = name.removesuffix(".yaml")
-    if stem not in files:
-        raise ConfigError(
-            f"there is no recipe named '{name}'.",
-            found=f"The recipes are: {', '.join(files)}. {did_you_mean(stem, files)}".rstrip(),
-            fix="To list them with their purpose: peftkit recipes ls",
-        )
-    return files[stem]
 
 
 def check_recipe_exists(path: Path) -> None:
@@ -68,7 +46,6 @@ def check_recipe_exists(path: Path) -> None:
     )
 
 
-DATA = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 OTHERS = {
     "base_model": "axolotl",
     "model_name_or_path": "LLaMA-Factory",
@@ -83,7 +60,7 @@ def _check_is_recipe(path: Path) -> None:
     """Refuse rows, the folder of a run and YAML of other programs, with the command for each."""
     problem, quoted = f"'{path}' is not a recipe.", shlex.quote(str(path))
     write = f"To write a recipe for it: peftkit init --data {quoted}"
-    if path.suffix.lower() in DATA:
+    if path.suffix.lower() in READERS:
         raise ConfigError(problem, found="It is a data file.", fix=write)
     if path.is_dir() and (path / "recipe.yaml").is_file():
         raise ConfigError(
@@ -92,7 +69,7 @@ def _check_is_recipe(path: Path) -> None:
             fix=f"Its recipe is {path / 'recipe.yaml'}; to start a new run from it: "
             f"peftkit train --from {quoted} --out DIR",
         )
-    if path.is_dir() and any(file.suffix.lower() in DATA for file in path.iterdir()):
+    if path.is_dir() and any(file.suffix.lower() in READERS for file in path.iterdir()):
         raise ConfigError(problem, found="It is a folder with data files.", fix=write)
     if path.is_dir():
         raise ConfigError(

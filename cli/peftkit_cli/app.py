@@ -37,6 +37,7 @@ from peftkit_cli import (
     plan,
     runs,
     serving,
+    studio,
     talk,
     train,
 )
@@ -92,6 +93,7 @@ app.command("inspect", rich_help_panel=INSPECT)(inspect.inspect)
 app.command(rich_help_panel=INSPECT)(data.data)
 app.command(rich_help_panel=INSPECT)(runs.report)
 app.command(rich_help_panel=INSPECT)(runs.runs)
+app.command(rich_help_panel=INSPECT)(studio.studio)
 app.add_typer(about.base, name="base", rich_help_panel=INSPECT)
 app.add_typer(about.recipes, name="recipes", rich_help_panel=INSPECT)
 app.command(rich_help_panel=INSPECT)(about.env)

@@ -93,8 +93,11 @@ def _recipe(prompt: Path, base: str, data: str, out: Path, overrides: list[str])
     from peftkit.defaults import learning_rate_of
     from peftkit.files.disk import write_text
     from peftkit.recipe import Recipe, load
-    from peftkit_cli.init import size_of
+    from peftkit.start.draft import size_of
 
+    base_size = size_of(base)
+    if base_size.notice:
+        note(f"note: {base_size.notice}")
     spec: Mapping[str, Any] = {
         "task": {"type": "distill", "teacher": {"prompt": str(prompt)}, "answers": "teacher"},
         "base": {"model": base},
@@ -102,7 +105,7 @@ def _recipe(prompt: Path, base: str, data: str, out: Path, overrides: list[str])
         "data": {"train": data, "eval": HELD_OUT},
         "train": {
             "output_dir": str(out),
-            "learning_rate": learning_rate_of(size_of(base)[0]),
+            "learning_rate": learning_rate_of(base_size.width),
             "eval_every": None,
             "eval_before": True,
             "eval_generate": 32,

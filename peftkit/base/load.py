@@ -177,7 +177,7 @@ def _open(
 
             stack.enter_context(parsed_once(location))
         stack.enter_context(oom_as_error(location.name))
-        inputs = _load_processors(location, purpose, on_event)
+        inputs = processors_of(location, purpose, on_event)
         compute = select_device() if device is None else device
         from peftkit.execution.gpu_support import gpu_fallbacks
 
@@ -278,7 +278,7 @@ def find_base(model: str, revision: str | None, on_event: Listener) -> Location:
     return reachable(location)
 
 
-def _load_processors(location: Location, purpose: Purpose, on_event: Listener) -> Processors:
+def processors_of(location: Location, purpose: Purpose, on_event: Listener) -> Processors:
     if purpose.processor == "tokenizer":
         return Processors(load_tokenizer(location, on_event))
     from peftkit.base.processors import load_processors

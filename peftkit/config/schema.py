@@ -84,16 +84,24 @@ def load(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
     Raises:
         ConfigError: With all errors, each with file and line or its override.
     """
-    text = _read(path)
-    parsed = parse(text, lambda line: SourceLocation(str(path), line))
+    return load_text(cls, _read(path), str(path), overrides)
+
+
+def load_text(cls: type[C], text: str, source: str, overrides: Sequence[str] = ()) -> C:
+    """Validate YAML text as `load` does; errors name `source` and the line.
+
+    Raises:
+        ConfigError: With all errors, and their lines in `lines`.
+    """
+    parsed = parse(text, lambda line: SourceLocation(source, line))
     if not isinstance(parsed.data, dict):
         text = "expected keys with values, such as 'train: {...}'"
-        problem = Problem(SourceLocation(str(path), 1), (), text)
-        raise _config_error(str(path), parsed.problems or [problem])
-    parsed.locations[()] = SourceLocation(str(path))
+        problem = Problem(SourceLocation(source, 1), (), text)
+        raise _config_error(source, parsed.problems or [problem])
+    parsed.locations[()] = SourceLocation(source)
     for number, override in enumerate(overrides, start=1):
         _apply(override, number, parsed)
-    return _validated(cls, str(path), parsed)
+    return _validated(cls, source, parsed)
 
 
 def from_dict(
@@ -212,9 +220,14 @@ def _validated(cls: type[C], source: str, parsed: ParsedYaml) -> C:
 
 
 def _config_error(source: str, problems: Iterable[Problem]) -> ConfigError:
-    lines = list(dict.fromkeys(str(problem) for problem in problems))
-    count = f" ({len(lines)} errors)" if len(lines) > 1 else ""
-    return ConfigError(f"{source} is not valid{count}.", found=first_few(lines, _MAX_ERRORS))
+    by_text = {str(problem): problem for problem in problems}
+    count = f" ({len(by_text)} errors)" if len(by_text) > 1 else ""
+    error = ConfigError(f"{source} is not valid{count}.", found=first_few(by_text, _MAX_ERRORS))
+    error.lines = tuple(
+        (problem.location.line, str(problem._replace(location=SourceLocation(""))))
+        for problem in list(by_text.values())[:_MAX_ERRORS]
+    )
+    return error
 
 
 def _frozen(value: object, declared: Any) -> object:

@@ -6,6 +6,7 @@ Only the config of the model is read. A training step runs on tensors without da
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
 from peftkit.execution.environment import gpu_of_size, this_machine
 from peftkit.execution.plan import ExecutionPlan, plan_of
+from peftkit.figures import rough_duration, size
 from peftkit.kernels.device import local_gpu
 from peftkit.planning.completions import num_completions
 from peftkit.planning.memory import CARDS, LINK, STEP, DeviceEstimate, MemoryEstimator, Strategy
@@ -34,6 +36,8 @@ ANSWER_LENGTHS = (1024, 4096, 16384)
 """Context lengths for which `peftkit plan --json` counts concurrent completions."""
 MEASURE_SECONDS = 0.5
 """Approximate duration of the speed measurement."""
+FEW_SECONDS = 10.0
+"""Runs below it are estimated as a few seconds: the estimate counts arithmetic and memory only."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}I": 1 << (10 * n) for n, unit in enumerate("KMGT", 1)}
 
@@ -89,6 +93,62 @@ class Plan:
         """Return all fields, and those of the chosen strategy on top."""
         fields = {name: value for name, value in asdict(self).items() if name != "chosen"}
         return {**asdict(self.chosen), **fields, "fits": self.fits}
+
+    def facts(self) -> dict[str, str]:
+        """Return the estimates as texts, by what they describe."""
+        chosen = self.chosen
+        facts = {
+            "batch": f"{chosen.step_flops / 1e12:,.2f} TFLOP ({chosen.activations})",
+            **self._streamed(),
+            "adapter file": size(self.adapter_bytes, 2),
+            "disk, checkpoints and all": size(self.disk_bytes, 2),
+        }
+        work = "the run" if self.run_tokens else "a batch"
+        if self.run_tokens:
+            facts["data"] = f"about {self.num_tokens:,} tokens in {self.num_rows:,} rows"
+            ratio = self.num_trained / max(self.num_tokens or 1, 1)
+            ratio_text = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
+            facts["trained parameters per token"] = ratio_text
+        if self.seconds_here is not None:
+            load = "with the current load" if is_busy() else "on an idle machine"
+            duration = rough_duration(self.seconds_here)
+            facts[f"{work} here"] = f"about {duration} once loaded, {load}"
+        for name, seconds in self.seconds_on.items():
+            estimate = rough_duration(seconds) if seconds >= 0.1 else "under 0.1 s"
+            if self.run_tokens and seconds < FEW_SECONDS:
+                text = "a few seconds once loaded; launches of kernels dominate"
+            else:
+                text = f"{estimate} once loaded, at 40 % of bf16 peak"
+            facts[f"{work} on {name}"] = text
+        return facts
+
+    def _streamed(self) -> dict[str, str]:
+        chosen = self.chosen
+        if chosen.placement != "stream":
+            return {}
+        seconds = chosen.moved_bytes / (self.link * 1e9)
+        hidden = f"; {chosen.compute_bound_tokens:,} tokens hide it" if self.on_gpu else ""
+        moved = f"{size(chosen.moved_bytes, 2)}, {seconds:.2g} s at {self.link:g} GB/s{hidden}"
+        return {
+            "in main memory": f"{size(chosen.host_bytes, 2)} of blocks and their inputs",
+            "moved in a batch": moved,
+        }
+
+    def verdict(self) -> str:
+        """Return whether the run fits into memory, and otherwise the change that makes it fit."""
+        if self.fits:
+            fewer = "" if self.chosen.fits else " with smaller micro-batches"
+            return f"It fits into memory{fewer}.\nExecution plan: {self.execution.describe()}."
+        several = next((share.cards for share in self.cards if share.fits), 0)
+        other = f"\nWith --set train.shard=base, it fits on {several} such GPUs." if several else ""
+        if self.change:
+            return f"It does not fit into memory. The cheapest fix:\n  {self.change}{other}"
+        return f"It does not fit into memory with any setting.{other}"
+
+
+def is_busy() -> bool:
+    """Return whether the load average reaches the number of cores; False on Windows."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] >= (os.cpu_count() or 1)
 
 
 def plan_run(

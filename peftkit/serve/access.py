@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from peftkit.serve.answers import refusal
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError, refusal
 
 OWNER = "owner"
 """Key of the owner in a request's state: see `owner_of`."""

@@ -44,7 +44,8 @@ from peftkit.serve.metrics import PATH, Measure, ServerMetrics
 from peftkit.serve.models import BARE, Models
 from peftkit.serve.parsed_request import ParsedRequest
 from peftkit.serve.quotas import Intake, Quotas
-from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
+from peftkit.serve.refusals import RequestError
+from peftkit.serve.requests import Body, ChatBody, TextBody, read_body
 from peftkit.serve.store import Store
 from peftkit.serve.threads import DaemonThreads, in_own_thread
 from peftkit.serve.tokens import TokenBody, token_answers, token_bytes, unknown_token, vocabulary

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.requests import ClientDisconnect, Request
 
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 
 
 async def bounded_body(request: Request, limit: int) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from peftkit.inference.engine import Limits
 from peftkit.serve.generation import Generation
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 
 Share = Callable[[int], int]
 """Returns the part of a common limit that one owner may use."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from peftkit.inference.sampling import Constraint
 from peftkit.serve.limits import DEFAULTS, Limits
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 
 KEPT = 256
 """Grammars whose check is remembered."""

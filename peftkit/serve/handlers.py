@@ -10,9 +10,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from peftkit.errors import PeftkitError
-from peftkit.serve.answers import refusal
 from peftkit.serve.endpoints import COMPLETING, PREDICTING
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError, refusal
 
 
 async def refuse(request: Request, error: Exception) -> Response:

@@ -26,7 +26,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from peftkit.kernels.device import gpu_of, resident_bytes
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.worker import Worker
 
 PATH = "/metrics"

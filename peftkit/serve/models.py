@@ -24,7 +24,7 @@ from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.peft.load import read_adapter
 from peftkit.inference.bank import AdapterBank
 from peftkit.serve.quotas import MODEL, WEIGHTS
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.store import Store, new_id
 
 BARE = "base"

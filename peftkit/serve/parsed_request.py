@@ -10,7 +10,8 @@ from peftkit.inference.call_style import CallStyle
 from peftkit.serve.answer_calls import AnswerCalls
 from peftkit.serve.call_grammar import call_grammar
 from peftkit.serve.clients.replies import EventReply
-from peftkit.serve.requests import Body, RequestError
+from peftkit.serve.refusals import RequestError
+from peftkit.serve.requests import Body
 from peftkit.serve.tool_fields import ToolUse
 
 

@@ -11,9 +11,8 @@ from collections import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from peftkit.serve.access import OWNER
-from peftkit.serve.answers import refusal
 from peftkit.serve.limits import Limits
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError, refusal
 from peftkit.serve.store import Store
 
 FILE, MODEL, WEIGHTS, SAMPLER = "file", "model", "tinker.weights", "tinker.sampler"

@@ -11,9 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from peftkit.errors import PeftkitError, did_you_mean, first_few
+from peftkit.errors import did_you_mean, first_few
 from peftkit.files.strict_json import parse_json
 from peftkit.inference.call_formats import CallFormat
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.sampling_fields import SamplingFields
 from peftkit.serve.tool_fields import (
     MAX_TOOLS,
@@ -30,29 +31,6 @@ StopText = Annotated[str, Field(max_length=256)]
 """A stop text; its length is limited because the server searches for it at each token."""
 MAX_ERRORS = 100
 """Invalid fields of a request that are reported individually."""
-
-
-class RequestError(PeftkitError):
-    """A request cannot be served.
-
-    Args:
-        status: HTTP status.
-        code: OpenAI's error code.
-        param: The invalid field.
-    """
-
-    def __init__(
-        self,
-        problem: str,
-        *,
-        found: str = "",
-        fix: str = "",
-        status: int = 400,
-        code: str | None = None,
-        param: str | None = None,
-    ) -> None:
-        super().__init__(problem, found=found, fix=fix)
-        self.status, self.code, self.param = status, code, param
 
 
 class _Strict(BaseModel):

@@ -7,7 +7,6 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 from types import FrameType
@@ -19,6 +18,7 @@ from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, ignore
 from peftkit.formats.serving import check_serving, served_rank, vllm_serve
 from peftkit.inference.bank import AdapterBank, open_bank, read_files, report_other_bases
+from peftkit.serve.listening import listening, require_extra
 
 if TYPE_CHECKING:
     import uvicorn
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from peftkit.serve.training import TrainingOptions
     from peftkit.serve.worker import Worker
 
-BACKLOG = 128
 MAX_WAITING, MAX_SAMPLES = 64, 4096
 STOPPING = "\nStopping after the current training step. Press Ctrl-C again to stop immediately.\n"
 
@@ -125,13 +124,7 @@ def checked_keys(key: str | Sequence[str] | None, host: str) -> list[str]:
     Raises:
         ConfigError: The extra `serve` is not installed, or the host requires a valid key.
     """
-    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            "cannot serve.",
-            found=f"Not installed: {', '.join(missing)}.",
-            fix="pip install 'peftkit[serve]'",
-        )
+    require_extra()
     from peftkit.serve.access import is_loopback
 
     keys = [key] if isinstance(key, str) else list(key or ())
@@ -218,25 +211,6 @@ def _bank_to_train(
     report_other_bases(read_files(adapters), training.base.model_dump(mode="json"), on_event)
     settings = training.base.model_dump(exclude={"rope_scaling", "new_tokens"})
     return AdapterBank(load_base(**settings, on_event=on_event), adapters, force=force)
-
-
-def listening(host: str, port: int) -> socket.socket:
-    """Return a listening socket; clients that connect while the model loads wait.
-
-    Raises:
-        ConfigError: The port is in use, or the host is not an address of this machine.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        return socket.create_server(address, family=family, backlog=BACKLOG)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"cannot listen on {host}, port {port}.",
-            found=getattr(error, "strerror", None) or str(error),
-            fix="Choose another port with --port (0 picks a free port), or another --host.",
-        ) from None
 
 
 def vllm_command(bank: AdapterBank) -> str | None:

@@ -16,7 +16,8 @@ from pydantic import Field, model_validator
 
 from peftkit.serve.answers import usage
 from peftkit.serve.generation import Output
-from peftkit.serve.requests import Body, RequestError
+from peftkit.serve.refusals import RequestError
+from peftkit.serve.requests import Body
 
 MAX_STOPS = 64
 _SETTINGS = "sampling_params"

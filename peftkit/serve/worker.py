@@ -30,7 +30,7 @@ from peftkit.model.lift import eager, lifted
 from peftkit.model.modes import evaluating
 from peftkit.serve.fairness import Share, admissible, check_owner
 from peftkit.serve.generation import Generation, failure
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 
 T = TypeVar("T")
 Operation = tuple[Callable[[], Callable[[], None]], Future[Any]]

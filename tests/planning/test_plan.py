@@ -18,7 +18,6 @@ from peftkit.execution.environment import PROCESS_BYTES
 from peftkit.planning import plan as planner
 from peftkit.planning.plan import Plan
 from peftkit_cli.app import run
-from peftkit_cli.plan import _facts
 from tests.helpers.adapters import base_folder, model_with_adapter
 from tests.helpers.families import llama
 
@@ -109,7 +108,7 @@ def test_a_time_that_was_measured_beside_other_programs_says_so(
 def test_the_time_of_a_small_run_is_not_told_to_the_tenth(folder):
     plan = replace(a_plan(folder, "24GB"), num_rows=9, num_tokens=900, run_tokens=900)
     short, long = (
-        _facts(replace(plan, seconds_on={"H100": seconds}))["the run on H100"]
+        replace(plan, seconds_on={"H100": seconds}).facts()["the run on H100"]
         for seconds in (0.1, 90.0)
     )
     assert short.startswith("a few seconds")

@@ -9,8 +9,10 @@ import pytest
 from pydantic import ValidationError
 
 from peftkit.errors import AdapterError, ConfigError
-from peftkit.serve.requests import ChatBody, RequestError, TextBody, read_body
-from peftkit.serve.server import listening, serve_adapters, vllm_command
+from peftkit.serve.listening import listening
+from peftkit.serve.refusals import RequestError
+from peftkit.serve.requests import ChatBody, TextBody, read_body
+from peftkit.serve.server import serve_adapters, vllm_command
 from peftkit.serve.tinker.bodies import Sample, Sampling, checked, fields_of
 from peftkit.serve.tokens import TokenBody
 

@@ -13,6 +13,7 @@ from peftkit.inference.call_style import CallStyle
 from peftkit.inference.calls import read_answer
 from peftkit.serve.call_grammar import call_grammar
 from peftkit.serve.grammars import Grammars
+from peftkit.serve.refusals import RequestError
 from tests.helpers.call_templates import TEMPLATES, with_calls, with_template
 
 TOOLS: list[dict[str, Any]] = [
@@ -113,7 +114,6 @@ def test_reasoning_that_the_prompt_opened_comes_before_the_call(name, tokenizer)
 
 
 def test_a_grammar_says_its_field_where_it_is_refused(tokenizer):
-    from peftkit.serve.requests import RequestError
 
     own = with_template(tokenizer, TEMPLATES["hermes"])
     schema = {"type": "object", "properties": {"a": {"pattern": "(", "type": "string"}}}

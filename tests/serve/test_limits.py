@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from peftkit.serve.app import make_app
 from peftkit.serve.grammars import Grammars
 from peftkit.serve.limits import Limits
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.threads import DaemonThreads
 from tests.helpers.serving import HERE
 

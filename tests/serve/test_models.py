@@ -14,7 +14,7 @@ from peftkit.serve import models as published
 from peftkit.serve.access import owner_of
 from peftkit.serve.app import make_app
 from peftkit.serve.models import Models
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.store import Store
 from peftkit.serve.training import TrainingOptions
 from peftkit.settings import BaseConfig

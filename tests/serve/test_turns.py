@@ -16,7 +16,7 @@ from peftkit.inference.bank import AdapterBank
 from peftkit.model.places import FrozenWrapper
 from peftkit.recipe import Recipe
 from peftkit.run import run
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.worker import Worker
 from tests.helpers.folders import write_rows
 from tests.helpers.serving import WORDS, adapter_bytes, recipe

@@ -16,7 +16,7 @@ from peftkit.inference.engine import Completion, Limits, Request
 from peftkit.inference.generate import TextStream
 from peftkit.inference.sampling import Chosen, Sampling
 from peftkit.serve.generation import Output
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.worker import Worker
 from tests.helpers.worker import Submitted, run_jobs
 

@@ -11,7 +11,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from peftkit.errors import PeftkitError
-from peftkit.serve.answers import status_of
 from peftkit.serve.body import bounded_body
 from peftkit.serve.clients.kept_responses import KeptResponses
 from peftkit.serve.clients.messages_body import CountBody, MessagesBody
@@ -20,6 +19,7 @@ from peftkit.serve.clients.responses_body import ResponsesBody
 from peftkit.serve.clients.responses_reply import ResponsesReply
 from peftkit.serve.limits import Limits
 from peftkit.serve.parsed_request import ParsedRequest
+from peftkit.serve.refusals import status_of
 from peftkit.serve.requests import ChatBody, read_body
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import threading
 from collections import Counter, OrderedDict
 from typing import Any
 
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 
 
 class KeptResponses:

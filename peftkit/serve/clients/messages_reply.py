@@ -8,9 +8,9 @@ from typing import Any
 from peftkit.errors import PeftkitError
 from peftkit.inference.call_formats import Call
 from peftkit.serve.answer_calls import call_fields
-from peftkit.serve.answers import status_of
 from peftkit.serve.clients.replies import Event, EventReply
 from peftkit.serve.generation import Output
+from peftkit.serve.refusals import status_of
 
 ERRORS = {
     400: "invalid_request_error",

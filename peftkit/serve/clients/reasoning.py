@@ -8,7 +8,8 @@ from typing import Any
 
 from peftkit.data.chat_template import own_template
 from peftkit.data.style import Style
-from peftkit.serve.requests import ChatBody, RequestError
+from peftkit.serve.refusals import RequestError
+from peftkit.serve.requests import ChatBody
 
 
 def template_variables(body: ChatBody, tokenizer: Any, style: Style) -> Mapping[str, Any] | None:

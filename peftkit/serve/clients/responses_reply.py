@@ -9,10 +9,10 @@ from typing import Any
 
 from peftkit.errors import PeftkitError
 from peftkit.serve.answer_calls import call_fields
-from peftkit.serve.answers import error_fields
 from peftkit.serve.clients.replies import Event, EventReply
 from peftkit.serve.clients.responses_body import ResponsesBody
 from peftkit.serve.generation import Output
+from peftkit.serve.refusals import error_fields
 
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 """Type of the content of each item that has text; its events have the same name."""

@@ -29,7 +29,8 @@ from peftkit.serve.predictions.bodies import ClassifyBody, EmbeddingsBody, Reran
 from peftkit.serve.predictions.predictor import Predictor
 from peftkit.serve.predictions.transcriptions import read_audio
 from peftkit.serve.quotas import Intake
-from peftkit.serve.requests import RequestError, read_body
+from peftkit.serve.refusals import RequestError
+from peftkit.serve.requests import read_body
 from peftkit.serve.threads import DaemonThreads
 
 T = TypeVar("T")

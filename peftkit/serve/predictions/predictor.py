@@ -14,7 +14,7 @@ from peftkit.evaluation.evaluate import trained_length
 from peftkit.evaluation.predict import build_task
 from peftkit.formats.open_adapter import Opened
 from peftkit.serve.endpoints import PREDICTING
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 
 Prompt = str | tuple[str, str]
 

@@ -13,7 +13,8 @@ from peftkit.formats.open_adapter import open_adapter, task_of
 from peftkit.formats.peft.load import read_adapter
 from peftkit.serve.endpoints import PREDICTING
 from peftkit.serve.limits import Limits, parse_limits
-from peftkit.serve.server import checked_keys, listening, protocol
+from peftkit.serve.listening import listening
+from peftkit.serve.server import checked_keys, protocol
 
 
 def predicting_tasks(adapters: Mapping[str, str | Path]) -> list[str]:

@@ -8,7 +8,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from peftkit.files.multipart import Form, FormError
 from peftkit.serve.predictions.bodies import ModelBody
-from peftkit.serve.requests import RequestError, validated
+from peftkit.serve.refusals import RequestError
+from peftkit.serve.requests import validated
 
 
 class TranscriptionBody(ModelBody):

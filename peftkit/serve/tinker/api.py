@@ -17,10 +17,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from peftkit.errors import PeftkitError
-from peftkit.serve.answers import refusal
 from peftkit.serve.body import bounded_body
 from peftkit.serve.limits import Limits
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError, refusal
 from peftkit.serve.tinker import bodies
 from peftkit.serve.tinker.bodies import Body, RequestContext, checked, digest_of, fields_of
 from peftkit.serve.tinker.service import Service

@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from peftkit.errors import first_few
 from peftkit.files.strict_json import parse_json
 from peftkit.serve.limits import Limits
-from peftkit.serve.requests import MAX_TOKENS, RequestError, StopText, errors_of
+from peftkit.serve.refusals import RequestError
+from peftkit.serve.requests import MAX_TOKENS, StopText, errors_of
 
 B = TypeVar("B", bound="Body")
 

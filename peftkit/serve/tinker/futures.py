@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from peftkit.errors import PeftkitError
 from peftkit.serve.limits import DEFAULTS, Limits
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.store import new_id
 
 T = TypeVar("T")

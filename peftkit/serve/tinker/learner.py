@@ -25,7 +25,7 @@ from peftkit.inference.engine import context_length
 from peftkit.methods.lora import LoRA
 from peftkit.model.lift import lifted
 from peftkit.model.modes import evaluating, modes_kept
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.tinker.losses import LOSSES, Loss, Settings
 from peftkit.serve.tinker.rows import Datum, DatumTask
 from peftkit.serve.tinker.tenant import Tenant

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from peftkit.errors import did_you_mean
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 
 Inputs = Mapping[str, Tensor]
 """The tensors of a datum's `loss_fn_inputs`."""

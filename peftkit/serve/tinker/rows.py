@@ -21,7 +21,7 @@ from peftkit.forward.probes import can_unpad
 from peftkit.inference.engine import context_length
 from peftkit.kernels.cross_entropy import ChunkedValues, parts_of, rows_of_chunk
 from peftkit.serve.limits import DEFAULTS
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.tinker.losses import TARGETS, Loss, Settings
 from peftkit.serve.tinker.wire import num_cells, numbers_of, tensor_of
 from peftkit.serve.tokens import unknown_token, vocabulary

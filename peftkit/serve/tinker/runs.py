@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.store import Store
 from peftkit.serve.tinker.bodies import OfPath, RequestContext
 from peftkit.serve.tinker.weights import Weights, described, iso, texts

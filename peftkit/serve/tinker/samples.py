@@ -18,7 +18,8 @@ from peftkit.inference.engine import Request as EngineRequest
 from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.model.modes import evaluating
 from peftkit.serve.generation import Generation, Output, resolve_seed
-from peftkit.serve.requests import MAX_TOKENS, RequestError
+from peftkit.serve.refusals import RequestError
+from peftkit.serve.requests import MAX_TOKENS
 from peftkit.serve.tinker.bodies import RequestContext, Sample, Targets
 from peftkit.serve.tinker.futures import Futures, PendingResult, ReplyCache
 from peftkit.serve.tinker.learner import Learner

@@ -15,7 +15,7 @@ from typing import Any
 
 from peftkit.errors import PeftkitError
 from peftkit.inference.engine import context_length
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.tinker import bodies
 from peftkit.serve.tinker.bodies import Lora, RequestContext, check_metadata
 from peftkit.serve.tinker.futures import Futures, OperationQueue, PendingResult, Result, Run

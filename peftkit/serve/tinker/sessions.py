@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 from peftkit.serve.quotas import Quotas
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.store import Store, new_id
 from peftkit.serve.tinker.bodies import NewSession, OfSession, RequestContext, check_metadata
 from peftkit.serve.tinker.futures import ReplyCache

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from peftkit.adapter import Adapter, refresh_copies, ungroup_modules
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.tinker.bodies import Adam
 from peftkit.train.optim import complete_gradients, load_optimizer_state, optimizer_state
 

@@ -30,7 +30,7 @@ from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
 from peftkit.model import roles
 from peftkit.model.places import find_places
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.tinker.bodies import Lora
 from peftkit.serve.tinker.learner import DoesNotFit, Learner
 from peftkit.serve.tinker.tenant import Tenant

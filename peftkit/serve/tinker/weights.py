@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.serve.quotas import MODEL, WEIGHTS
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.store import new_id
 from peftkit.serve.tinker.bodies import PATH
 from peftkit.serve.training import Training

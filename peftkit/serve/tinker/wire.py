@@ -17,7 +17,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 
 TABLE = """
 Csr: values bytes 1, rows bytes 2, columns bytes 3

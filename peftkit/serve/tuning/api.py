@@ -21,9 +21,8 @@ from peftkit.data.style import Style
 from peftkit.errors import PeftkitError, RunError
 from peftkit.inference.engine import Request as EngineRequest
 from peftkit.inference.sampling import Sampling, seed_of
-from peftkit.serve.answers import status_of
 from peftkit.serve.generation import Generation, Output
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError, status_of
 from peftkit.serve.threads import DaemonThreads
 from peftkit.serve.training import Dialect, Training
 from peftkit.serve.tuning.bodies import GraderBody, GraderRun, JobBody

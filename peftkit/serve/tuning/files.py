@@ -15,7 +15,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from peftkit.files.disk import is_disk_full, replacing, sha256_of, write_bytes_atomic
 from peftkit.files.multipart import Form, FormError
 from peftkit.serve.quotas import FILE
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.store import new_id
 from peftkit.serve.training import Training
 from peftkit.serve.tuning.documents import JOB

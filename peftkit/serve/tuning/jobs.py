@@ -35,7 +35,7 @@ from peftkit.recipe import Recipe
 from peftkit.report.history import read_history
 from peftkit.run import run
 from peftkit.serve.models import KEPT
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.store import StoreError, full_disk_as_store_error, new_id
 from peftkit.serve.training import Training
 from peftkit.serve.tuning.bodies import JobBody

@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse, Response
 
 from peftkit.serve.body import bounded_body
 from peftkit.serve.limits import Limits
-from peftkit.serve.requests import RequestError, read_body
+from peftkit.serve.refusals import RequestError
+from peftkit.serve.requests import read_body
 
 M = TypeVar("M", bound=BaseModel)
 

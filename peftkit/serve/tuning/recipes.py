@@ -14,7 +14,7 @@ from peftkit.errors import ConfigError
 from peftkit.files.disk import write_text
 from peftkit.inference.engine import context_length
 from peftkit.recipe import Recipe
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.training import Training
 from peftkit.serve.tuning.bodies import JobBody
 from peftkit.tasks.rewards.graders import AnyGrader, Grader

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
 from peftkit.serve.limits import Limits
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.tinker import tenants, wire
 from peftkit.serve.tinker.futures import Futures
 from tests.helpers.tinker import CE_DATA, PROMPT, train_steps

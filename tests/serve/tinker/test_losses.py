@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
-from peftkit.serve.requests import RequestError
+from peftkit.serve.refusals import RequestError
 from peftkit.serve.tinker.losses import LOSSES, Settings, loss_of, settings_of
 from tests.helpers.tinker import LENGTHS, loss_formula
 

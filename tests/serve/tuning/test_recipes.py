@@ -20,7 +20,7 @@ from peftkit.serve.tuning.recipes import (
 )
 from peftkit.serve.tuning.rows import JobError, count_rows
 from peftkit.settings import BaseConfig
-from peftkit_cli.about import recipe_file
+from peftkit.start.recipes import recipe_file
 from tests.helpers.jobs import LIKE, PAIRS, chats, graded, hyper, prompts
 
 NAMES = ("n_epochs", "batch_size", "learning_rate_multiplier")

@@ -24,10 +24,10 @@ from peftkit.data.preferences import (
     read_verdicts,
 )
 from peftkit.data.prompts import read_prompts
+from peftkit.data.readers import READERS
 from peftkit.data.records import Record, files_of, iterate_records
 from peftkit.errors import DataError
 from peftkit.settings import FormatName
-from peftkit_cli.about import DATA
 
 PAIRS, VERDICTS, PROMPTS = (
     ("preference", "reward"),
@@ -227,7 +227,7 @@ NO_ROWS = ("_results", "_state")
 
 def data_files(folder: Path) -> list[Path]:
     """Return the data files of a folder, sorted."""
-    files = [file for file in sorted(folder.iterdir()) if file.suffix.lower() in DATA]
+    files = [file for file in sorted(folder.iterdir()) if file.suffix.lower() in READERS]
     return [file for file in files if not file.stem.lower().endswith(NO_ROWS)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -96,10 +95,3 @@ OTHER_NAMES = {
     "asr": "transcription",
 }
 """Names of tasks in other programs, and ours."""
-
-
-def menu(suited: Sequence[str]) -> str:
-    """Return the question for the task, with the suited tasks (the most likely first)."""
-    width = max(map(len, suited))
-    lines = (f"  {name:{width}}  {GOALS[name].does}" for name in suited)
-    return "\n".join(["What should the adapter do?", *lines, "Task"])

@@ -1,0 +1,1 @@
+"""Surveys of data files, and recipes drafted for them."""

@@ -1,0 +1,350 @@
+"""Draft a recipe for a data file: the task, the base, and settings that follow from both.
+
+`peftkit init` asks for each decision; the studio shows the draft in an editor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from peftkit.errors import ConfigError, PeftkitError, did_you_mean, first_few
+from peftkit.start.goals import GOALS, OTHER_NAMES
+from peftkit.start.recipes import recipe_file
+
+if TYPE_CHECKING:
+    from peftkit.start.survey import Survey
+
+HELD_OUT, MIN_HELD_OUT_ROWS, MIN_ROWS_TO_HOLD_OUT = 0.05, 16, 100
+CHARACTERS_PER_TOKEN = 4
+CHATS = ("causal_lm", "distill", "grpo", "preference", "kto", "reward")
+"""Tasks that format conversations with a chat template."""
+WEIGHTS_IN_MEMORY = 3
+"""Minimum ratio of GPU memory to 16-bit weights at which a base is not quantised."""
+UNLIMITED = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A drafted recipe.
+
+    Attributes:
+        text: The recipe as YAML, with comments.
+        model: Its base model.
+        notice: Why the size of the base is unknown, or "".
+    """
+
+    text: str
+    model: str
+    notice: str = ""
+
+
+def draft(
+    summary: Survey,
+    task: str,
+    model: str,
+    num_bytes: int,
+    *,
+    held_out: str = "",
+    named: tuple[str, ...] = (),
+) -> Draft:
+    """Draft a recipe for surveyed rows.
+
+    Args:
+        task: One of `suited_tasks`.
+        num_bytes: Memory of the GPU; 0 for a CPU.
+        held_out: File to evaluate on; "" holds out a share of the rows if there are enough.
+        named: The input field and the target field, if the recipe names them.
+    """
+    base = size_of(model)
+    text = recipe_text(
+        task,
+        data=summary.where,
+        held_out=held_out,
+        model=model,
+        on_cpu=not num_bytes,
+        num_rows=summary.num_rows,
+        fields=[field.name for field in summary.fields],
+        named=named,
+        num_tokens=summary.num_chars // CHARACTERS_PER_TOKEN,
+        base=base,
+        quantize=None if num_bytes >= 2 * WEIGHTS_IN_MEMORY * base.num_parameters > 0 else "nf4",
+        chat_template=template_for(model, summary) if task in CHATS else None,
+    )
+    return Draft(text, model, base.notice)
+
+
+def suited_tasks(summary: Survey) -> list[str]:
+    """Return the tasks that accept the rows; for unknown fields, the tasks that can name fields.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    tasks = ["kto" if "kto" in name else name for name in summary.tasks]
+    tasks = [name for name in tasks if name in GOALS]
+    if not tasks and not summary.wrong and len(summary.fields) > 1:
+        tasks = [name for name, goal in GOALS.items() if goal.fields]
+    if tasks:
+        return tasks
+    raise ConfigError(
+        f"no task accepts the rows of {summary.where}.",
+        found=summary.wrong or f"Their fields: {field_names(summary)}.",
+        fix="See docs/data.md for example rows of each task.",
+    )
+
+
+def checked_task(task: str, suited: Sequence[str], summary: Survey) -> str:
+    """Return the name of a task, given under this or another common name.
+
+    Raises:
+        ConfigError: There is no such task, or it does not accept the rows.
+    """
+    task = OTHER_NAMES.get(task.strip().lower(), task.strip())
+    if task not in GOALS:
+        raise ConfigError(
+            f"there is no task '{task}'.",
+            found=f"The tasks are: {', '.join(GOALS)}. {did_you_mean(task, GOALS)}".rstrip(),
+        )
+    if task not in suited:
+        raise ConfigError(
+            f"the task {task} does not accept the rows of {summary.where}.",
+            found=f"Their fields: {field_names(summary)}; tasks for them: {', '.join(suited)}.",
+            fix="See docs/data.md for example rows of each task.",
+        )
+    return task
+
+
+def usual_fields(task: str, summary: Survey) -> tuple[str, ...] | None:
+    """Return the input field and the target field that the recipe names; (): it names none.
+
+    None: the fields of the rows are not standard, and the task can be given their names.
+    """
+    if not summary.tasks and GOALS[task].fields:
+        return None
+    return summary.plain if task == "causal_lm" else ()
+
+
+def longest_fields(summary: Survey) -> tuple[str, ...]:
+    """Return the two fields with the longest texts, in the order of the rows."""
+    longest = sorted(summary.fields, key=lambda field: -field.mean_chars)[:2]
+    return tuple(field.name for field in summary.fields if field in longest)
+
+
+def usual_model(task: str, *, on_gpu: bool) -> str:
+    """Return the base that suits a task; "" if a CPU trains none in minutes."""
+    goal = GOALS[task]
+    return (goal.base or ready_made(goal.recipe)["base"]["model"]) if on_gpu else goal.small
+
+
+def field_names(summary: Survey) -> str:
+    """Return the names of the fields, as one text."""
+    return first_few([field.name for field in summary.fields], 8, ", ") or "none"
+
+
+def memory_bytes(memory: str) -> int:
+    """Return the memory of a GPU in bytes; 0 for "cpu".
+
+    Raises:
+        ConfigError: It is neither a size nor "cpu".
+    """
+    if memory.strip().lower() == "cpu":
+        return 0
+    from peftkit.planning.plan import parse_size
+
+    try:
+        return parse_size(memory)
+    except ConfigError:
+        raise ConfigError(
+            f"cannot use --memory {memory!r}.",
+            found="It is neither a positive size nor cpu.",
+            fix="Write the memory of the GPU as 8GB, 24GB or 7.5GiB; without a GPU: cpu.",
+        ) from None
+
+
+def template_for(model: str, summary: Survey) -> str | None:
+    """Return "chatml" if the rows are conversations that the base's template cannot format."""
+    if summary.format not in ("messages", "sharegpt"):
+        return None
+    from peftkit.base.locate import locate
+    from peftkit.base.pretrained import load_tokenizer
+    from peftkit.data.chat_template import own_template
+    from peftkit.events import ignore
+
+    try:
+        template = own_template(load_tokenizer(locate(model), ignore))
+    except PeftkitError:  # the base may be downloaded later; `peftkit check` then reports it
+        return None
+    return None if "tools" in template or (template and not summary.has_tools) else "chatml"
+
+
+class Size(NamedTuple):
+    """Hidden size, maximum length in tokens and number of parameters of a base, if known.
+
+    Attributes:
+        notice: Why they are unknown, or "".
+    """
+
+    width: int | None = None
+    max_length: int | None = None
+    num_parameters: int = 0
+    notice: str = ""
+
+
+def size_of(model: str) -> Size:
+    """Return the size of a base, as far as its config is available."""
+    from peftkit.base.purpose import CAUSAL_LM
+    from peftkit.base.skeleton import on_meta, read_config
+
+    try:
+        config = read_config(model, None, CAUSAL_LM)
+    except PeftkitError as error:  # the base may be downloaded later
+        return Size(notice=f"{error.problem} {error.fix}")
+    text = config.get_text_config()
+    width = getattr(text, "hidden_size", None) or getattr(text, "d_model", None)
+    max_length = getattr(text, "max_position_embeddings", None)
+    try:
+        number = sum(p.numel() for p in on_meta(config, CAUSAL_LM).parameters())
+    except Exception:  # not a causal model: keep the quantisation of the recipe
+        number = 0
+    return Size(width, max_length, number)
+
+
+def recipe_text(
+    task: str,
+    *,
+    data: str,
+    model: str,
+    on_cpu: bool,
+    num_rows: int,
+    fields: Sequence[str],
+    held_out: str = "",
+    named: tuple[str, ...] = (),
+    num_tokens: int = 0,
+    base: Size = Size(),  # noqa: B008 - immutable
+    quantize: str | None = "nf4",
+    chat_template: str | None = None,
+) -> str:
+    """Return the ready-made recipe of a task, adapted to rows and base, with comments.
+
+    Args:
+        fields: Fields of the rows.
+        held_out: File to evaluate on; "" holds out a share of the rows if there are enough.
+        named: The input field and the target field, if the recipe names them.
+        num_tokens: Approximate number of tokens of all rows.
+        quantize: Quantisation of the base on a GPU; None for 16 bits.
+    """
+    from peftkit.defaults import BATCHES, CONTRASTIVE_BATCHES, PREFERENCE_RATE, defaults_for
+
+    goal = GOALS[task]
+    recipe = ready_made(goal.recipe)
+    comments = {
+        "model": "hub id, folder, .gguf file or short name",
+        "quantize": "4 bits; none for 16 bits, if they fit",
+        "max_length": "tokens; longer rows are truncated",
+        "output_dir": "the adapter, its checkpoints and its report",
+        "rank": "capacity of the adapter",
+    }
+
+    section = recipe["task"]
+    if goal.section:
+        recipe["task"] = {"": goal.section}
+    elif named:
+        names = zip(goal.fields, map(_quoted, named), strict=True)
+        recipe["task"] = {"type": task, **dict(names)}
+    elif task == "seq2seq" and "document" not in fields:
+        recipe["task"] = {k: section[k] for k in ("type", "max_target_length")}
+
+    section = recipe["base"]
+    section["model"] = _quoted(model)
+    if on_cpu:
+        section.pop("dtype", None)
+    if on_cpu or quantize is None:
+        section.pop("quantize", None)
+
+    section = recipe["data"]
+    length = min(int(section.get("max_length", 1024)), base.max_length or UNLIMITED)
+    settings = defaults_for(
+        num_rows,
+        num_tokens if task == "causal_lm" else 0,
+        length,
+        base.width,
+        batches=CONTRASTIVE_BATCHES if task == "embedding" else BATCHES,
+    )
+    section["train"] = _quoted(data)
+    if not held_out and num_rows < MIN_ROWS_TO_HOLD_OUT:
+        section.pop("eval", None)
+    elif "eval" in section:
+        share = max(HELD_OUT, round(MIN_HELD_OUT_ROWS / num_rows, 2))
+        section["eval"] = _quoted(held_out) if held_out else str(share)
+        comments |= {} if held_out else {"eval": "share of the rows that is held out"}
+    if "max_length" in section:
+        section["max_length"] = str(length)
+        if chat_template is not None:
+            section["chat_template"] = chat_template
+            comments["chat_template"] = "the template of the base cannot format these rows"
+    if task == "causal_lm":
+        section["packing"] = str(settings.packing).lower()
+        comments["packing"] = "true joins short rows; false gives more steps with few rows"
+
+    section = recipe["method"]
+    if "start_from" in section:
+        section = recipe["method"] = {"type": "lora", "rank": "16", "alpha": "32"}
+        section["targets"] = "all-linear"
+    train = recipe["train"]
+    file = Path(data)
+    name = (file.parent.name if file.stem.startswith("train") else "") or file.stem
+    name = re.sub(r"\W+", "-", name).strip("-").lower() or "run"
+    train["output_dir"] = f"runs/{name}"
+    if goal.by_rules:
+        section |= {"rank": str(settings.rank), "alpha": str(settings.alpha)}
+        rate = settings.learning_rate * (PREFERENCE_RATE if goal.compares else 1)
+        train["learning_rate"] = f"{rate:.1e}".replace("e-0", "e-")
+        comments["alpha"] = "keep it when you change the rank"
+        comments["learning_rate"] = "tune this first: try a third, then three times"
+    if task != "grpo":  # its recipe sets many completions per step
+        train.pop("gradient_accumulation", None)
+        train |= {"batch_size": str(settings.batch_size), "epochs": str(settings.epochs)}
+        comments["batch_size"] = f"{'packed ' * settings.packing}rows of an optimizer step"
+        comments["epochs"] = (
+            f"passes over the {num_rows:,} rows: about {settings.num_steps:,} steps"
+        )
+    head = f"# To {goal.does}. From the recipe {goal.recipe}, by peftkit init.\n"
+    return f"{head}# All fields, with their defaults: peftkit schema\n{_as_yaml(recipe, comments)}"
+
+
+def ready_made(name: str) -> dict[str, dict[str, str]]:
+    """Return the sections of a ready-made recipe, with values as YAML text.
+
+    The value of a section without fields has the key "".
+    """
+    recipe: dict[str, dict[str, str]] = {}
+    fields: dict[str, str] = {}
+    for line in recipe_file(name).read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(":")
+        if line.startswith("  "):
+            fields[key.strip()] = value.strip()
+        elif not line.startswith("#"):
+            fields = recipe[key] = {"": value.strip()} if value else {}
+    return recipe
+
+
+def _as_yaml(recipe: Mapping[str, Mapping[str, str]], comments: Mapping[str, str]) -> str:
+    lines = []
+    for section, fields in recipe.items():
+        lines.append(f"{section}: {fields.get('', '')}".rstrip())
+        for key, value in fields.items():
+            comment = f"  # {comments[key]}" if key in comments else ""
+            lines += [f"  {key}: {value}{comment}"] if key else []
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(value: str) -> str:
+    """Return a string as YAML, in quotes if YAML would read it as something else."""
+    from peftkit.config.strict_yaml import plain_value
+
+    if re.fullmatch(r"[\w./][\w./-]*", value) and isinstance(plain_value(value), str):
+        return value
+    return "'" + value.replace("'", "''") + "'"

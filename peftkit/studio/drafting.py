@@ -1,0 +1,285 @@
+"""Surveys, recipes, plans and previews, computed in a second process.
+
+The server's process imports no torch and answers while a plan is computed. A file that crashes a
+parser ends only the second process, which is started when it is needed and ends when idle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from peftkit.errors import ConfigError, PeftkitError, RunError
+
+IDLE_SECONDS = 600.0
+NUM_ROWS = 4
+"""Rows in a preview."""
+SOURCE = "recipe.yaml"
+"""Name of the edited recipe in errors."""
+Function = Callable[..., dict[str, Any]]
+
+
+class Drafting:
+    """Runs the functions below in another process, one at a time.
+
+    Args:
+        folder: The studio's folder, which is the working folder of the process.
+        models: Further folders whose files recipes may name.
+        runs_code: Whether recipes may name Python functions.
+    """
+
+    def __init__(self, folder: Path, models: tuple[Path, ...] = (), runs_code: bool = False):
+        self._arguments = (folder, models, runs_code)
+        self._pool: ProcessPoolExecutor | None = None
+        self._last_use, self._num_calls = 0.0, 0
+
+    async def run(self, function: Function, *arguments: Any) -> dict[str, Any]:
+        """Return the result of a function.
+
+        Raises:
+            PeftkitError: As the function; RunError if its process ended.
+        """
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(1, context, _set_up, self._arguments)
+        self._num_calls += 1
+        try:
+            loop = asyncio.get_running_loop()
+            result = await loop.run_in_executor(self._pool, _call, function, arguments)
+        except BrokenProcessPool:
+            self.close()
+            raise RunError(
+                "the process that reads rows and computes plans ended.",
+                fix="Try again. If it ends again, the memory may be too small.",
+            ) from None
+        finally:
+            self._num_calls -= 1
+            self._last_use = time.monotonic()
+        if "problem" in result:
+            raise PeftkitError(result["problem"], found=result["found"], fix=result["fix"])
+        return result
+
+    def close_if_idle(self) -> None:
+        """End the process if it was not used for IDLE_SECONDS."""
+        if not self._num_calls and time.monotonic() - self._last_use > IDLE_SECONDS:
+            self.close()
+
+    def close(self) -> None:
+        """End the process."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def end_with_parent() -> None:
+    """End this process when its parent ends, even if the parent is killed."""
+    parent = multiprocessing.parent_process()
+
+    def wait() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+# ------------------------------------------------------------------- in the second process
+
+_roots: tuple[Path, ...] = ()
+_runs_code = False
+
+
+def _set_up(folder: Path, models: tuple[Path, ...], runs_code: bool) -> None:
+    global _roots, _runs_code
+    _roots, _runs_code = (folder.resolve(), *(path.resolve() for path in models)), runs_code
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
+    os.chdir(folder)
+    warnings.simplefilter("ignore")
+    os.nice(5)  # training runs first
+
+
+def _call(function: Function, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    try:
+        return function(*arguments)
+    except PeftkitError as error:
+        return {"problem": error.problem, "found": error.found, "fix": error.fix}
+    except Exception as error:  # unexpected input: the page shows it, and the process continues
+        found = f"{type(error).__name__}: {error}"
+        return {"problem": "the computation failed.", "found": found, "fix": ""}
+
+
+def warm_up() -> dict[str, Any]:
+    """Import torch before it is needed, which takes seconds."""
+    import peftkit.planning.plan
+    import peftkit.start.survey  # noqa: F401
+
+    return {}
+
+
+def survey_file(file: str) -> dict[str, Any]:
+    """Return the survey of a file, and the tasks that accept its rows."""
+    from peftkit.start.draft import suited_tasks
+    from peftkit.start.goals import GOALS
+    from peftkit.start.survey import survey
+
+    summary, no_task = survey(file), ""
+    try:
+        names = suited_tasks(summary)
+    except ConfigError as error:
+        names, no_task = [], str(error)
+    tasks = [{"name": name, "purpose": GOALS[name].does} for name in names]
+    return {**asdict(summary), "tasks": tasks, "no_task": no_task}
+
+
+def draft_recipe(file: str, task: str, model: str, memory: str) -> dict[str, Any]:
+    """Return the recipe that `peftkit init` writes.
+
+    Args:
+        memory: GPU memory such as "24GB", or "cpu"; "" for this machine.
+    """
+    from peftkit.execution.environment import this_machine
+    from peftkit.start import draft as drafts
+    from peftkit.start.survey import survey
+
+    summary = survey(file)
+    task = drafts.checked_task(task, drafts.suited_tasks(summary), summary)
+    if memory:
+        num_bytes = drafts.memory_bytes(memory)
+    else:
+        environment = this_machine()
+        num_bytes = (environment.memory or 0) if environment.on_gpu else 0
+    on_gpu = bool(num_bytes)
+    model = model or drafts.usual_model(task, on_gpu=on_gpu)
+    model = model or drafts.usual_model(task, on_gpu=True)
+    named = drafts.usual_fields(task, summary)
+    if named is None:
+        named = drafts.longest_fields(summary)
+    draft = drafts.draft(summary, task, model, num_bytes, named=named)
+    return {"recipe": draft.text, "model": draft.model, "notice": draft.notice}
+
+
+def read_recipe(text: str) -> Any:
+    """Return a recipe.
+
+    Raises:
+        ConfigError: The recipe is not valid, or names files or code that the page may not use;
+            with the line of each error.
+    """
+    from peftkit.config.schema import load_text
+    from peftkit.recipe import Recipe
+
+    recipe = load_text(Recipe, text, SOURCE)
+    problems = [*_forbidden_code(recipe), *_forbidden_files(recipe)]
+    if problems:
+        lines = tuple((_line_of(text, value), message) for value, message in problems)
+        error = ConfigError(f"{SOURCE} is not allowed.", found="\n".join(m for _, m in lines))
+        error.lines = lines
+        raise error
+    return recipe
+
+
+def _forbidden_code(recipe: Any) -> Iterator[tuple[str, str]]:
+    """Yield Python functions that the recipe names, and why they are refused."""
+    for setting, uses in recipe.task.code.items() if not _runs_code else ():
+        for use in uses:
+            yield (
+                use,
+                f"task.{setting}: the recipe names Python code, which this page does not run. "
+                "Start it with peftkit train, or restart the page with --run-code.",
+            )
+
+
+def _forbidden_files(recipe: Any) -> Iterator[tuple[str, str]]:
+    """Yield paths outside of the allowed folders, and why they are refused.
+
+    All texts of the recipe count: a text that does not name an existing file is harmless, except
+    the output folder. Links are resolved.
+    """
+    from peftkit.config.schema import flat
+
+    output = recipe.train.output_dir
+    if output.parent != Path("runs") or not _is_inside(output, _roots[:1]):
+        text = str(output)
+        yield text, f"train.output_dir: '{text}' is not of the form runs/NAME."
+    for key, value in flat(recipe.model_dump(mode="json")).items():
+        for text in _texts(value):
+            if key != "train.output_dir" and not all(_is_inside(p, _roots) for p in _files(text)):
+                allowed = ", ".join(map(str, _roots))
+                yield text, f"{key}: '{text}' is outside of {allowed} (further folders: --models)."
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _texts(item)
+
+
+def _files(text: str) -> Iterator[Path]:
+    """Yield the existing files that a text names, as a path or as a pattern."""
+    from glob import glob
+
+    if len(text) > 4096 or "\n" in text or "\0" in text:
+        return
+    path = os.path.expanduser(text)
+    if os.path.lexists(path):
+        yield Path(path)
+    if any(character in path for character in "*?["):
+        yield from map(Path, islice(glob(path, recursive=True), 10_000))
+
+
+def _is_inside(path: Path, folders: tuple[Path, ...]) -> bool:
+    return any(path.resolve().is_relative_to(folder) for folder in folders)
+
+
+def _line_of(text: str, value: str) -> int:
+    """Return the line of a value in a recipe; 1 if it is not written out."""
+    lines = enumerate(text.splitlines(), start=1)
+    return next((number for number, line in lines if value in line), 1)
+
+
+def validate(text: str) -> dict[str, Any]:
+    """Return the errors of a recipe with their lines; of a valid one, its output folder and base.
+
+    A message without a line of its own is shown at line 1.
+    """
+    try:
+        recipe = read_recipe(text)
+    except ConfigError as error:
+        lines = error.lines or ((1, str(error)),)
+        return {"problems": [{"line": max(line, 1), "text": text} for line, text in lines]}
+    return {"problems": [], "name": recipe.train.output_dir.name, "model": recipe.base.model}
+
+
+def estimate(text: str, memory: str) -> dict[str, Any]:
+    """Return the estimate of `peftkit plan`."""
+    from peftkit.planning.plan import plan_run
+
+    memory = "" if memory == "cpu" else memory
+    plan = plan_run(read_recipe(text), memory=memory or None)
+    return {**plan.as_json(), "facts": plan.facts(), "verdict": plan.verdict()}
+
+
+def preview(text: str) -> dict[str, Any]:
+    """Return the first rows, token by token."""
+    from peftkit.start.preview import first_rows
+
+    rows, notices = first_rows(read_recipe(text), NUM_ROWS)
+    return {"rows": [asdict(row) for row in rows], "notices": notices}

@@ -1,0 +1,203 @@
+"""Commands that the page starts. Each is a process that outlives the page and its server.
+
+A process runs the command that the page shows, as a shell in the folder would. Therefore runs that
+were started in a terminal can be stopped and resumed as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from peftkit.files.disk import LOCKS, write_json
+from peftkit.serve.refusals import RequestError
+from peftkit.studio.folder import Folder
+
+MAX_PROCESSES = 8
+LOG_BYTES, SHORT_LOG_BYTES = 64_000, 1_000
+"""Bytes of a log in its view, and in the list of processes."""
+HOLDER = re.compile(r"Process (\d+) on (.+?), since (.+?)\.")
+"""The file that `peftkit.train.start.locked` writes while a run holds its folder."""
+CLOCK_SECONDS = 3.0
+"""Tolerance of start times, which are rounded to seconds."""
+LOST = -1
+"""Exit code of a process that ended while no server watched it."""
+
+
+class Processes:
+    """The processes that this server or an earlier one started in a folder."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, arguments: Sequence[str]) -> dict[str, Any]:
+        """Start `peftkit ARGUMENTS` in the folder, with its output in a log.
+
+        Raises:
+            RequestError: The process of this name runs, or too many run.
+        """
+        self.refuse_running(name)
+        if len(self._running) >= MAX_PROCESSES:
+            raise RequestError(f"{MAX_PROCESSES} processes run already.", status=429)
+        with open(self._log_file(name), "wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "peftkit_cli", *arguments],
+                cwd=self.folder.path,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in the server's terminal does not reach it
+                env=_environment(),
+            )
+        self._running[name] = process
+        facts = {"command": command_line(arguments), "pid": process.pid, "began": time.time()}
+        write_json({**facts, "code": None}, self._facts_file(name))
+        return self.get(name)
+
+    def refuse_running(self, name: str) -> None:
+        """Raise RequestError if the process of this name runs."""
+        process = self._running.get(name)
+        if process is not None and process.poll() is None:
+            raise RequestError(f"{name} is already running.", status=409)
+
+    def poll(self) -> None:
+        """Record the exit codes of processes that have ended."""
+        for name, process in list(self._running.items()):
+            if process.poll() is not None:
+                del self._running[name]
+                facts = json.loads(self._facts_file(name).read_bytes())
+                write_json({**facts, "code": process.returncode}, self._facts_file(name))
+
+    def get(self, name: str, log_bytes: int = LOG_BYTES) -> dict[str, Any]:
+        """Return name, command, pid, start, exit code (None: it runs) and end of the log."""
+        facts = json.loads(self._facts_file(name).read_bytes())
+        if facts["code"] is None and name not in self._running:
+            started = _started_at(facts["pid"])
+            if started is None or started > facts["began"] + CLOCK_SECONDS:
+                facts["code"] = LOST
+        text = ""
+        with suppress(OSError), open(self._log_file(name), "rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - log_bytes))
+            text = log.read().decode("utf-8", "replace")
+        return {"name": name, **facts, "log": text}
+
+    def all(self) -> list[dict[str, Any]]:
+        """Return all processes, with short logs."""
+        names = sorted(path.stem for path in (self.folder.path / ".studio").glob("*.json"))
+        found = []
+        for name in names:
+            with suppress(OSError, ValueError, KeyError):  # a damaged file hides one process only
+                found.append(self.get(name, SHORT_LOG_BYTES))
+        return found
+
+    def stop(self, run_folder: Path, name: str) -> None:
+        """Ask a run to save and stop after its current step, wherever it was started.
+
+        Raises:
+            RequestError: No process of this machine and user trains there.
+        """
+        trainer = trainer_of(run_folder)
+        pid = trainer.pid if trainer is not None and trainer.is_local else None
+        process = self._running.get(name)
+        if pid is None and process is not None and process.poll() is None:
+            pid = process.pid  # it has not begun to train
+        if pid is None:
+            raise RequestError(f"{name} is not running on this machine.", status=409)
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except OSError as error:
+            raise RequestError(f"cannot stop {name}.", found=str(error), status=409) from None
+
+    def _log_file(self, name: str) -> Path:
+        return self.folder.path / ".studio" / f"{name}.log"
+
+    def _facts_file(self, name: str) -> Path:
+        return self.folder.path / ".studio" / f"{name}.json"
+
+
+class Trainer(NamedTuple):
+    """The process that holds the lock of a run's folder; `is_local`: on this machine."""
+
+    pid: int
+    is_local: bool
+
+
+def trainer_of(folder: Path) -> Trainer | None:
+    """Return the process that trains into a folder; None: there is none.
+
+    The lock is read and not tried: trying it would refuse a run that starts at that moment. After
+    a crash, the file remains, and its process id may belong to another program: a process that
+    started after the file was written, or that is not Python, does not count.
+    """
+    try:
+        match = HOLDER.match((folder / LOCKS / "holder").read_text(encoding="utf-8"))
+        since = time.mktime(time.strptime(match[3], "%Y-%m-%d %H:%M:%S")) if match else 0.0
+    except (OSError, ValueError, OverflowError):
+        return None
+    if match is None:
+        return None
+    pid = int(match[1])
+    if match[2] != platform.node():
+        return Trainer(pid, is_local=False)
+    started = _started_at(pid)
+    if started is None or started > since + CLOCK_SECONDS or not _is_python(pid):
+        return None
+    return Trainer(pid, is_local=True)
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """Return a command in the syntax of a shell."""
+    return shlex.join(["peftkit", *arguments])
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of commands; they do not need the key of the page."""
+    kept = {name: value for name, value in os.environ.items() if name != "PEFTKIT_API_KEY"}
+    return {**kept, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def _started_at(pid: int) -> float | None:
+    """Return the time at which a process started; None: it does not exist, or is a zombie."""
+    proc = Path("/proc")
+    if (proc / "stat").exists():
+        try:
+            fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
+            boot = re.search(r"(?m)^btime (\d+)", (proc / "stat").read_text())
+        except OSError:
+            return None
+        if fields[0] == "Z" or boot is None:
+            return None
+        return int(boot[1]) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    elapsed = _ps(pid, "etime")  # [[days-]hours:]minutes:seconds
+    numbers = [int(part) for part in re.split(r"[-:]", elapsed)] if elapsed else []
+    units = (1, 60, 3600, 86400)
+    seconds = sum(n * unit for n, unit in zip(reversed(numbers), units, strict=False))
+    return time.time() - seconds if numbers else None
+
+
+def _is_python(pid: int) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        words = _ps(pid, "command").encode()
+    return b"python" in words.lower() or b"peftkit" in words
+
+
+def _ps(pid: int, column: str) -> str:
+    command = ["ps", "-o", f"{column}=", "-p", str(pid)]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

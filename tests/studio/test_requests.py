@@ -1,0 +1,263 @@
+"""The studio's requests: keys and origins, names and uploads, runs, recipes and processes."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+
+import pytest
+
+from peftkit.errors import PeftkitError
+from peftkit.studio import app as studio_app
+from peftkit.studio import drafting, processes
+from peftkit.studio.app import make_studio
+from peftkit.studio.assets import ASSETS
+from peftkit.studio.drafting import Drafting
+from tests.helpers.serving import served_app
+from tests.helpers.studio import KEY, Client, append_steps, write_run
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="the studio needs Linux or macOS")
+RECIPE = """task: {task}
+base:
+  model: {model}
+data:
+  train: {rows}
+train:
+  output_dir: {out}
+"""
+GRPO = "{type: grpo, rewards: [{use: 'rewards.py:score'}]}"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    home = tmp_path / "home"
+    write_run(home / "runs" / "first", 10)
+    write_run(home / "runs" / "sweep" / "second", 4, rank=4, done=False)
+    return home
+
+
+@pytest.fixture
+def studio(folder, monkeypatch):
+    """A served studio whose drafts are computed in this process, which has imported torch."""
+
+    async def run(self, function, *arguments):
+        result = drafting._call(function, arguments)
+        if "problem" in result:
+            raise PeftkitError(result["problem"], found=result["found"], fix=result["fix"])
+        return result
+
+    monkeypatch.setattr(Drafting, "run", run)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(drafting, "_roots", (folder.resolve(),))
+    monkeypatch.setattr(drafting, "_runs_code", False)
+    with served_app(make_studio(folder, [KEY])) as port:
+        yield Client(port)
+
+
+def recipe(**changes):
+    fields = {"task": "causal_lm", "model": "org/m", "rows": "data/a.jsonl", "out": "runs/new"}
+    return RECIPE.format(**fields | changes)
+
+
+def holder(folder, pid, since=None):
+    (folder / ".locks").mkdir()
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
+    text = f"Process {pid} on {platform.node()}, since {when}.\n"
+    (folder / ".locks" / "holder").write_text(text)
+
+
+def test_only_the_files_of_the_page_are_served_without_the_key(studio):
+    page = studio.get("/", key="")
+    assert page.status == 200
+    assert b"/static/app.js" in page.content
+    for path in ("/api/state", "/api/events", "/api/run?id=first", "/nowhere", "/static/../app.py"):
+        assert studio.get(path, key="").status == 401, path
+        assert studio.get("/api/state", key="wrong").status == 401
+    for path in ("/static/app.py", "/static/__init__.py", "/static/%2e%2e%2fapp.py"):
+        assert studio.get(path).status == 404, path
+
+
+def test_other_origins_and_other_names_of_the_host_are_refused(studio):
+    own = studio.url.removeprefix("http://")
+    assert studio.get("/api/state", Origin=studio.url).status == 200
+    assert studio.get("/api/state", Origin="http://evil.example").status == 403
+    assert studio.get("/api/state", Origin=f"http://{own}.evil.example").status == 403
+    assert studio.get("/", key="", Host="evil.example").status == 403
+
+
+def test_the_policy_allows_no_script_of_another_origin_and_no_inline_script(studio):
+    for path in ("/", "/static/app.js", "/api/state", "/nowhere"):
+        headers = studio.get(path).headers
+        policy = headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self';")
+        assert "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+    assert not [name for name, (content, _, _) in ASSETS.items() if b"innerHTML" in content]
+
+
+def test_a_run_is_found_by_its_name_only(studio):
+    for id in ("../home/runs/first", "/etc", "first/../../x", "%2e%2e", "nowhere", ""):
+        for path in ("run", "charts", "report"):
+            assert studio.get(f"/api/{path}?id={id}").status == 404, id
+        assert studio.post("/api/resume", id=id).status == 404
+        assert studio.post("/api/stop", id=id).status in (400, 409)
+
+
+def test_an_upload_is_bounded_and_never_replaces_a_file(studio, folder, monkeypatch):
+    def upload(content, name="rows.jsonl"):
+        return studio.put(f"/api/files/{name}", content)
+
+    assert upload(b'{"text": "a"}').json == {"name": "rows.jsonl", "bytes": 13}
+    assert upload(b'{"text": "a"}').json["name"] == "rows.jsonl"
+    assert upload(b'{"text": "b"}').json["name"] == "rows-2.jsonl"
+    assert (folder / "data" / "rows.jsonl").read_bytes() == b'{"text": "a"}'
+    for name in ("rows.py", "..%2Frows.jsonl", ".hidden.jsonl", "a..jsonl", "a%00.jsonl", "a" * 90):
+        assert upload(b"", name).status in (400, 404), name
+    monkeypatch.setattr(studio_app, "MAX_UPLOAD", 10)
+    assert upload(b"x" * 11, "large.jsonl").status == 413
+    names = sorted(path.name for path in (folder / "data").iterdir())
+    assert names == ["rows-2.jsonl", "rows.jsonl"]
+
+
+def test_a_new_run_and_its_new_steps_appear(studio, folder):
+    runs = {row["run"]: row for row in studio.get("/api/state").json["runs"]}
+    assert {name: row["state"] for name, row in runs.items()} == {
+        "first": "finished",
+        "sweep/second": "stopped",  # no process trains there, however recent its last line
+    }
+    assert runs["first"]["differs"]["method.rank"] == "16"
+    write_run(folder / "runs" / "third", 2, done=False)
+    charts = studio.get("/api/charts?id=third")
+    assert charts.json["charts"][0]["lines"][0]["points"] == [[1, 2.0], [2, 1.0]]
+    etag = charts.headers["etag"]
+    assert studio.get("/api/charts?id=third", **{"If-None-Match": etag}).status == 304
+    append_steps(folder / "runs" / "third", range(3, 5))
+    assert studio.get("/api/charts?id=third", **{"If-None-Match": etag}).status == 200
+    assert studio.get("/api/run?id=third").json["row"]["step"] == 4
+
+
+def test_two_runs_are_compared(studio):
+    compared = studio.get("/api/compare?id=first&id=sweep/second").json
+    assert [row["differs"]["method.rank"] for row in compared["rows"]] == ["16", "4"]
+    assert len(studio.get("/api/charts?id=first&id=sweep/second").json["charts"][0]["lines"]) >= 2
+    assert b"sweep/second" in studio.get("/api/report?id=first&id=sweep/second").content
+
+
+def test_each_error_of_a_recipe_has_its_line(studio):
+    text = recipe(model="{}").replace("data:", "data:\n  pakcing: true") + "  epochs: many\n"
+    problems = studio.post("/api/validate", recipe=text).json["problems"]
+    assert [problem["line"] for problem in problems] == [3, 5, 9]
+    assert "Did you mean 'packing'" in problems[1]["text"]
+    assert studio.post("/api/validate", recipe="").json["problems"][0]["line"] == 1
+
+
+def test_a_valid_recipe_has_its_command_and_starts_as_a_process(studio, folder, monkeypatch):
+    script = "import sys; print(sys.argv)"
+    started = []
+
+    def popen(command, **options):
+        started.append(command)
+        return real([sys.executable, "-c", script, *command[3:]], **options)
+
+    real = processes.subprocess.Popen
+    monkeypatch.setattr(processes.subprocess, "Popen", popen)
+    checked = studio.post("/api/validate", recipe=recipe()).json
+    assert checked["command"] == "peftkit train recipes/new.yaml"
+    assert not checked["is_taken"]
+    begun = studio.post("/api/train", recipe=recipe()).json
+    assert (begun["id"], begun["command"]) == ("new", checked["command"])
+    assert started[0][1:] == ["-m", "peftkit_cli", "train", "recipes/new.yaml"]
+    assert (folder / "recipes" / "new.yaml").read_text() == recipe()
+    deadline = time.time() + 20
+    while (ended := studio.get("/api/log?name=new").json)["code"] is None:
+        assert time.time() < deadline
+        time.sleep(0.1)
+    assert ended["code"] == 0
+    assert "recipes/new.yaml" in ended["log"]
+    again = studio.post("/api/train", recipe=recipe(out="runs/first"))
+    assert (again.status, again.json["error"]["code"]) == (409, "run_exists")
+
+
+FORBIDDEN = (
+    {"rows": "../secret.jsonl"},
+    {"rows": "~/secret.jsonl"},
+    {"rows": "data/link.jsonl"},
+    {"rows": "../*.jsonl"},
+    {"model": "../secret.jsonl"},
+    {"out": "../elsewhere"},
+    {"out": "runs/../../x"},
+    {"out": "recipes/new"},
+    {"task": GRPO},
+)
+
+
+def test_a_recipe_may_not_leave_the_folder_or_name_code(studio, folder, monkeypatch):
+    (folder.parent / "secret.jsonl").write_text('{"text": "a"}')
+    (folder / "data" / "link.jsonl").symlink_to(folder.parent / "secret.jsonl")
+    monkeypatch.setenv("HOME", str(folder.parent))
+    for changes in FORBIDDEN:
+        text = recipe(**changes)
+        (problem,) = studio.post("/api/validate", recipe=text).json["problems"]
+        (value,) = changes.values()
+        assert value in text.splitlines()[problem["line"] - 1], problem
+        for path in ("train", "plan", "preview"):
+            assert studio.post(f"/api/{path}", recipe=text).status == 400, changes
+    assert not list((folder / "recipes").iterdir())
+    monkeypatch.setattr(drafting, "_runs_code", True)
+    assert studio.post("/api/validate", recipe=recipe(task=GRPO)).json["problems"] == []
+
+
+def test_code_in_the_recipe_of_a_copied_run_is_not_resumed(studio, folder):
+    facts = json.loads((folder / "runs" / "first" / "run.json").read_text())
+    facts["recipe_yaml"] = recipe(task=GRPO)
+    (folder / "runs" / "first" / "run.json").write_text(json.dumps(facts))
+    refused = studio.post("/api/resume", id="first")
+    assert refused.status == 400
+    assert "--run-code" in refused.json["error"]["message"]
+    assert not list((folder / "recipes").iterdir())
+
+
+def test_only_the_process_that_trains_is_stopped(studio, folder):
+    sleeping = subprocess.Popen(["sleep", "60"])
+    python = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        holder(folder / "runs" / "first", sleeping.pid)  # not Python
+        holder(folder / "runs" / "sweep" / "second", python.pid, since=time.time() - 3600)
+        for id in ("first", "sweep/second"):
+            assert studio.post("/api/stop", id=id).status == 409
+        assert sleeping.poll() is python.poll() is None
+        write_run(folder / "runs" / "third", 2, done=False)
+        holder(folder / "runs" / "third", python.pid)
+        assert studio.get("/api/run?id=third").json["row"]["state"] == "running"
+        assert studio.post("/api/stop", id="third").status == 200
+        assert python.wait(20) == -15
+        assert studio.get("/api/run?id=third").json["row"]["state"] == "stopped"
+    finally:
+        for process in (sleeping, python):
+            process.kill()
+            process.wait()
+
+
+def test_the_key_is_not_in_the_environment_of_a_command(monkeypatch):
+    monkeypatch.setenv("PEFTKIT_API_KEY", KEY)
+    assert KEY not in processes._environment().values()
+    assert os.environ["PEFTKIT_API_KEY"] == KEY
+
+
+def test_rows_of_chats_are_appended(studio, folder):
+    row = {"messages": [{"role": "user", "content": "😀 <b>"}], "label": True}
+    assert studio.post("/api/save", kind="label", row=row).json["num_rows"] == 1
+    assert studio.post("/api/save", kind="label", row=row).json["num_rows"] == 2
+    lines = (folder / "data" / "chat-labels.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [row, row]
+    assert studio.post("/api/save", kind="../x", row=row).status == 400
+
+
+def test_requests_are_bounded_and_objects(studio):
+    assert studio.post("/api/validate", recipe="x" * (2 << 20)).status == 413
+    assert studio.put("/api/validate", b"{}").status == 405
+    assert studio.post("/api/chat", ids=[]).status == 400
+    assert studio.post("/v1/chat/completions", messages=[]).status == 409
+    assert studio.post("/api/export", id="first", to="../x").status == 400
