@@ -105,7 +105,7 @@ over the radiator. "A cow?" "It stood on the track near Ellingen and looked at u
 his bell, the farmer came with a bucket, and the cow thought it over for twenty minutes." Ruth
 poured him some tea. "Last week it was snow, in May. Before that a suitcase without an owner." "I
 write them all down," said Paul. "One day I will make a book of it." "And who is going to believe a
-single page?" she asked. He laughed. "Nobody. That is why it will be called The Timetable." """,
+single page?" said Ruth. He laughed. "Nobody. That is why it will be called The Timetable." """,
     """A lighthouse does not need a strong lamp; it needs a good lens. The first large ones burned
 oil, and most of the light went up into the clouds or down on the rocks. A curved block of glass
 could have gathered it, but a block of that size weighs tons and cracks as it cools. The solution
@@ -113,11 +113,11 @@ was to keep only the surface of the curve: many thin rings of glass, each cut at
 into a brass frame like the steps of a staircase. Such a lens is light enough to float in a basin of
 mercury, where a clockwork with a falling weight could turn it all night.""",
     """Minutes of the allotment club, 14 March. Present: nine members, apologies from two. 1. The
-water pump leaks at the lower joint. Hanna will ask for two offers; the limit is 300 euros. 2. Plot
+water pump leaks at the lower joint. Hanna will get two offers; the limit is 300 euros. 2. Plot
 seven is free from April. There are four names on the waiting list, and the first one has until the
 end of the month to answer. 3. Compost: please no cooked food and no citrus peel, it brings rats. 4.
-The summer party is on the second Saturday of July. Salads are welcome, and somebody should bring a
-longer table. 5. Any other business: the gate code changes on Monday. Closed at 20:40.""",
+The summer party is on the second Saturday of July. Salads are welcome, and Tom brings a longer
+table. 5. Any other business: the gate code changes on Monday. Closed at 20:40.""",
     """How to change the inner tube of a bicycle wheel. First let out the rest of the air and push
 the tire towards the middle of the rim, all the way around; there is a groove that gives you slack.
 Opposite the valve, hook one lever under the edge and fold it down, then a second one a hand's width
@@ -135,7 +135,7 @@ for it, while the young ones keep to their angle and end up somewhere new.""",
 13. Books can be borrowed for four weeks, films and games for one week. Renewals are possible twice,
 by telephone, at the desk or on our page, unless someone else has reserved the title. Each started
 week of delay costs 50 cents for adults; children pay nothing. Please bring your card. Lost cards
-are replaced for three euros. The return flap beside the entrance is always open.""",
+are replaced for three euros. The return flap at the entrance is always open.""",
     """A fair coin is thrown until heads appears for the first time. How many throws does it take on
 average? Call the answer x. One throw is always needed. With probability one half it shows heads and
 we are done; otherwise we are where we began, and x more throws are to be expected. Therefore x = 1

@@ -173,9 +173,10 @@ class LoRA(Method):
 
     def _not_on_experts(self, path: str) -> TargetError:
         return TargetError(
-            f"{self.type} on the stacked experts {path} does not support these settings",
+            f"{self.type} on the stacked experts {path} supports neither dropout nor this init nor "
+            "constant_in",
             found=f"dropout {self.dropout}, init '{self.init}', constant_in {self.constant_in}",
-            fix="Change these settings, or remove the experts from the targets.",
+            fix="Use dropout 0 and init 'default', or remove the experts from the targets.",
         )
 
     def scale_of(self, site: Site) -> tuple[int, float]:

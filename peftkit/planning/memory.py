@@ -342,7 +342,7 @@ class MemoryEstimator:
         count = steps.count(rows, length, activations, tiles=footprint is None)
         state = STATE_BYTES[self.recipe.train.optimizer] * steps.num_trained
         peak = {**count.peak, "optimizer": state, "process": self.environment.process}
-        peak["weights"] += self._quantized_bytes
+        peak["weights"] = peak.get("weights", 0) + self._quantized_bytes
         if footprint is not None:
             peak["weights"] += footprint.at_most - steps.weights
         if self.recipe.train.gradient_accumulation > 1:  # held during the second batch

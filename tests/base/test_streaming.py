@@ -123,7 +123,7 @@ def test_streamed_run_is_the_resident_one_to_the_bit(folder, tmp_path):
 
 
 @pytest.mark.parametrize(  # where a forward pass is repeated, and in one
-    "break_at", [4, pytest.param(5, marks=pytest.mark.slow)]
+    "break_at", [5, pytest.param(6, marks=pytest.mark.slow)]
 )
 def test_memory_that_runs_out_is_had_with_smaller_batches(folder, break_at, tmp_path):
     _, resident = trained(folder, "device", tmp_path / "a", break_at, max_steps=1)

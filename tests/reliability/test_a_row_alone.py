@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function
 
-from peftkit.data.pack import padded_rows
-from peftkit.errors import DataError, PeftkitError
+from peftkit.data.pack import joined, padded_rows
+from peftkit.errors import PeftkitError
 from peftkit.events import ignore
 from peftkit.forward.attention import MaskKind, kind_of, window_of
 from peftkit.forward.loss import head_of
@@ -49,8 +49,7 @@ GENERATED = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n 
 ENCODERS = [pytest.param(n, marks=() if n in ("bert", "t5") else pytest.mark.slow) for n in MODELS]
 NOT_PACKED = {
     *("opt", "bloom", "mpt", "xglm", "openai_gpt"),  # positions or distances of their own
-    *("minimax", "mamba", "mamba2", "jamba", "lfm2", "qwen3_next", "recurrent_gemma", "rwkv"),
-    *("gpt_oss", "llama4", "llama4_chunked", "llama4_scaled"),
+    "llama4_scaled",
 }
 """Packing may be refused for these, with the reason."""
 PROMPTS = [[9 + 5 * n for n in range(size)] for size in (27, 11, 6, 14, 11)]
@@ -162,7 +161,7 @@ def test_another_model_as_teacher_reads_each_row_alone(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("chunk", "scale", "limit"), [(64, 32, 31), (48, 1 << 13, 48)], ids=["scale", "chunk"]
 )
-def test_rows_longer_than_a_chunk_or_scale_of_llama_4_are_not_packed(
+def test_rows_longer_than_a_chunk_or_scale_of_llama_4_are_batched_by_document(
     chunk, scale, limit, tokenizer
 ):
     model: Any = MODELS["llama4_scaled"]()
@@ -170,9 +169,15 @@ def test_rows_longer_than_a_chunk_or_scale_of_llama_4_are_not_packed(
     for layer in model.model.layers:
         layer.self_attn.floor_scale = scale
     data = DataConfig(train="", max_length=limit + 1, packing=True)
-    with pytest.raises(DataError, match=rf"After {limit} tokens(.|\n)*data.packing: false"):
-        CausalLM(model, tokenizer, data)
-    CausalLM(model, tokenizer, data.model_copy(update={"max_length": limit}))
+    task = CausalLM(model, tokenizer, data)
+    assert task.rows.by_document
+    documents = [row_of(limit - 8), row_of(9)]
+    expected = alone(model, documents)
+    with task.training(model):
+        batch = task.collate([joined(documents)])
+        assert_equal(loss_and_gradients(task, model, batch), expected)
+    shorter = data.model_copy(update={"max_length": limit})
+    assert not CausalLM(model, tokenizer, shorter).rows.by_document
 
 
 @pytest.mark.parametrize("chunk", [8, 3000, 8192])

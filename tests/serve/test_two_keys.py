@@ -19,7 +19,7 @@ ASKED = {"input": "x", "max_output_tokens": 1}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
 
 WITHOUT_IDS = {
-    *("GET /health", "GET /v1/models", "POST /v1/files", "GET /v1/files"),
+    *("GET /health", "GET /metrics", "GET /v1/models", "POST /v1/files", "GET /v1/files"),
     *(f"GET {JOBS}", f"POST {JOBS[:-5]}/alpha/graders/validate"),
     *(f"POST {API}/{name}" for name in ("client/config", "client/dynamic_config", "telemetry")),
     *(f"POST {API}/create_session", f"POST {API}/sessions/{{id}}/finish"),  # a constant reply

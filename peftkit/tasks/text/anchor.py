@@ -1,9 +1,9 @@
-"""causal_lm with an anchor: answers to general prompts stay those of the model before training.
+"""causal_lm with an anchor: training keeps the model's answers to general prompts.
 
-Each step also contains a few of the model's own answers to 32 general prompts, made before the
-first step. Their loss is KL(before, now) at each answer token, which adds `task.anchor` times its
-mean to the mean loss of the step's targets. The documents share the batches of the rows: the
-anchor costs their tokens and nothing else.
+Before the first step, the model answers 32 general prompts. Each step also contains a few of these
+answers, with the loss KL(before, now) at each of their tokens. `task.anchor` times its mean is
+added to the mean loss of the step's targets. The answers share batches with the rows, so the anchor
+costs only their tokens.
 
 Shapes: n targets of a batch, H hidden size, V vocabulary.
 """
@@ -31,7 +31,7 @@ from peftkit.tasks.tokens import CausalLM
 LENGTH, SEED, PER_STEP = 24, 2000, 4
 """Maximum tokens of an answer, the seed of all answers, and answers in a step of one process."""
 OF_ROWS, OF_ANCHOR, BEFORE = "of_rows", "of_anchor", "anchor_before"
-"""Keys of a batch: indices into its targets, and what the head read (or gave) before training."""
+"""Keys of a batch: indices into its targets, and the head's input or logits before training."""
 
 
 @dataclass(frozen=True, slots=True)
