@@ -1,7 +1,7 @@
 """The engine of a model: `CachedEngine`, or `PlainEngine` over `model.generate`.
 
 `PlainEngine` serves models whose cache cannot be split by rows: encoder-decoders, virtual tokens,
-caches of their own classes, custom positions, and prompts with media. It runs a batch until its
+custom cache classes, custom positions, and prompts with media. It runs a batch until its
 last row has ended; later requests wait for the next batch. Each row still has separate settings,
 seed, adapter and end tokens, and completes its prompt as it does alone: rows are padded only if the
 model's numbers do not depend on it (`takes_padding`, `limits_of`).
@@ -199,7 +199,7 @@ def why_plain(model: Any, tokenizer: Any) -> str | None:
 
 
 def generation_fallbacks(model: Any, tokenizer: Any) -> list[Fallback]:
-    """Return why completions of a model are slower than those of a recorded `CachedEngine`.
+    """Return why completions of a model are slower than with a recorded `CachedEngine`.
 
     If memory runs out for the trial of the engine, the one fallback says so.
     """
@@ -292,7 +292,7 @@ def _by_trying(model: Any, tokenizer: Any, config: Any) -> str | None:
 def _have_right_logits(
     model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Completion]
 ) -> bool:
-    """Return whether the likeliest tokens of completions are those of full forward passes."""
+    """Return whether the likeliest tokens of completions equal the ones of full forward passes."""
     tolerance = TOLERANCE.get(compute_dtype(model), TOLERANCE_16_BIT)
     for ids, completion in zip(prompts, answers, strict=True):
         for number, chosen in enumerate(completion.chosen):

@@ -1,4 +1,4 @@
-"""What the request bodies of the chat APIs have in common."""
+"""The common parts of the request bodies of the chat APIs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Strict(BaseModel):
     """Fields that are validated without conversion; unknown ones are an error, unless null.
 
     Attributes:
-        UNSUPPORTED: Fields of the API that change the response and are refused by name.
+        UNSUPPORTED: Fields that change the response; an error names them.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -20,7 +20,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, fields: Any) -> Any:
-        """Drop nulls: clients send unset fields, and those of earlier responses, this way."""
+        """Drop nulls: clients send null for unset fields and for fields of earlier responses."""
         if not isinstance(fields, dict):
             return fields
         return {name: value for name, value in fields.items() if value is not None}
