@@ -153,6 +153,7 @@ READ_ELSEWHERE = {
     *("DataConfig.max_pixels", "DataConfig.video_frames"),  # by tasks with media
     "LoRA.eva_rho",  # by init: eva
     "TrainConfig.epochs",  # without max_steps
+    "TrainConfig.quantize_from",  # with quantize_for
     *("TrainConfig.sample_prompts", "TrainConfig.sample_tokens"),  # with sample_every
 }
 """Fields that this recipe leaves unread."""
