@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, BinaryIO, ClassVar, Literal
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
-from peftkit.files.multipart import Form, FormError
+from peftkit.serve.body import uploaded_form
 from peftkit.serve.predictions.bodies import ModelBody
-from peftkit.serve.refusals import RequestError
 from peftkit.serve.requests import validated
 
 
@@ -33,17 +32,6 @@ async def read_audio(request: Request, file: BinaryIO, max_bytes: int) -> Transc
     Raises:
         RequestError: It is not a form with a file, the file is too long, or a field is invalid.
     """
-    try:
-        form = Form(request.headers.get("content-type", ""), file, max_bytes)
-        async for chunk in request.stream():
-            form.feed(chunk)
-        form.close()
-    except ClientDisconnect:
-        raise RequestError("the client disconnected during the upload.") from None
-    except FormError as error:
-        status = 413 if error.is_too_long else 400
-        raise RequestError(
-            error.problem, found=error.found, status=status, param=error.part
-        ) from None
+    form = await uploaded_form(request, file, max_bytes)
     fields: dict[str, Any] = dict(form.fields)
     return validated(fields, TranscriptionBody)

@@ -9,11 +9,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from peftkit.files.disk import is_disk_full, replacing, sha256_of, write_bytes_atomic
-from peftkit.files.multipart import Form, FormError
+from peftkit.serve.body import uploaded_form
 from peftkit.serve.quotas import FILE
 from peftkit.serve.refusals import RequestError
 from peftkit.serve.store import new_id
@@ -98,18 +98,7 @@ class Files:
         id = new_id("file-")
         with _report_full_disk(), ExitStack() as stack:
             file = stack.enter_context(replacing(self.path(id), self._max_bytes))
-            try:
-                form = Form(request.headers.get("content-type", ""), file, self._max_bytes)
-                async for chunk in request.stream():
-                    form.feed(chunk)
-                form.close()
-            except ClientDisconnect:
-                raise RequestError("the client disconnected during the upload.") from None
-            except FormError as error:
-                status = 413 if error.is_too_long else 400
-                raise RequestError(
-                    error.problem, found=error.found, status=status, param=error.part
-                ) from None
+            form = await uploaded_form(request, file, self._max_bytes)
             _check_fields(form.fields)
             await asyncio.to_thread(self._quotas.check_bytes, owner, form.num_bytes)
             await asyncio.to_thread(stack.close)  # syncs the file to the disk
