@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.card_job import Job, Line, left_clean, made_large, used_bytes, verdict
+from benchmarks.shapes import tokenizer
 from peftkit.execution.out_of_memory import one_line
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Limits, Request
@@ -53,7 +54,7 @@ def growth(job: Job) -> Iterator[Line]:
     for rows in job.answer_rows:
         for context in job.contexts:
             shown = (str(rows), f"{context:,}")
-            room = tokens_that_fit(model)
+            room = tokens_that_fit(model, tokenizer())
             needed = rows * _slot(context + job.new_tokens)
             if room is not None and needed > room:
                 told = f"not tried: {needed:,} tokens, {room:,} fit"

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from peftkit.data.pack import padded
+from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.attention import TrainingAttention, training_attention
 from peftkit.forward.loss import unwrapped
@@ -52,7 +53,12 @@ class BatchLayout:
         if not (self.padded or num_virtual(bare) or bare.config.is_encoder_decoder):
             with training_attention(bare, plan) as attention:
                 assert attention is not None
-                self.why_padded = why_padded(model, attention, share=self.share)
+                try:
+                    self.why_padded = why_padded(model, attention, share=self.share)
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    self.why_padded = "Memory ran out while padding-free batches were tried."
                 if not self.why_padded:
                     self.attention = attention
                     try:

@@ -122,6 +122,12 @@ def test_streamed_run_is_the_resident_one_to_the_bit(folder, tmp_path):
     assert_two_at_most(base)
 
 
+def test_rows_are_padded_if_memory_runs_out_while_padding_free_batches_are_tried(folder, tmp_path):
+    events = list[Any]()
+    trained(folder, "device", tmp_path / "a", break_at=4, on_event=events.append)
+    assert any("Memory ran out while padding-free batches" in str(event) for event in events)
+
+
 @pytest.mark.parametrize(  # where a forward pass is repeated, and in one
     "break_at", [5, pytest.param(6, marks=pytest.mark.slow)]
 )
