@@ -68,8 +68,7 @@ class CachedEngine(Engine):
     def _prepare(self, stack: ExitStack) -> None:
         self._attention = CachedAttention.of(self.model)
         stack.enter_context(registered(self.model, self._attention))
-        # captured steps refer to the engine: without this, the cache would wait for a collection
-        stack.callback(self._take_back)
+        stack.callback(self._leave)
         if self._has_states and self.limits.tokens is not None:
             self._state_tokens = self.footprint().state_tokens
             self._prefixes = Prefixes(self.limits.prefix_tokens, self._state_tokens)
@@ -119,6 +118,15 @@ class CachedEngine(Engine):
             self.num_passes += 1
             self._decode()
         self._prefixes.trim(one.request.ids for one in self._waiting)
+
+    def _leave(self) -> None:
+        """Drop captured steps and the cache; see `Engine.resumes`.
+
+        Captured steps refer to the engine: without this, both would wait for a collection.
+        """
+        self._steps.clear()
+        if not (self.resumes and self.num_running):
+            self._take_back()
 
     def _take_back(self) -> list[Completion]:
         running = self._running()

@@ -243,6 +243,8 @@ class Engine(ABC):
         num_passes: Forward passes so far.
         ends: Tokens that end every completion.
         can_mix: Returns whether a forward pass may hold rows of several adapters.
+        resumes: Whether running completions keep their cache when the context ends, to continue in
+            the next one.
     """
 
     def __init__(
@@ -263,6 +265,7 @@ class Engine(ABC):
         self.can_mix: Callable[[], bool] = lambda: True
         self._waiting: deque[Completion] = deque()
         self._stack = ExitStack()
+        self.resumes = False
 
     def __enter__(self: AnEngine) -> AnEngine:
         with on_device(self.model.device), ExitStack() as stack:

@@ -197,3 +197,21 @@ def test_all_rows_wait_for_the_device_once_a_token(sampling):
                     waits.append([w.where for w in card.waits[before:] if "graph" not in w.why])
     assert len(waits) > 5
     assert all(len(one) == 1 for one in waits), waits
+
+
+def test_completions_continue_when_the_engine_is_entered_again(tokenizer):
+    model = MODELS["llama"]().eval()
+    requests = [Request([5 + n, 6, 7], Sampling(max_new_tokens=6)) for n in range(3)]
+    with CachedEngine(model, tokenizer) as engine:
+        expected = [engine.submit(request) for request in requests]
+        engine.run()
+    with CachedEngine(model, tokenizer) as engine:
+        engine.resumes = True
+        found = [engine.submit(request) for request in requests]
+        engine.step()
+        engine.step()
+    assert engine.num_running == len(requests)
+    with engine:  # a server leaves it for an operation between two tokens
+        engine.run()
+    assert [one.ids for one in found] == [one.ids for one in expected]
+    assert all(len(one.ids) == 6 or one.end is not None for one in found)
