@@ -3,79 +3,104 @@
     python -m benchmarks.forgetting --out runs/forgetting [--part recipes|methods] [--seeds 0 1 2]
 
 Trains SmolLM2-135M on two of the data sets of `benchmarks.defaults`, format (100 rows) and style
-(300), for the same number of steps. `recipes` compares learning rates, target layers and
-`task.anchor` for LoRA; `methods` compares methods, each at the learning rate that its line names.
-A score is the share of 64 held-out answers that are exactly right. Drift is measured after training
-as `train.drift` does: on the base's own answers, and as the rise of the cross entropy on general
-texts, both in nats per token. Prints Markdown: means over the seeds.
+(300), for the same number of steps of 8 rows. `recipes` compares learning rates, steps, target
+layers, ranks and `task.anchor` for LoRA. `methods` compares methods: the first seed trains each of
+a method's learning rates, and the others the one with the lowest eval loss. A score is the share of
+64 held-out answers that are exactly right. Drift is measured after training as `train.drift` does:
+on the base's own answers, and as the rise of the cross entropy on general texts, both in nats per
+token. Each run is a process of its own; its peak memory is the peak resident size of that process.
+
+Finished runs are kept in results.jsonl in the output folder and not repeated. Prints Markdown:
+means over the seeds, with their lowest and highest value. `--plot FILE` draws score and drift.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import statistics
+import json
+import multiprocessing
+import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.defaults import HELD_OUT, LENGTH, NAME, SETS, keeping, make_rows
 from benchmarks.report import table
 from peftkit.evaluation.drift import Drift
-from peftkit.events import EvalDone
+from peftkit.events import EvalDone, Event, RunStarted, StepDone
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.settings import DriftConfig
 
-STEPS = 30
+STEPS, ROWS_PER_STEP = 30, 8
 LORA = {"type": "lora", "rank": 16, "alpha": 32, "targets": "all-linear"}
-Variant = tuple[Mapping[str, Any], float, float | None]
-"""Method, learning rate, anchor."""
-RECIPES: dict[str, Variant] = {
-    "2e-4": (LORA, 2e-4, None),
-    "1e-3": (LORA, 1e-3, None),
-    "1e-3, q and v alone": ({**LORA, "targets": ["q", "v"]}, 1e-3, None),
-    "1e-3, rank 4": ({**LORA, "rank": 4, "alpha": 8}, 1e-3, None),
-    "1e-3, anchor 0.3": (LORA, 1e-3, 0.3),
-    "1e-3, anchor 1": (LORA, 1e-3, 1.0),
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a line of the table trains."""
+
+    method: Mapping[str, Any] = field(default_factory=lambda: LORA)
+    rates: tuple[float, ...] = (1e-3,)
+    anchor: float | None = None
+    steps: int = STEPS
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a run measured: losses and drift in nats a token, processor seconds, MB."""
+
+    exact: float
+    loss: float
+    drift: float
+    same: float
+    text: float
+    step_seconds: float
+    peak: float
+    trained: int
+
+
+RECIPES = {
+    "2e-4": Variant(rates=(2e-4,)),
+    "5e-4": Variant(rates=(5e-4,)),
+    "1e-3": Variant(),
+    "1e-3, a third of the steps": Variant(steps=STEPS // 3),
+    "1e-3, three times the steps": Variant(steps=3 * STEPS),
+    "1e-3, only `q` and `v`": Variant({**LORA, "targets": ["q", "v"]}),
+    "1e-3, rank 4": Variant({**LORA, "rank": 4, "alpha": 8}),
+    "1e-3, `anchor: 0.3`": Variant(anchor=0.3),
+    "1e-3, `anchor: 1`": Variant(anchor=1.0),
 }
-METHODS: dict[str, Variant] = {
-    "lora": (LORA, 5e-4, None),
-    "dora": ({**LORA, "type": "dora"}, 5e-4, None),
-    "ia3": ({"type": "ia3"}, 2e-2, None),
-    "vera": ({"type": "vera", "rank": 64, "targets": "all-linear"}, 1e-2, None),
-    "bottleneck": ({"type": "bottleneck"}, 1e-3, None),
-    "ln_tuning": ({"type": "ln_tuning"}, 5e-3, None),
-    "prompt_tuning": ({"type": "prompt_tuning"}, 3e-2, None),
-    "prefix_tuning": ({"type": "prefix_tuning"}, 1e-2, None),
+METHODS = {
+    "lora": Variant(rates=(5e-4, 1e-3, 2e-3)),
+    "dora": Variant({**LORA, "type": "dora"}, (5e-4, 1e-3, 2e-3)),
+    "vera": Variant({"type": "vera", "rank": 64, "targets": "all-linear"}, (1e-2, 3e-2, 1e-1)),
+    "ia3": Variant({"type": "ia3"}, (1e-2, 3e-2, 1e-1)),
+    "ln_tuning": Variant({"type": "ln_tuning"}, (3e-3, 1e-2, 3e-2)),
+    "bottleneck": Variant({"type": "bottleneck"}, (1e-3, 3e-3, 1e-2)),
+    "prompt_tuning": Variant({"type": "prompt_tuning"}, (3e-2, 1e-1, 3e-1)),
+    "prefix_tuning": Variant({"type": "prefix_tuning"}, (1e-2, 3e-2, 1e-1)),
 }
 """SmolLM2-135M has no biases for bitfit."""
-COLUMNS = (
-    "rows",
-    "recipe",
-    "exactly right",
-    "eval loss",
-    "drift",
-    "same token",
-    "text",
-    "s a step",
-)
 
 
-def recipe(files: tuple[Path, Path], out: Path, variant: Variant, seed: int) -> Recipe:
+def recipe(files: tuple[Path, Path], out: Path, variant: Variant, rate: float, seed: int) -> Recipe:
     """Return the recipe of a variant."""
-    method, rate, anchor = variant
     train_file, held_out = map(str, files)
     return Recipe(
         base={"model": NAME},
-        method=dict(method),
-        task={"type": "causal_lm", "anchor": anchor},
+        method=dict(variant.method),
+        task={"type": "causal_lm", "anchor": variant.anchor},
         data={"train": train_file, "eval": held_out, "max_length": LENGTH, "packing": False},
         train={
             "output_dir": out,
-            "max_steps": STEPS,
-            "batch_size": 8,
+            "max_steps": variant.steps,
+            "batch_size": ROWS_PER_STEP,
             "learning_rate": rate,
             "seed": seed,
             "eval_every": None,
@@ -87,39 +112,132 @@ def recipe(files: tuple[Path, Path], out: Path, variant: Variant, seed: int) -> 
     )
 
 
-def measured(files: tuple[Path, Path], out: Path, variant: Variant, seed: int) -> list[float]:
-    """Train one variant; return the figures of a line."""
-    evals = list[EvalDone]()
-    done = run(recipe(files, out, variant, seed), overwrite=True, on_event=keeping(evals))
-    figures = evals[-1].metrics
+def measured(trained: Recipe) -> Figures:
+    """Train a recipe in this process; return its figures."""
+    evals, trainable, clocks, peaks = list[EvalDone](), list[int](), list[float](), list[float]()
+    keep = keeping(evals)
+
+    def listen(event: Event) -> None:
+        keep(event)
+        if isinstance(event, RunStarted):
+            trainable.append(event.num_trainable)
+        if isinstance(event, StepDone):
+            clocks.append(time.process_time())
+            peaks.append(peak_megabytes())
+
+    run(trained, overwrite=True, on_event=listen)
+    out = Path(trained.train.output_dir)
     opened = open_adapter(out)
     model, tokenizer = opened.base.model, opened.base.tokenizer
     drift = Drift(model, tokenizer, opened.adapter.disabled, DriftConfig(on="text"))
-    names = ("exact_match", "loss", "drift", "drift_same")
-    return [*(figures[n] for n in names), drift.measure()["drift"], done.seconds / done.step]
+    found = evals[-1].metrics
+    return Figures(
+        exact=found["exact_match"],
+        loss=found["loss"],
+        drift=found["drift"],
+        same=found["drift_same"],
+        text=drift.measure()["drift"],
+        step_seconds=(clocks[-1] - clocks[0]) / (len(clocks) - 1),
+        peak=peaks[-1],
+        trained=trainable[0],
+    )
+
+
+def peak_megabytes() -> float:
+    """Return the peak resident size of this process."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) / 1e3
+
+
+class Results:
+    """Finished runs, in a file with one line each."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._found = dict[str, Figures]()
+        if file.exists():
+            for line in file.read_text(encoding="utf-8").splitlines():
+                entry = json.loads(line)
+                self._found[entry["run"]] = Figures(**entry["figures"])
+
+    def of(self, trained: Recipe) -> Figures:
+        """Return the figures of a recipe, trained in a process of its own if it is new."""
+        parts = trained.model_dump(mode="json", exclude={"data", "train"})
+        train = trained.train
+        numbers = [train.max_steps, train.learning_rate, train.seed]
+        key = json.dumps([str(trained.data.train), numbers, parts])
+        if key not in self._found:
+            context = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(1, mp_context=context) as pool:
+                self._found[key] = figures = pool.submit(measured, trained).result()
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"run": key, "figures": asdict(figures)}) + "\n")
+        return self._found[key]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the table: the runs of a variant with different seeds."""
+
+    rows: str
+    label: str
+    rate: float
+    runs: Sequence[Figures]
+
+    def show(self, name: str, form: str) -> str:
+        """Return the mean of a figure, and its range if there are several seeds."""
+        values = [getattr(figures, name) for figures in self.runs]
+        shown = [format(value, form) for value in (mean(values), min(values), max(values))]
+        return shown[0] if len(values) == 1 else f"{shown[0]} ({shown[1]} to {shown[2]})"
+
+    @property
+    def cells(self) -> list[str]:
+        """The cells of the table."""
+        return [
+            self.rows,
+            self.label,
+            f"{self.rate:g}",
+            f"{self.runs[0].trained:,}",
+            self.show("exact", ".0%"),
+            self.show("loss", ".3f"),
+            self.show("drift", ".3f"),
+            self.show("same", ".0%"),
+            self.show("text", "+.3f"),
+            f"{mean(run.step_seconds for run in self.runs):.1f}",
+            f"{mean(run.peak for run in self.runs):,.0f}",
+        ]
+
+
+COLUMNS = (
+    "rows",
+    "trained",
+    "learning rate",
+    "parameters",
+    "exactly right",
+    "eval loss",
+    "drift",
+    "same token",
+    "text",
+    "s a step",
+    "MB",
+)
 
 
 def lines(
     name: str, variants: Mapping[str, Variant], out: Path, seeds: Sequence[int]
-) -> Iterator[tuple[str, ...]]:
+) -> Iterator[Line]:
     """Yield a line of the table for each variant."""
     files = make_rows(name, out / name)
+    results = Results(out / "results.jsonl")
     for label, variant in variants.items():
-        results = []
-        for seed in seeds:
-            results.append(measured(files, out / name / "run", variant, seed))
-            gc.collect()
-        exact, loss, drift, same, text, seconds = map(statistics.mean, zip(*results, strict=True))
-        yield (
-            f"{name}, {SETS[name][1]}",
-            label if variants is RECIPES else f"{label}, {variant[1]:g}",
-            f"{exact:.0%}",
-            f"{loss:.3f}",
-            f"{drift:.3f}",
-            f"{same:.0%}",
-            f"{text:+.3f}",
-            f"{seconds:.1f}",
-        )
+
+        def figures(rate: float, seed: int, variant: Variant = variant) -> Figures:
+            return results.of(recipe(files, out / name / "run", variant, rate, seed))
+
+        rate = min(variant.rates, key=lambda rate: figures(rate, seeds[0]).loss)
+        yield Line(f"{name}, {SETS[name][1]}", label, rate, [figures(rate, seed) for seed in seeds])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -127,19 +245,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/forgetting"))
     parser.add_argument("--part", choices=("recipes", "methods"), default="recipes")
-    parser.add_argument("--rows", nargs="*", choices=SETS, default=["format", "style"])
+    parser.add_argument("--rows", nargs="*", choices=SETS, default=["format"])
     parser.add_argument("--only", nargs="*", help="Labels of variants; default: all.")
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0])
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--plot", type=Path, help="SVG file for score and drift.")
     arguments = parser.parse_args(argv)
     variants = RECIPES if arguments.part == "recipes" else METHODS
     if arguments.only:
         variants = {label: variants[label] for label in arguments.only}
-    rows = list[tuple[str, ...]]()
+    found = list[Line]()
     for name in arguments.rows:
         for line in lines(name, variants, arguments.out, arguments.seeds):
-            rows.append(line)
-            print(*line, sep="  ", flush=True)
-    print(table(COLUMNS, rows))
+            found.append(line)
+            print(*line.cells, sep="  ", flush=True)
+    print(table(COLUMNS, [line.cells for line in found]))
 
 
 if __name__ == "__main__":

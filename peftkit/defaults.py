@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from peftkit.settings import TrainConfig
 
@@ -102,6 +103,28 @@ def learning_rate_of(width: int | None) -> float:
     """Return the learning rate of LoRA for a base of this hidden size, to one digit."""
     rate = BASE_RATE * (BASE_WIDTH / (width or UNKNOWN_WIDTH)) ** RATE_POWER
     return float(f"{rate:.0e}")
+
+
+def drift_advice(task: Any, train: TrainConfig, config: Any) -> str:
+    """Return advice if a run neither limits nor measures drift at a high learning rate; else "".
+
+    Half of `learning_rate_of` moved SmolLM2-135M by 1.2 nats per token, a fifth of it by 0.17
+    (docs/forgetting.md).
+
+    Args:
+        task: The task of the recipe; only causal_lm has an anchor.
+        config: The configuration of the base in transformers.
+    """
+    if task.type != "causal_lm" or task.anchor is not None or train.drift is not None:
+        return ""
+    width = getattr(config.get_text_config(), "hidden_size", None)
+    if train.learning_rate < learning_rate_of(width) / 2:
+        return ""
+    return (
+        f"A learning rate of {train.learning_rate:g} also changes the answers to unrelated "
+        "prompts. To keep them: --set task.anchor=1. To measure the change: "
+        "--set train.drift.on=self."
+    )
 
 
 def why_too_short(

@@ -13,7 +13,7 @@ from peftkit.base.load import Base, open_base
 from peftkit.base.skeleton import skeleton
 from peftkit.config.schema import flat
 from peftkit.data.rows.lazy import fingerprint
-from peftkit.defaults import why_too_short
+from peftkit.defaults import drift_advice, why_too_short
 from peftkit.errors import ConfigError
 from peftkit.events import Event, Listener, Notice, Table, ignore, to_all
 from peftkit.execution.environment import select_device, world_size
@@ -152,6 +152,8 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
         on_event(Table(f"{row.source}, as the loss sees it", ("", "text"), spans))
     num_steps = recipe.train.num_steps(len(record.train))
     on_event(Notice(f"Execution plan: {plan.describe()}."))
+    if advice := drift_advice(recipe.task, recipe.train, record.base.model.config):
+        on_event(Notice(advice))
     verdict = "Valid, but short" if _warn_if_short(record, 1, on_event) else "Ready to train"
     evaluated = f", {len(record.eval)} to evaluate on" if record.eval else ""
     counts = f"{len(record.train)} rows{evaluated}, {num_steps} optimizer steps"

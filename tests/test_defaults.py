@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from peftkit.defaults import (
     EPOCH_STEPS,
@@ -11,12 +12,14 @@ from peftkit.defaults import (
     PREFERENCE_RATE,
     batch_of,
     defaults_for,
+    drift_advice,
     learning_rate_of,
     should_pack,
     why_too_short,
 )
 from peftkit.recipe import load
 from peftkit.settings import TrainConfig
+from peftkit.tasks.tokens import CausalLMConfig
 
 
 @pytest.mark.parametrize("num_rows", [100, 180, 300, 640, 1_000, 5_000, 60_000])
@@ -74,6 +77,23 @@ def test_no_recipe_of_the_rules_is_called_too_short(num_rows):
 def test_what_is_told_of_too_few_rows_makes_the_fewest_steps():
     told = why_too_short(TrainConfig(epochs=5, batch_size=2), 3, 3)
     assert told.endswith("For 24 steps: --set train.batch_size=3 --set train.epochs=24")
+
+
+@pytest.mark.parametrize(
+    ("rate", "anchor", "drift", "is_told"),
+    [
+        (5e-4, None, None, True),
+        (2e-4, None, None, False),
+        (1e-3, 1.0, None, False),
+        (1e-3, None, {}, False),
+    ],
+)
+def test_a_run_that_is_likely_to_drift_is_told(rate, anchor, drift, is_told):
+    train = TrainConfig(learning_rate=rate, drift=drift)
+    config = LlamaConfig(hidden_size=576)
+    advice = drift_advice(CausalLMConfig(type="causal_lm", anchor=anchor), train, config)
+    assert bool(advice) is is_told
+    assert not is_told or "--set task.anchor=1" in advice
 
 
 WIDTHS = {"smollm2-135m": 576, "Qwen2.5-0.5B": 896, "Qwen2.5-1.5B-Instruct": 1_536}

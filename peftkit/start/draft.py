@@ -25,6 +25,8 @@ CHATS = ("causal_lm", "distill", "grpo", "preference", "kto", "reward")
 WEIGHTS_IN_MEMORY = 3
 """Minimum ratio of GPU memory to 16-bit weights at which a base is not quantised."""
 UNLIMITED = 1_000_000
+ANCHOR = "1.0"
+"""Weight of the anchor, which reduces drift 50 times at the same score (docs/forgetting.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,9 +253,12 @@ def recipe_text(
     section = recipe["task"]
     if goal.section:
         recipe["task"] = {"": goal.section}
-    elif named:
-        names = zip(goal.fields, map(_quoted, named), strict=True)
-        recipe["task"] = {"type": task, **dict(names)}
+    elif named or task == "causal_lm":
+        names = dict(zip(goal.fields, map(_quoted, named), strict=False))
+        recipe["task"] = {"type": task, **names}
+        if task == "causal_lm" and (named or list(fields) != ["text"]):
+            recipe["task"]["anchor"] = ANCHOR
+            comments["anchor"] = "keeps other answers as they are; four short rows a step"
     elif task == "seq2seq" and "document" not in fields:
         recipe["task"] = {k: section[k] for k in ("type", "max_target_length")}
 
@@ -298,6 +303,9 @@ def recipe_text(
     name = (file.parent.name if file.stem.startswith("train") else "") or file.stem
     name = re.sub(r"\W+", "-", name).strip("-").lower() or "run"
     train["output_dir"] = f"runs/{name}"
+    if task == "causal_lm" and "eval" in recipe["data"]:
+        train["drift"] = "{on: self}"
+        comments["drift"] = "measures how much the answers to unrelated prompts change"
     if goal.by_rules:
         section |= {"rank": str(settings.rank), "alpha": str(settings.alpha)}
         rate = settings.learning_rate * (PREFERENCE_RATE if goal.compares else 1)

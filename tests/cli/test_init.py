@@ -49,6 +49,17 @@ def test_every_recipe_is_valid_and_has_the_answers(task, on_cpu, tmp_path):
     assert text.count("  # ") >= 4
 
 
+@pytest.mark.parametrize(("fields", "anchor"), [(["messages"], 1.0), (["text"], None)])
+def test_conversations_are_trained_with_an_anchor(fields, anchor, tmp_path):
+    text = recipe_text(
+        "causal_lm", data="rows.jsonl", model="m", on_cpu=True, num_rows=640, fields=fields
+    )
+    (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
+    recipe = load(tmp_path / "recipe.yaml")
+    assert recipe.task.anchor == anchor
+    assert recipe.train.drift is not None
+
+
 @pytest.mark.parametrize(("num_rows", "share"), [(99, None), (100, 0.16), (200, 0.08), (400, 0.05)])
 def test_enough_rows_are_held_out_to_evaluate_on(num_rows, share, tmp_path):
     text = recipe_text(

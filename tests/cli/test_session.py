@@ -106,7 +106,9 @@ def test_check_shows_rows_as_the_loss_sees_them_without_writes(project, peftkit)
 
 def test_check_shows_two_documents_of_packed_rows(project, peftkit):
     overrides = ("--set", "data.max_length=256", "--set", "data.packing=true")
+    overrides += ("--set", "train.learning_rate=0.05")
     done = peftkit("check", "recipe.yaml", *overrides)
+    assert "note: A learning rate of 0.05 also changes the answers to unrelated" in done.err
     titles = [line for line in done.out.splitlines() if line.endswith("as the loss sees it")]
     assert [title.split(",")[0] for title in titles] == ["train.jsonl:1", "train.jsonl:2"]
     assert "Packed 12 documents" in done.err
