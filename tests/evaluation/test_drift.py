@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from peftkit.settings import DriftConfig
+from peftkit.tasks.text.anchor import AnchoredLM, AnchorRow
+from peftkit.train.batches import BatchPrefetcher
 from tests.helpers.command_line import Run
 from tests.helpers.folders import write_rows
 
@@ -184,6 +187,27 @@ def test_an_anchor_holds_the_model_back(settings, tmp_path):
     steps = [e for e in anchored if isinstance(e, StepDone)]
     assert steps[0].figures["anchor_kl"] == pytest.approx(0.0, abs=1e-6)
     assert steps[-1].figures["anchor_kl"] > 0
+
+
+def test_a_step_with_an_anchor_is_collated_ahead(settings, tmp_path, monkeypatch):
+    def losses(name):
+        events = run(settings, tmp_path / name, task={"anchor": 1.0}, eval_every=9)
+        return [e.loss for e in events if isinstance(e, StepDone)]
+
+    plain = losses("plain")
+    collate, threads = AnchoredLM.collate, []
+
+    def seen(self, rows):
+        if any(isinstance(row, AnchorRow) for row in rows):
+            threads.append(threading.current_thread().name)
+        return collate(self, rows)
+
+    monkeypatch.setattr(AnchoredLM, "collate", seen)
+    monkeypatch.setattr(BatchPrefetcher, "is_ahead", True)  # as on a GPU
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert losses("ahead") == plain
+    # three steps with two micro-batches of anchor rows each; only the first step waits for them
+    assert [name.startswith("collate") for name in threads] == [False] * 2 + [True] * 4
 
 
 def test_an_anchor_needs_the_head(settings, tmp_path):
