@@ -45,7 +45,7 @@ def test_a_fresh_adapter_has_none(llama, tokenizer, dtype, on):
     adapter = attach(llama.to(dtype), LoRA(rank=2, targets="all-linear"))
     measured = drift_of(llama, tokenizer, adapter, on=on, tokens=200).measure()
     assert measured.pop("drift") == 0.0
-    assert measured in ({}, {"drift_same": 1.0})
+    assert measured in ({}, {"drift_95": 0.0, "drift_same": 1.0})
 
 
 def test_a_planted_update_has_the_kl_of_its_definition(llama, tokenizer):
@@ -54,18 +54,23 @@ def test_a_planted_update_has_the_kl_of_its_definition(llama, tokenizer):
     assert drift.measure()["drift"] == 0.0  # the answers are those of the base
     plant(llama, 0.3)
     measured = drift.measure()
-    total, same, number = 0.0, 0, 0
+    kls, same, number = [], 0, 0
     for row in drift._rows:
         ids = torch.tensor([row.input_ids])
         now = llama.eval()(ids).logits[0].double().log_softmax(-1)
         with adapter.disabled():
             before = llama(ids).logits[0].double().log_softmax(-1)
         places = [n - 1 for n, label in enumerate(row.labels) if label >= 0]
-        total += (before.exp() * (before - now)).sum(-1)[places].sum().item()
+        kls += (before.exp() * (before - now)).sum(-1)[places].tolist()
         same += (before.argmax(-1) == now.argmax(-1))[places].sum().item()
         number += len(places)
-    assert measured["drift"] == pytest.approx(total / number, rel=1e-4)
+    assert measured["drift"] == pytest.approx(sum(kls) / number, rel=1e-4)
     assert measured["drift"] > 0.01
+    rank = 0.95 * (number - 1)  # between two tokens: linear
+    low, high = sorted(kls)[int(rank) : int(rank) + 2]
+    quantile = low + (rank - int(rank)) * (high - low)
+    assert measured["drift_95"] == pytest.approx(quantile, rel=1e-4)
+    assert measured["drift_95"] > measured["drift"]
     assert measured["drift_same"] == pytest.approx(same / number)
     assert len(drift._rows) == len(MEASURED)
 
