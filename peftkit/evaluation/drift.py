@@ -71,6 +71,7 @@ class Drift:
         self._model, self._tokenizer, self._before = model, tokenizer, before
         self._config, self._forget_layout, self._on_event = config, forget_layout, on_event
         self._texts = TEXTS if config.on == "text" else _file(config.on)
+        self._hidden: dict[int, Tensor] = {}  # before training, by the batch's first row
 
     def measure(self) -> dict[str, float]:
         """Return drift in nats per token; for answers also drift_95 and drift_same.
@@ -111,7 +112,7 @@ class Drift:
         return None if changes_head(self._model) else head_of(self._model)
 
     def _over_tokens(
-        self, measure: Callable[[dict[str, Tensor]], tuple[Tensor, Tensor]]
+        self, measure: Callable[[dict[str, Tensor], int], tuple[Tensor, Tensor]]
     ) -> tuple[list[float], Tensor]:
         """Return the means of k figures over all targets, and the first one of each target (n,).
 
@@ -126,7 +127,8 @@ class Drift:
             self._on_event(Progress("Measuring drift", start, total))
             batch = collate(self._rows[start : start + ROWS], pad_id=0)
             number += batch["targets"].numel()
-            batch_sums, of_tokens = measure({n: t.to(device) for n, t in batch.items()})
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
+            batch_sums, of_tokens = measure(batch, start)
             sums = sums + batch_sums.double().cpu()
             values.append(of_tokens.double().cpu())
         return (sums / number).tolist(), torch.cat(values)
@@ -140,7 +142,7 @@ class Drift:
     def _inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         return accepted(self._model, {"input_ids": batch["input_ids"], "use_cache": False})
 
-    def _rise(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _rise(self, batch: dict[str, Tensor], start: int) -> tuple[Tensor, Tensor]:
         """Return the rise of the cross entropy: the sum (1,), and of each token (n,)."""
         inputs, targets = self._inputs(batch), (batch["target_index"], batch["targets"])
         before, now = (
@@ -149,11 +151,18 @@ class Drift:
         )
         return (before.sum() - now.sum())[None], before - now
 
-    def _divergence(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _divergence(self, batch: dict[str, Tensor], start: int) -> tuple[Tensor, Tensor]:
         """Return KL(before, now) and equal most likely tokens: sums (2,), and each KL (n,)."""
         head, inputs, index = self._head, self._inputs(batch), batch["target_index"]
         compute = target_logits if head is None else target_rows
-        before, now = (compute(self._model, inputs, index) for _ in self._states())
+        before = self._hidden.get(start)
+        if before is None:
+            with self._before():
+                before = compute(self._model, inputs, index)
+            if head is not None:  # logits would take too much memory
+                self._hidden[start] = before.cpu()
+        now = compute(self._model, inputs, index)
+        before = before.to(now.device)
         values, same = divergence_of(now, before, head, Divergence())
         return torch.stack([values.double().sum(), same.double().sum()]), values
 
