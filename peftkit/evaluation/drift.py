@@ -35,7 +35,7 @@ from peftkit.forward.loss import (
 )
 from peftkit.forward.shared_head import changes_head, divergence_of
 from peftkit.inference.engine import AnswerTooLarge
-from peftkit.inference.own_answers import own_answers
+from peftkit.inference.own_answers import PromptFormat, own_answers
 from peftkit.kernels.divergence import Divergence
 from peftkit.model.modes import evaluating
 from peftkit.settings import DriftConfig
@@ -53,6 +53,7 @@ class Drift:
     Args:
         before: Returns a context with the model as it was before training.
         forget_layout: Makes the model read each row of a batch as one document.
+        prompt_format: How the model reads prompts; by default as the tokenizer says.
 
     Raises:
         DataError: The file in `config.on` cannot be read, or is too short.
@@ -66,10 +67,12 @@ class Drift:
         config: DriftConfig,
         *,
         forget_layout: Callable[[], None] = lambda: None,
+        prompt_format: PromptFormat | None = None,
         on_event: Listener = ignore,
     ) -> None:
         self._model, self._tokenizer, self._before = model, tokenizer, before
         self._config, self._forget_layout, self._on_event = config, forget_layout, on_event
+        self._prompt_format = prompt_format
         self._texts = TEXTS if config.on == "text" else _file(config.on)
         self._hidden: dict[int, Tensor] = {}  # before training, by the batch's first row
 
@@ -98,9 +101,10 @@ class Drift:
     def _rows(self) -> list[Row]:
         if self._texts:
             return text_rows(self._tokenizer, self._texts, self._config.tokens)
+        options: Any = {"length": LENGTH, "seed": SEED, "prompt_format": self._prompt_format}
         try:
             with self._before():
-                return own_answers(self._model, self._tokenizer, MEASURED, length=LENGTH, seed=SEED)
+                return own_answers(self._model, self._tokenizer, MEASURED, **options)
         except AnswerTooLarge as error:
             raise RunError(
                 error.problem, found=error.found, fix="Leave train.drift out, or set on: text."
