@@ -273,7 +273,7 @@ class Loop:
             return StepFacts(0.0, run.figures, 0.0, num_tokens=0, stop=signum, notice="")
         self._has_trained = True
         began = time.perf_counter()
-        coming = None
+        coming: Sequence[Any] | None = None
         # if `before_step` makes rows, the next ones may not exist yet
         if trainer.prefetcher.is_ahead:
             coming = [run.rows[index] for index in self._indices(run.state.step + 1)]

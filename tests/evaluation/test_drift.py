@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,23 @@ def test_a_planted_update_has_the_kl_of_its_definition(llama, tokenizer):
     assert measured["drift_95"] > measured["drift"]
     assert measured["drift_same"] == pytest.approx(same / number)
     assert len(drift._rows) == len(MEASURED)
+
+
+def test_the_model_before_training_runs_once(llama, tokenizer):
+    adapter, entered = attach(llama, LoRA(rank=2, targets="all-linear")), []
+
+    @contextmanager
+    def before():
+        entered.append(len(entered))
+        with adapter.disabled():
+            yield
+
+    drift = Drift(llama, tokenizer, before, DriftConfig())
+    drift.measure()
+    first = len(entered)
+    plant(llama, 0.3)
+    assert drift.measure() == drift.measure()
+    assert len(entered) == first == 4  # the answers, and three batches
 
 
 def test_an_adapted_head_is_compared_by_logits(llama, tokenizer):

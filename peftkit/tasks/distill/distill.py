@@ -149,11 +149,8 @@ class Distill(RolloutTask):
     @contextmanager
     def _as_teacher(self, model: nn.Module, average: MovingAverage | None) -> Iterator[None]:
         """Switch the model to the teacher's state; an average replaces that before training."""
-        if average is not None:
-            state = average.in_use()
-        else:
-            state = self.reference.state() if self._adapter is None else self._adapter.on(model)
-        with evaluating(model), state:
+        state = self.reference.state() if self._adapter is None else self._adapter.on(model)
+        with evaluating(model), state if average is None else average.in_use():
             yield
 
     def state(self) -> Mapping[str, Tensor]:
@@ -187,8 +184,8 @@ class Distill(RolloutTask):
             self.check_answers(run)
         if self.config.teacher.answer is True and len(run.rows):
             answer = partial(self._teacher_answers, run=run)
-            minimum, text = self.config.teacher.min_match, partial(self.text, special=False)
-            check_demonstrations(run.rows, answer, text, minimum, run.say)
+            minimum, decode = self.config.teacher.min_match, partial(self.text, special=False)
+            check_demonstrations(run.rows, answer, decode, minimum, run.say)
         rows = run.eval_rows if self.makes_rows else run.all_rows
         if self.config.answers != "data" and len(rows):
             self._generate_answers(rows, run)

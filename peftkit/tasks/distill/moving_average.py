@@ -28,7 +28,8 @@ class MovingAverage:
 
     def __init__(self, model: nn.Module, rate: float) -> None:
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._model, self._rate, self._parameters = model, rate, list(trained.values())
+        self._model, self._rate = model, rate
+        self._parameters: list[Tensor] = list(trained.values())
         self.values = {n: p.detach().to(torch.float32, copy=True) for n, p in trained.items()}
 
     @torch.no_grad()

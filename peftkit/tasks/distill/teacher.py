@@ -161,7 +161,7 @@ def check_demonstrations(
     prompts = [row.teacher_ids[: len(row.teacher_ids) - row.num_targets // 2] for row in rows]
     say(Stage(f"The teacher answers {len(rows)} rows with their answers as examples"))
     texts = [text(one.ids) for one in answer(prompts)]
-    share = exact_match([(t, row.reference) for t, row in zip(texts, rows, strict=True)])
+    share = exact_match([(t, row.reference or "") for t, row in zip(texts, rows, strict=True)])
     if share < min_match:
         raise DataError(
             "the teacher does not use the answers that it is shown.",
