@@ -80,7 +80,7 @@ def metric_name(name: str) -> str:
     return _NAMES.get(name, name.replace("_", " "))
 
 
-LOWER_IS_BETTER = re.compile(r"(^|_)((loss|perplexity|mse|wer|cer|kl)(_|$)|drift$)")
+LOWER_IS_BETTER = re.compile(r"(^|_)((loss|perplexity|mse|wer|cer|kl)(_|$)|drift(_95)?$)")
 """Metrics of which a lower value is better, by name."""
 
 

@@ -152,7 +152,7 @@ def _of_evaluation(r: Any) -> Iterator[Conflict]:
     if r.train.evaluates and not r.data.eval:
         setting = f"train.{r.train.evaluates[0]} needs eval rows."
         yield setting, "data.eval is not set.", "Set data.eval, or leave it out."
-    if r.train.drift and (r.task.task_type != "CAUSAL_LM"):
+    if r.train.drift and (r.task.task_type != "CAUSAL_LM" and not r.task.prompt_media):
         reason = f"The task {r.task.type} trains no causal language model."
         yield "train.drift has no answers or text to measure on.", reason, "Leave it out."
     generates = r.train.sample_every or r.train.eval_generate

@@ -350,11 +350,11 @@ def _drift(record: RunRecord, on_event: Listener) -> Any:
     if (config := record.recipe.train.drift) is None:
         return None
     from peftkit.evaluation.drift import Drift
+    from peftkit.tasks.completions import CompletingTask
     from peftkit.tasks.tokens import TokenTask
 
     base, before, task = record.base, _before(record.adapter, record.continued), record.task
     assert isinstance(task, TokenTask)  # see check_settings
-    forget = task.layout.forget
-    return Drift(
-        base.model, base.tokenizer, before, config, forget_layout=forget, on_event=on_event
-    )
+    assert isinstance(task, CompletingTask)
+    more: Any = {"forget_layout": task.layout.forget, "prompt_format": task.prompt_format}
+    return Drift(base.model, base.tokenizer, before, config, **more, on_event=on_event)

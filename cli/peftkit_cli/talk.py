@@ -230,9 +230,15 @@ def _drift(opened: Opened) -> dict[str, float]:
             found=f"The adapter was trained for the task {opened.task.type}.",
         )
     before = before_training(opened.adapter, opened.file.folder)
+    options: dict[str, Any] = {}
+    if opened.task.prompt_media:
+        from peftkit.evaluation.predict import media_task
+
+        options["prompt_format"] = media_task(opened).prompt_format
     model, tokenizer = opened.base.model, opened.base.tokenizer
     with Renderer(transient=True) as on_event:
-        return Drift(model, tokenizer, before, DriftConfig(), on_event=on_event).measure()
+        options["on_event"] = on_event
+        return Drift(model, tokenizer, before, DriftConfig(), **options).measure()
 
 
 def _show_metrics(metrics: Mapping[str, Mapping[str, float]]) -> None:

@@ -35,7 +35,7 @@ from peftkit.forward.loss import (
 )
 from peftkit.forward.shared_head import changes_head, divergence_of
 from peftkit.inference.engine import AnswerTooLarge
-from peftkit.inference.own_answers import own_answers
+from peftkit.inference.own_answers import PromptFormat, own_answers
 from peftkit.kernels.divergence import Divergence
 from peftkit.model.modes import evaluating
 from peftkit.settings import DriftConfig
@@ -53,6 +53,7 @@ class Drift:
     Args:
         before: Returns a context with the model as it was before training.
         forget_layout: Makes the model read each row of a batch as one document.
+        prompt_format: How the model reads prompts; by default as the tokenizer says.
 
     Raises:
         DataError: The file in `config.on` cannot be read, or is too short.
@@ -66,16 +67,20 @@ class Drift:
         config: DriftConfig,
         *,
         forget_layout: Callable[[], None] = lambda: None,
+        prompt_format: PromptFormat | None = None,
         on_event: Listener = ignore,
     ) -> None:
         self._model, self._tokenizer, self._before = model, tokenizer, before
         self._config, self._forget_layout, self._on_event = config, forget_layout, on_event
+        self._prompt_format = prompt_format
         self._texts = TEXTS if config.on == "text" else _file(config.on)
+        self._hidden: dict[int, Tensor] = {}  # before training, by the batch's first row
 
     def measure(self) -> dict[str, float]:
-        """Return drift in nats per token; for answers also drift_same.
+        """Return drift in nats per token; for answers also drift_95 and drift_same.
 
-        drift_same is the share of tokens at which both states agree on the most likely token.
+        drift_95 is the 95 % quantile of the tokens' KL, drift_same the share of tokens at which
+        both states agree on the most likely token.
 
         Raises:
             RunError: Memory does not suffice.
@@ -83,9 +88,10 @@ class Drift:
         with evaluating(self._model):
             self._forget_layout()
             if self._texts:
-                return {"drift": self._mean(self._rise)[0]}
-            drift, same = self._mean(self._divergence)
-            return {"drift": drift, "drift_same": same}
+                (drift,), _ = self._over_tokens(self._rise)
+                return {"drift": drift}
+            (drift, same), values = self._over_tokens(self._divergence)
+            return {"drift": drift, "drift_95": values.quantile(0.95).item(), "drift_same": same}
 
     def is_within_limit(self, metrics: Mapping[str, float]) -> bool:
         """Return whether measured drift is at most train.drift.limit."""
@@ -95,9 +101,10 @@ class Drift:
     def _rows(self) -> list[Row]:
         if self._texts:
             return text_rows(self._tokenizer, self._texts, self._config.tokens)
+        options: Any = {"length": LENGTH, "seed": SEED, "prompt_format": self._prompt_format}
         try:
             with self._before():
-                return own_answers(self._model, self._tokenizer, MEASURED, length=LENGTH, seed=SEED)
+                return own_answers(self._model, self._tokenizer, MEASURED, **options)
         except AnswerTooLarge as error:
             raise RunError(
                 error.problem, found=error.found, fix="Leave train.drift out, or set on: text."
@@ -108,17 +115,27 @@ class Drift:
         """The head, if both states share it; without it, all logits of a batch are computed."""
         return None if changes_head(self._model) else head_of(self._model)
 
-    def _mean(self, measure: Callable[[dict[str, Tensor]], Tensor]) -> list[float]:
-        """Return the means over all targets of sums (k,) that `measure` returns for a batch."""
+    def _over_tokens(
+        self, measure: Callable[[dict[str, Tensor], int], tuple[Tensor, Tensor]]
+    ) -> tuple[list[float], Tensor]:
+        """Return the means of k figures over all targets, and the first one of each target (n,).
+
+        Args:
+            measure: Returns the sums (k,) over the targets of a batch, and the first figure of
+                each target.
+        """
         sums, number, total = torch.zeros((), dtype=torch.float64), 0, len(self._rows)
+        values = []
         device = next(self._model.parameters()).device
         for start in range(0, total, ROWS):
             self._on_event(Progress("Measuring drift", start, total))
             batch = collate(self._rows[start : start + ROWS], pad_id=0)
             number += batch["targets"].numel()
-            sums = sums + measure({n: t.to(device) for n, t in batch.items()}).double().cpu()
-        means: list[float] = (sums / number).tolist()
-        return means
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
+            batch_sums, of_tokens = measure(batch, start)
+            sums = sums + batch_sums.double().cpu()
+            values.append(of_tokens.double().cpu())
+        return (sums / number).tolist(), torch.cat(values)
 
     def _states(self) -> Iterator[None]:
         """Iterate over the two states: before training, then now."""
@@ -129,22 +146,29 @@ class Drift:
     def _inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         return accepted(self._model, {"input_ids": batch["input_ids"], "use_cache": False})
 
-    def _rise(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the summed rise of the cross entropy (1,)."""
+    def _rise(self, batch: dict[str, Tensor], start: int) -> tuple[Tensor, Tensor]:
+        """Return the rise of the cross entropy: the sum (1,), and of each token (n,)."""
         inputs, targets = self._inputs(batch), (batch["target_index"], batch["targets"])
         before, now = (
-            token_log_probs(self._model, self._head, inputs, *targets).double().sum()
+            token_log_probs(self._model, self._head, inputs, *targets).double()
             for _ in self._states()
         )
-        return (before - now)[None]
+        return (before.sum() - now.sum())[None], before - now
 
-    def _divergence(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the sums of KL(before, now) and of equal most likely tokens (2,)."""
+    def _divergence(self, batch: dict[str, Tensor], start: int) -> tuple[Tensor, Tensor]:
+        """Return KL(before, now) and equal most likely tokens: sums (2,), and each KL (n,)."""
         head, inputs, index = self._head, self._inputs(batch), batch["target_index"]
         compute = target_logits if head is None else target_rows
-        before, now = (compute(self._model, inputs, index) for _ in self._states())
+        before = self._hidden.get(start)
+        if before is None:
+            with self._before():
+                before = compute(self._model, inputs, index)
+            if head is not None:  # logits would take too much memory
+                self._hidden[start] = before.cpu()
+        now = compute(self._model, inputs, index)
+        before = before.to(now.device)
         values, same = divergence_of(now, before, head, Divergence())
-        return torch.stack([values.double().sum(), same.double().sum()])
+        return torch.stack([values.double().sum(), same.double().sum()]), values
 
 
 def _file(name: str) -> Sequence[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -15,6 +15,9 @@ from peftkit.events import Sample
 from peftkit.forward.batch_layout import BatchLayout
 from peftkit.tasks.base import Task
 from peftkit.tasks.metrics import exact_match
+
+if TYPE_CHECKING:
+    from peftkit.inference.own_answers import PromptFormat
 
 MARGIN = 1.25
 """Longest completion, relative to the longest reference."""
@@ -30,6 +33,11 @@ class CompletingTask(Task):
     """A mixin of token tasks whose model completes the prompts of rows."""
 
     layout: BatchLayout
+
+    @property
+    def prompt_format(self) -> PromptFormat | None:
+        """How the model reads prompts without media; None: as its tokenizer says."""
+        return None
 
     def answers(
         self,

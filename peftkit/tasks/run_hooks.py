@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from peftkit.events import Event, Listener, ignore
 from peftkit.execution.parallel import Parallel, Part
@@ -87,6 +87,18 @@ class RunHooks:
         """Prepare a run, before its first step or after a resume."""
         return None
 
+    def state(self) -> Mapping[str, Tensor]:
+        """Return the tensors of the task that a checkpoint needs; the same on all processes."""
+        return {}
+
+    def load_state(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+        """Restore the `state` of a checkpoint, before `setup`.
+
+        Raises:
+            CheckpointError: It does not fit the model.
+        """
+        return None
+
     def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
         """Return the rows of each optimizer step for this process's share of a step's rows.
 
@@ -95,6 +107,14 @@ class RunHooks:
         steps. Metrics go into `run.figures`. An evaluation calls this with all eval rows.
         """
         return [rows]
+
+    def rows_ahead(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Any] | None:
+        """Return what `before_step` will make of the next step's rows; None: not yet known."""
+        return None
+
+    def after_step(self) -> None:
+        """Update values that follow the weights, after each optimizer step."""
+        return None
 
     def stop_reason(self, figures: Mapping[str, float]) -> str:
         """Return the reason to end the run after a step with these metrics; "": continue."""

@@ -75,6 +75,7 @@ class TrainableWeights:
 
 
 OPTIMIZER, RANDOM, STATE = "optimizer.safetensors", "rng.safetensors", "state.json"
+TASK = "task.safetensors"  # only of a task with a state
 MAX_STATE_BYTES = 1 << 24
 SLACK_BYTES = 1 << 20  # generators, manifest, the adapter's own JSON
 
@@ -137,6 +138,8 @@ class Saver:
         scale = trainer.fitting.scale
         state.loss_scale, state.good_steps = scale.factor, scale.good_steps
         epoch, position = self.sampler.position(state.step)
+        of_task = self.run.hooks.state()
+        num_bytes = self.num_bytes + sum(tensor.nbytes for tensor in of_task.values())
         facts = {
             "epoch": epoch,
             "sampler": {"seed": self.sampler.seed, "epoch": epoch, "position": position},
@@ -144,13 +147,15 @@ class Saver:
             "identity": self.identity,
         }
         with self.checkpoints.writing(
-            state.step, facts, best_step=state.best_step, num_bytes=self.num_bytes
+            state.step, facts, best_step=state.best_step, num_bytes=num_bytes
         ) as folder:
             self.weights.save(folder)
             checkpoint_files.failpoint("weights")
             tensors, numbers = optimizer_state(trainer.optimizer, trainer.parameters)
             write_tensors(tensors, folder / OPTIMIZER)
             checkpoint_files.failpoint("optimizer")
+            if of_task:
+                write_tensors(of_task, folder / TASK)
             write_tensors(generators, folder / RANDOM)
             checkpoint_files.failpoint("rng")
             write_json({"run": asdict(state), "optimizer": numbers}, folder / STATE)
@@ -194,6 +199,9 @@ class Saver:
         self.weights.load(folder)
         load_optimizer_state(trainer.optimizer, trainer.parameters, tensors, saved["optimizer"])
         trainer.load_state(state, is_exact=is_exact)
+        if (file := folder / TASK).is_file():
+            tensors = read_tensors(file, error=CheckpointError)
+            self.run.hooks.load_state(self.run.model, tensors)
         num_saved = 1 + max(int(name.split(".")[0]) for name in generators)
         prefix = f"{world.rank % num_saved}."
         rng.restore(

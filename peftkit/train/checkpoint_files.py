@@ -1,7 +1,7 @@
 """Checkpoints on disk: complete or absent, verified before use, no pickle.
 
     checkpoints/step-40/            the model's files (see `Weights`), optimizer.safetensors,
-                                    rng.safetensors, state.json, and MANIFEST.json
+                                    rng.safetensors, state.json, MANIFEST.json; see `Saver`
     checkpoints/latest              the name of the newest one, for people and scripts
     checkpoints/step-60.tmp-4711/   incomplete: process 4711 is writing it, or was killed
 

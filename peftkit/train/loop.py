@@ -273,10 +273,11 @@ class Loop:
             return StepFacts(0.0, run.figures, 0.0, num_tokens=0, stop=signum, notice="")
         self._has_trained = True
         began = time.perf_counter()
-        coming = None
-        # if `before_step` makes rows, the next ones do not exist yet
-        if trainer.prefetcher.is_ahead and batches[0] is rows:
+        coming: Sequence[Any] | None = None
+        # if `before_step` makes rows, the next ones may not exist yet
+        if trainer.prefetcher.is_ahead:
             coming = [run.rows[index] for index in self._indices(run.state.step + 1)]
+            coming = coming if batches[0] is rows else run.hooks.rows_ahead(coming, run)
         with self._saving_on(RowTooLarge):
             facts = trainer.step(batches[0], rate, coming)
         for batch in batches[1:]:

@@ -319,6 +319,7 @@ class Trainer:
                 fix="Use train.optimizer: adamw_8bit or paged_adamw_8bit, or a lower rank.",
             ) from None
         refresh_copies(self.model)
+        self.run.hooks.after_step()
         self.fitting.scale.went_well()
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,8 @@ from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from peftkit.settings import DriftConfig
+from peftkit.tasks.text.anchor import AnchoredLM, AnchorRow
+from peftkit.train.batches import BatchPrefetcher
 from tests.helpers.command_line import Run
 from tests.helpers.folders import write_rows
 
@@ -42,7 +46,7 @@ def test_a_fresh_adapter_has_none(llama, tokenizer, dtype, on):
     adapter = attach(llama.to(dtype), LoRA(rank=2, targets="all-linear"))
     measured = drift_of(llama, tokenizer, adapter, on=on, tokens=200).measure()
     assert measured.pop("drift") == 0.0
-    assert measured in ({}, {"drift_same": 1.0})
+    assert measured in ({}, {"drift_95": 0.0, "drift_same": 1.0})
 
 
 def test_a_planted_update_has_the_kl_of_its_definition(llama, tokenizer):
@@ -51,20 +55,42 @@ def test_a_planted_update_has_the_kl_of_its_definition(llama, tokenizer):
     assert drift.measure()["drift"] == 0.0  # the answers are those of the base
     plant(llama, 0.3)
     measured = drift.measure()
-    total, same, number = 0.0, 0, 0
+    kls, same, number = [], 0, 0
     for row in drift._rows:
         ids = torch.tensor([row.input_ids])
         now = llama.eval()(ids).logits[0].double().log_softmax(-1)
         with adapter.disabled():
             before = llama(ids).logits[0].double().log_softmax(-1)
         places = [n - 1 for n, label in enumerate(row.labels) if label >= 0]
-        total += (before.exp() * (before - now)).sum(-1)[places].sum().item()
+        kls += (before.exp() * (before - now)).sum(-1)[places].tolist()
         same += (before.argmax(-1) == now.argmax(-1))[places].sum().item()
         number += len(places)
-    assert measured["drift"] == pytest.approx(total / number, rel=1e-4)
+    assert measured["drift"] == pytest.approx(sum(kls) / number, rel=1e-4)
     assert measured["drift"] > 0.01
+    rank = 0.95 * (number - 1)  # between two tokens: linear
+    low, high = sorted(kls)[int(rank) : int(rank) + 2]
+    quantile = low + (rank - int(rank)) * (high - low)
+    assert measured["drift_95"] == pytest.approx(quantile, rel=1e-4)
+    assert measured["drift_95"] > measured["drift"]
     assert measured["drift_same"] == pytest.approx(same / number)
     assert len(drift._rows) == len(MEASURED)
+
+
+def test_the_model_before_training_runs_once(llama, tokenizer):
+    adapter, entered = attach(llama, LoRA(rank=2, targets="all-linear")), []
+
+    @contextmanager
+    def before():
+        entered.append(len(entered))
+        with adapter.disabled():
+            yield
+
+    drift = Drift(llama, tokenizer, before, DriftConfig())
+    drift.measure()
+    first = len(entered)
+    plant(llama, 0.3)
+    assert drift.measure() == drift.measure()
+    assert len(entered) == first == 4  # the answers, and three batches
 
 
 def test_an_adapted_head_is_compared_by_logits(llama, tokenizer):
@@ -184,6 +210,27 @@ def test_an_anchor_holds_the_model_back(settings, tmp_path):
     steps = [e for e in anchored if isinstance(e, StepDone)]
     assert steps[0].figures["anchor_kl"] == pytest.approx(0.0, abs=1e-6)
     assert steps[-1].figures["anchor_kl"] > 0
+
+
+def test_a_step_with_an_anchor_is_collated_ahead(settings, tmp_path, monkeypatch):
+    def losses(name):
+        events = run(settings, tmp_path / name, task={"anchor": 1.0}, eval_every=9)
+        return [e.loss for e in events if isinstance(e, StepDone)]
+
+    plain = losses("plain")
+    collate, threads = AnchoredLM.collate, []
+
+    def seen(self, rows):
+        if any(isinstance(row, AnchorRow) for row in rows):
+            threads.append(threading.current_thread().name)
+        return collate(self, rows)
+
+    monkeypatch.setattr(AnchoredLM, "collate", seen)
+    monkeypatch.setattr(BatchPrefetcher, "is_ahead", True)  # as on a GPU
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert losses("ahead") == plain
+    # three steps with two micro-batches of anchor rows each; only the first step waits for them
+    assert [name.startswith("collate") for name in threads] == [False] * 2 + [True] * 4
 
 
 def test_an_anchor_needs_the_head(settings, tmp_path):

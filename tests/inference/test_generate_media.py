@@ -19,9 +19,10 @@ from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.data.media.files import Audio, Media, Picture
 from peftkit.errors import AdapterError, DataError
+from peftkit.evaluation.drift import Drift
 from peftkit.evaluation.evaluate import evaluate
-from peftkit.evaluation.predict import generate_with_media
-from peftkit.events import Event, RunStarted, Sampled
+from peftkit.evaluation.predict import generate_with_media, media_task
+from peftkit.events import EvalDone, Event, RunStarted, Sampled
 from peftkit.formats.exchange import export_adapter
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.bank import open_bank
@@ -29,7 +30,7 @@ from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
-from peftkit.settings import BaseConfig, DataConfig, TrainConfig
+from peftkit.settings import BaseConfig, DataConfig, DriftConfig, TrainConfig
 from peftkit.tasks.media.media_text import ImageTextConfig, MediaPrompt
 from peftkit.train.loop import fit
 from peftkit_cli import app
@@ -167,6 +168,27 @@ def test_two_are_told_apart(case, run_folder, data):
         medium = case.kind(data.parent / case.path(word), word)
         assert generate_with_media(opened, "what is it?", [medium]) == word
     assert generate_with_media(opened, "and then?") == "the fox"
+
+
+def test_drift_is_measured_on_prompts_without_media(case, base_folder, data, tmp_path):
+    events: list[Event] = []
+    train = {"max_steps": 2, "drift": {}, "eval_before": True, "eval_every": 2, "save_every": None}
+    run_recipe(settings_of(case, base_folder, data, tmp_path, **train), on_event=events.append)
+    first, last = [event.metrics for event in events if isinstance(event, EvalDone)]
+    assert (first["drift"], first["drift_95"], first["drift_same"]) == (0.0, 0.0, 1.0)
+    assert 0 < last["drift"] < last["drift_95"]
+    opened = open_adapter(tmp_path)
+    form = media_task(opened).prompt_format
+    text = opened.base.tokenizer.decode(form.encode("Why is the sky blue?"))
+    assert text == "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n"
+    again = Drift(
+        opened.base.model,
+        opened.base.tokenizer,
+        opened.adapter.disabled,
+        DriftConfig(),
+        prompt_format=form,
+    )
+    assert again.measure()["drift"] == pytest.approx(last["drift"], rel=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own

@@ -32,13 +32,18 @@ TASKS: dict[str, dict[str, Any]] = {
         "mask_cut": False,
     },
     "teacher": {"type": "distill", "teacher": {"prompt": "prompt.md"}, "max_new_tokens": 6},
+    "follow": {
+        "type": "distill",
+        "teacher": {"prompt": "prompt.md", "follow": 0.5},
+        "answers": "data",
+    },
 }
 OF_A_PROCESS = ("rollout_seconds", "learn_seconds", "reward_std")
 """Of its own answers, and of each group of its own spread."""
 
 
 def learn(folder: str, model: str, out: str, accumulation: int, names: Sequence[str]) -> None:
-    """Run each task for a step, and write what the steps told."""
+    """Run each task for a step (a teacher that follows: three), and write what they told."""
     os.chdir(folder)
     for name in names:
         told: list[tuple[float, dict[str, float]]] = []
@@ -54,7 +59,7 @@ def learn(folder: str, model: str, out: str, accumulation: int, names: Sequence[
             "data": {"train": "rows.jsonl", "max_length": 64},
             "train": {
                 "output_dir": f"{out}/{name}",
-                "max_steps": 1,
+                "max_steps": 3 if name == "follow" else 1,
                 "batch_size": 2,
                 "gradient_accumulation": accumulation,
                 "learning_rate": 0.01,
@@ -68,7 +73,7 @@ def learn(folder: str, model: str, out: str, accumulation: int, names: Sequence[
 
 @pytest.mark.parametrize(
     "names",
-    [("kto",), *(pytest.param((name,), marks=pytest.mark.slow) for name in ("grpo", "teacher"))],
+    [("kto",), *(pytest.param((name,), marks=pytest.mark.slow) for name in [*TASKS][1:])],
 )
 def test_two_processes_learn_what_one_does(names, tmp_path, model_folder, monkeypatch):
     write_verdicts(tmp_path / "rows.jsonl")

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from peftkit.data.generation import stop_ids
 from peftkit.data.pack import Row
 from peftkit.data.rows.columns import row_digest
-from peftkit.errors import AdapterError, ConfigError, DataError
-from peftkit.events import Listener, Notice, ScoredAnswer, Stage, ignore
+from peftkit.errors import AdapterError, ConfigError
+from peftkit.events import Listener, Notice, ScoredAnswer, ignore
 from peftkit.execution.plan import compute_dtype
 from peftkit.execution.signals import Interrupted
 from peftkit.figures import size
@@ -36,11 +36,20 @@ from peftkit.model.modes import evaluating
 from peftkit.model.side_adapter import SideAdapter
 from peftkit.settings import CHAT
 from peftkit.tasks.base import mean_loss, over_batches
-from peftkit.tasks.distill.rows import Distilled, DistillEncoder, TeacherPrompt, read_prompt
+from peftkit.tasks.distill.demonstrations import DemonstrationEncoder, DistillLoader
+from peftkit.tasks.distill.moving_average import MovingAverage
+from peftkit.tasks.distill.rows import (
+    Distilled,
+    DistillEncoder,
+    TeacherPrompt,
+    read_prompt,
+    without_first,
+)
 from peftkit.tasks.distill.teacher import (
     Answers,
     OtherModel,
     TeacherConfig,
+    check_demonstrations,
     other_model,
     teacher_answers,
 )
@@ -55,8 +64,6 @@ TEACHER = "teacher_"
 NAN = float("nan")
 HIDDEN = "teacher_hidden"
 """Name of the stored hidden states of the teacher before the head (n, H)."""
-MEASURED = 16
-"""Rows on which a teacher that is shown answers is measured."""
 SHARE = 0.25
 """Maximum share of the free main memory for these hidden states."""
 DIVERGENCES = {"forward": "KL(teacher, student)", "reverse": "KL(student, teacher)", "jsd": "JSD"}
@@ -73,14 +80,18 @@ class Distill(RolloutTask):
     metric_names = ("same_token",)
     """Share of answer tokens at which student and teacher agree on the most likely token."""
 
+    row_loader: ClassVar[type[DistillLoader]] = DistillLoader
+    rows: DistillLoader
+
     def build(self, model: nn.Module) -> None:
         check_shared_head(model, "the task distill")
         super().build(model)
         config, loader = self.config, self.rows
         loader.data = loader.data.without_packing()
-        file = config.teacher.prompt
+        loader.seed, file = config.teacher.seed, config.teacher.prompt
         self.makes_rows = config.answers == "student"
-        self.encoder = loader.encoder = DistillEncoder(
+        kind = DemonstrationEncoder if config.teacher.answer == "other" else DistillEncoder
+        self.encoder = loader.encoder = kind(
             self.tokenizer,
             loader.template,
             loader.data,
@@ -88,11 +99,12 @@ class Distill(RolloutTask):
             max_length=loader.max_length,
             limit=exact_length(model, self.tokenizer, None),
             room=None if config.answers == "data" else config.max_new_tokens,
-            shows_answer=config.teacher.answer,
+            shows_answer=config.teacher.answer is True,
         )
         self.stops = stop_ids(self.tokenizer, self.encoder.style)
         self._student = model
         self._adapter: SideAdapter | None = None
+        self._average: MovingAverage | None = None
         self._other: OtherModel | None = None
         self._answers: Answers = {}
         self._places: dict[int, tuple[int, int]] = {}
@@ -104,6 +116,8 @@ class Distill(RolloutTask):
         in_steps = self._hidden is None or self.makes_rows
         loss = f"{DIVERGENCES[self.config.kind]}, {of_tokens['loss']}"
         when = f"computed {'in each step' if in_steps else 'before the first step'}"
+        if self.config.teacher.follow is not None:
+            when += f", follows the student's weights at {self.config.teacher.follow:g}"
         return {**of_tokens, "loss": loss, "teacher": when}
 
     # The teacher.
@@ -133,11 +147,23 @@ class Distill(RolloutTask):
             self._other = other_model(name, bare, self.tokenizer, self.head, say)
 
     @contextmanager
-    def _as_teacher(self, model: nn.Module) -> Iterator[None]:
-        """Switch the model to the teacher's state."""
+    def _as_teacher(self, model: nn.Module, average: MovingAverage | None) -> Iterator[None]:
+        """Switch the model to the teacher's state; an average replaces that before training."""
         state = self.reference.state() if self._adapter is None else self._adapter.on(model)
-        with evaluating(model), state:
+        with evaluating(model), state if average is None else average.in_use():
             yield
+
+    def state(self) -> Mapping[str, Tensor]:
+        return self._average.values if self._average is not None else {}
+
+    def load_state(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+        if (rate := self.config.teacher.follow) is not None:
+            self._average = MovingAverage(model, rate)
+            self._average.load(saved)
+
+    def after_step(self) -> None:
+        if self._average is not None:
+            self._average.update()
 
     def setup(self, run: TrainingRun) -> None:
         """Generate the teacher's answers, and store its hidden states before the head.
@@ -149,41 +175,27 @@ class Distill(RolloutTask):
             DataError: The teacher's answers are empty, or too few are equal to those it is shown.
         """
         self._load_teacher(run.say)
+        if (rate := self.config.teacher.follow) is not None and self._average is None:
+            self._average = MovingAverage(run.model, rate)
+            if run.state.step:  # a resumed run that has changed task.teacher.follow
+                text = "The checkpoint has no average of the student's weights: the teacher starts"
+                run.say(Notice(f"{text} with the weights of step {run.state.step}."))
         if self.makes_rows:
             self.check_answers(run)
-        if self.config.teacher.answer and len(run.rows):
-            self._check_demonstrations(run)
+        if self.config.teacher.answer is True and len(run.rows):
+            answer = partial(self._teacher_answers, run=run)
+            minimum, decode = self.config.teacher.min_match, partial(self.text, special=False)
+            check_demonstrations(run.rows, answer, decode, minimum, run.say)
         rows = run.eval_rows if self.makes_rows else run.all_rows
         if self.config.answers != "data" and len(rows):
             self._generate_answers(rows, run)
-        if self.head is not None and run.world.world_size == 1 and len(rows):
+        is_fixed = rate is None and run.world.world_size == 1
+        if self.head is not None and is_fixed and len(rows):
             self._store_hidden(rows, run)
 
     def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
         is_trained = self.makes_rows and torch.is_grad_enabled()
         return self.answered_step(rows, run) if is_trained else [rows]
-
-    def _check_demonstrations(self, run: TrainingRun) -> None:
-        """Check that the teacher uses the answer in its prompt; otherwise it teaches noise.
-
-        Raises:
-            DataError: Fewer than task.teacher.min_match of its answers equal the rows'.
-        """
-        rows = [run.rows[n] for n in range(min(len(run.rows), MEASURED))]
-        prompts = [row.teacher_ids[: len(row.teacher_ids) - row.num_targets // 2] for row in rows]
-        run.say(Stage(f"The teacher answers {len(rows)} rows with their answers as examples"))
-        answers = self._teacher_answers(prompts, run)
-        texts = [self.text(answer.ids, special=False) for answer in answers]
-        share = exact_match([(t, row.reference) for t, row in zip(texts, rows, strict=True)])
-        if share < self.config.teacher.min_match:
-            raise DataError(
-                "the teacher does not use the answers that it is shown.",
-                found=f"{share:.0%} of its answers to {len(rows)} rows equal the rows' answers, "
-                f"for example: {texts[0][:200]!r}",
-                fix="Use a larger instruction-tuned base, or task: causal_lm with an anchor; "
-                "task.teacher.min_match sets the threshold.",
-            )
-        run.say(Notice(f"The teacher repeats the answers that it is shown: {share:.0%} exactly."))
 
     def _teacher_answers(
         self, prompts: Sequence[Sequence[int]], run: TrainingRun
@@ -195,7 +207,7 @@ class Distill(RolloutTask):
         if self._other is not None:
             answers = sampler.answers(prompts, None, **options, model=self._other.model)
         else:
-            with self._as_teacher(run.model):
+            with self._as_teacher(run.model, None):
                 answers = sampler.answers(prompts, None, **options)
         return [one for (one,) in answers]
 
@@ -240,7 +252,7 @@ class Distill(RolloutTask):
         """Store the teacher's hidden states before the head if memory suffices."""
         model = run.model
         bare = unwrapped(model)
-        number = sum(self.answered(row).num_targets // 2 for row in rows)
+        number = sum(self._num_counted(self.answered(row)) for row in rows)
         width, other = int(bare.config.get_text_config().hidden_size), self._other
         shape = (number, width if other is None else other.hidden_size)
         dtype: torch.dtype = compute_dtype(bare) if other is None else compute_dtype(other.model)
@@ -257,8 +269,8 @@ class Distill(RolloutTask):
                     raise Interrupted(run.stop.signum, "stopped before the first step.")
                 hidden[start : start + len(computed)] = computed
                 for row in map(self.answered, part):
-                    places[row_digest(row)] = (start, start + row.num_targets // 2)
-                    start += row.num_targets // 2
+                    places[row_digest(row)] = (start, start + self._num_counted(row))
+                    start += self._num_counted(row)
         self._hidden, self._places = hidden, places
 
     def num_positions(self, rows: Sequence[Distilled]) -> int:
@@ -269,9 +281,15 @@ class Distill(RolloutTask):
             0 if is_stored else super().num_positions(teachers)
         )
 
+    def _num_counted(self, row: Distilled) -> int:
+        """Return the tokens of a row's answer in the loss."""
+        return without_first(row.documents[0], self.config.skip_tokens).num_targets
+
     def collate(self, rows: Sequence[Distilled]) -> dict[str, Tensor]:
         answered = [self.answered(row) for row in rows]
-        students, teachers = zip(*(row.documents for row in answered), strict=True)
+        skip = self.config.skip_tokens
+        pairs = ([without_first(each, skip) for each in row.documents] for row in answered)
+        students, teachers = zip(*pairs, strict=True)
         batch = super().collate(students)
         if self._hidden is not None:
             places = [self._places.get(row_digest(row)) for row in answered]
@@ -293,7 +311,7 @@ class Distill(RolloutTask):
         }
         if self._other is not None:
             return self._other.hidden(teacher_batch)
-        with self._as_teacher(model):
+        with self._as_teacher(model, self._average):
             return self.before_head(model, teacher_batch)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -359,9 +377,18 @@ class DistillConfig(AnswerConfig):
     """Divisor of the logits of teacher and student."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 256
     """Longest generated answer, in tokens."""
+    skip_tokens: Annotated[int, Field(ge=0)] = 0
+    """First tokens of each answer without a loss, as num_loss_tokens_to_skip of TRL; the last token
+    of an answer always counts."""
 
     @model_validator(mode="after")
     def _settings_are_used(self) -> DistillConfig:
+        if self.answers != "data" and self.skip_tokens >= self.max_new_tokens:
+            raise ConfigError(
+                f"task.skip_tokens: {self.skip_tokens} skips all tokens of an answer.",
+                found=f"Answers have at most {self.max_new_tokens} tokens (task.max_new_tokens).",
+                fix="Lower task.skip_tokens, or raise task.max_new_tokens.",
+            )
         if self.beta is not None and self.kind != "jsd":
             raise ConfigError(
                 f"task.beta is not used by task.kind: {self.kind}.",

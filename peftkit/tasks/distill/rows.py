@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -157,6 +157,16 @@ class Distilled(Row):
         """The teacher's document."""
         return self.input_ids[self.lengths[0] :]
 
+    @property
+    def answer(self) -> tuple[int, ...]:
+        """The tokens of the answer, if any."""
+        return self.input_ids[len(self.input_ids) - self.num_targets // 2 :]
+
+    @property
+    def student_prompt(self) -> tuple[int, ...]:
+        """The student's document without the answer."""
+        return self.input_ids[: self.lengths[0] - self.num_targets // 2]
+
     def answered(self, ids: Sequence[int]) -> Distilled:
         """Return the row with an answer after both prompts."""
         return distilled(self.documents[0].input_ids, self.teacher_ids, ids, self)
@@ -175,6 +185,16 @@ def distilled(
         labels += (*[IGNORE] * len(prompt), *ending)
     lengths = (len(student) + len(ending), len(teacher) + len(ending))
     return Distilled(tuple(ids), tuple(labels), lengths, example.source, example.reference)
+
+
+def without_first(document: Row, number: int) -> Row:
+    """Return a document without its first targets, except the last target of all."""
+    number = min(number, document.num_targets - 1)
+    if number <= 0:
+        return document
+    labels, start = document.labels, len(document.labels) - document.num_targets
+    ignored = [IGNORE] * number
+    return replace(document, labels=(*labels[:start], *ignored, *labels[start + number :]))
 
 
 class DistillEncoder(RowEncoder):

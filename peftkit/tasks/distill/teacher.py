@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -37,12 +37,18 @@ class TeacherConfig(Config):
     """Folder of a LoRA on the same base; null: the base without an adapter."""
     model: str | None = None
     """Another model with the same tokenizer: hub id, folder, .gguf file or short name."""
-    answer: bool = False
-    """The teacher's prompt includes the row's own answer as an example (SDFT, arXiv:2601.19897).
-    Needs a base that learns in context: about 1.5B parameters or more."""
+    answer: bool | Literal["other"] = False
+    """The teacher's prompt includes an answer as an example: true, the row's own (SDFT,
+    arXiv:2601.19897); other, another training row with its answer (OP2SD, arXiv:2608.09228). Needs
+    a base that learns in context: about 1.5B parameters or more."""
     min_match: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """With `answer`: minimum share of rows that the teacher must answer exactly as the row does,
-    measured on 16 rows before the first step."""
+    """With answer: true, minimum share of rows that the teacher must answer exactly as the row
+    does, measured on 16 rows before the first step."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seed that chooses the rows of answer: other."""
+    follow: Annotated[float, Field(gt=0, le=1)] | None = None
+    """The teacher is an exponential moving average of the student's weights: after each step, it
+    moves by this share towards them; null: it stays the model before training."""
 
     @model_validator(mode="after")
     def _has_one_teacher(self) -> TeacherConfig:
@@ -52,11 +58,18 @@ class TeacherConfig(Config):
                 found="A teacher is an adapter on the base, or another model.",
                 fix="Remove one of them; merge the adapter if it belongs to that model.",
             )
+        if self.follow is not None and (self.adapter or self.model):
+            kind = "adapter" if self.adapter else "model"
+            raise ConfigError(
+                f"task.teacher.follow does not go with task.teacher.{kind}.",
+                found=f"A teacher that follows averages the student's weights, not another {kind}.",
+                fix=f"Remove task.teacher.follow or task.teacher.{kind}.",
+            )
         if not (self.prompt or self.adapter or self.model or self.answer):
             raise ConfigError(
                 "task.teacher is empty.",
                 found="Without any of them, the teacher equals the untrained student.",
-                fix="Set a prompt, an adapter or a model, or answer: true.",
+                fix="Set a prompt, an adapter or a model, or answer: true or other.",
             )
         return self
 
@@ -122,6 +135,42 @@ def other_model(
         )
     keep_lengths_apart(loaded.model)
     return OtherModel(loaded.model, teacher_head, loaded.fingerprint)
+
+
+MEASURED = 16
+"""Rows on which a teacher that is shown answers is measured."""
+
+
+def check_demonstrations(
+    rows: Sequence[Distilled],
+    answer: Callable[[Sequence[Sequence[int]]], list[SampledAnswer]],
+    text: Callable[[Sequence[int]], str],
+    min_match: float,
+    say: Listener,
+) -> None:
+    """Check that the teacher uses the row's answer in its prompt; otherwise it teaches noise.
+
+    Args:
+        rows: The training rows; the first 16 are answered.
+        answer, text: As in `teacher_answers`.
+
+    Raises:
+        DataError: Fewer than min_match of its answers equal the rows'.
+    """
+    rows = [rows[n] for n in range(min(len(rows), MEASURED))]
+    prompts = [row.teacher_ids[: len(row.teacher_ids) - row.num_targets // 2] for row in rows]
+    say(Stage(f"The teacher answers {len(rows)} rows with their answers as examples"))
+    texts = [text(one.ids) for one in answer(prompts)]
+    share = exact_match([(t, row.reference or "") for t, row in zip(texts, rows, strict=True)])
+    if share < min_match:
+        raise DataError(
+            "the teacher does not use the answers that it is shown.",
+            found=f"{share:.0%} of its answers to {len(rows)} rows equal the rows' answers, "
+            f"for example: {texts[0][:200]!r}",
+            fix="Use a larger instruction-tuned base, or task: causal_lm with an anchor; "
+            "task.teacher.min_match sets the threshold.",
+        )
+    say(Notice(f"The teacher repeats the answers that it is shown: {share:.0%} exactly."))
 
 
 # The teacher's answers: generated before the first step, and stored in the run's folder.

@@ -27,6 +27,7 @@ from peftkit.execution.out_of_memory import NO_ROOM
 from peftkit.forward.batch_layout import BatchLayout
 from peftkit.forward.loss import unwrapped
 from peftkit.forward.probes import check_causal_answer
+from peftkit.inference.own_answers import PromptFormat
 from peftkit.model.blocks import is_sharded
 from peftkit.settings import CHAT, DataConfig
 from peftkit.tasks.batches import batches_that_fit, equal_parts
@@ -90,6 +91,14 @@ class MediaText(CompletingTask, TokenTask):
         """How logits are computed, and that rows with media are padded."""
         rows = f"padded, each with its {self.config.media.kind}s (no packing or sharing)"
         return {**super().paths, "rows": rows}
+
+    @property
+    def prompt_format(self) -> PromptFormat:
+        def encode(prompt: str) -> Sequence[int]:
+            row: MediaRow = self.encoder.prompt_row(prompt, self.rows.prompt_style, "the prompt")
+            return row.input_ids
+
+        return PromptFormat(encode, self.encoder.stop_ids(self.rows.prompt_style))
 
     def bucket_key(self, row: MediaRow) -> str:
         return self.kind_of(row.media)

@@ -90,13 +90,19 @@ class AnchoredLM(RunHooks, CausalLM):
         """Add the step's anchor rows to rows; none to an evaluation."""
         if not torch.is_grad_enabled() or not rows or not self._rows:
             return [rows]
-        world = run.world
-        first = (run.state.step * world.world_size + world.rank) * PER_STEP
-        anchors = [self._rows[n % len(self._rows)] for n in range(first, first + PER_STEP)]
+        world, anchors = run.world, self._anchors(run.state.step, run)
         counts = [sum(row.num_targets for row in each) for each in (rows, anchors)]
         targets, of_anchor = world.sum(torch.tensor(counts, device=world.device)).tolist()
         self._scale = targets / of_anchor  # the loss is divided by the targets of the rows
         return [[*rows, *anchors]]
+
+    def rows_ahead(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Any] | None:
+        return [*rows, *self._anchors(run.state.step + 1, run)] if rows else None
+
+    def _anchors(self, step: int, run: TrainingRun) -> list[AnchorRow]:
+        """Return this process's anchor rows of a step, which depend on its number alone."""
+        first = (step * run.world.world_size + run.world.rank) * PER_STEP
+        return [self._rows[n % len(self._rows)] for n in range(first, first + PER_STEP)]
 
     def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         parts = ((row,) if isinstance(row, AnchorRow) else self._apart((row,)) for row in rows)

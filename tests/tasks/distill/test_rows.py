@@ -155,3 +155,40 @@ def test_a_teacher_reads_the_row_s_answer_as_an_example(model, tokenizer, tmp_pa
     file = write(tmp_path / "b.jsonl", [{"instruction": "the fox"}])
     with pytest.raises(DataError, match="Nothing to learn"):
         task_on(model, tokenizer, config, file)
+
+
+def test_a_teacher_reads_another_training_row_and_never_its_own(model, tokenizer, tmp_path):
+    def splits(seed=0, **data):
+        config = settings(tmp_path, teacher={"answer": "other", "seed": seed})
+        data = DataConfig(train=write_questions(tmp_path), max_length=64, **data)
+        return config.on(model, tokenizer, data).rows.load_splits(data)
+
+    def shown_in(row):
+        """Return the questions and answers before the row's own question."""
+        text = tokenizer.decode(row.documents[1].input_ids)
+        return [pair for pair in QUESTIONS if f"{pair[1]}<|im_end|>\n<|im_start|>user" in text]
+
+    rows, held = splits(eval=write(tmp_path / "eval.jsonl", [{"instruction": "?", "output": "!"}]))
+    demonstrations = [shown_in(row) for row in rows]
+    for row, shown, own in zip(rows, demonstrations, QUESTIONS, strict=True):
+        assert len(shown) == 1
+        assert own not in shown
+        student, teacher = (tokenizer.decode(each.input_ids) for each in row.documents)
+        assert (student.count(own[1]), teacher.count(own[1])) == (1, 1)
+        assert shown[0][0] in teacher
+        assert shown[0][1] not in student
+    assert len(shown_in(held[0])) == 1  # a training row
+    assert rows.num_tokens.tolist() == [len(row.input_ids) for row in rows]
+    again, _ = splits()
+    assert [row.input_ids for row in again] == [row.input_ids for row in rows]
+    other, _ = splits(seed=1)
+    assert [shown_in(row) for row in other] != demonstrations
+    assert other.fingerprint != again.fingerprint
+
+
+def test_no_row_is_shown_if_there_is_no_other(model, tokenizer, tmp_path):
+    config = settings(tmp_path, teacher={"answer": "other"})
+    file = write(tmp_path / "a.jsonl", 2 * [{"instruction": "the fox", "output": "the dog"}])
+    data = DataConfig(train=file, max_length=64)
+    with pytest.raises(DataError, match=r"no demonstration for .*a\.jsonl:1"):
+        config.on(model, tokenizer, data).rows.load_splits(data)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from peftkit.errors import CheckpointError, ConfigError, DataError
@@ -119,6 +120,45 @@ def test_recomputed_and_requested_values_train_alike(told, tmp_path, monkeypatch
     assert learnt("recomputed", gradient_checkpointing=True) == pytest.approx(wanted, rel=1e-4)
     monkeypatch.setattr("peftkit.tasks.distill.distill.SHARE", 0.0)
     assert learnt("in each step") == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_teacher_that_follows_is_saved_and_resumed_exactly(told, tmp_path):
+    told["task"] |= {"answers": "student", "kind": "reverse"}
+    told["task"]["teacher"] = told["task"]["teacher"] | {"follow": 0.25}
+    whole = finished(told, train={"keep_checkpoints": 4})
+    checkpoints = [whole.folder / "checkpoints" / f"step-{n}" for n in range(1, 5)]
+    averages = [load_file(folder / "task.safetensors") for folder in checkpoints]
+    weights = [load_file(folder / WEIGHTS) for folder in checkpoints]
+    for name, average in averages[0].items():
+        saved = "base_model.model." + name + ".weight"
+        if "lora_B" in name:  # it starts with zeros
+            torch.testing.assert_close(average, 0.25 * weights[0][saved])
+        for before, after, new in zip(averages[:-1], averages[1:], weights[1:], strict=True):
+            wanted = 0.75 * before[name] + 0.25 * new[saved]
+            torch.testing.assert_close(after[name], wanted, rtol=1e-5, atol=1e-7)
+    half = whole.resumed(tmp_path / "half", "step-4")
+    assert (half.folder / WEIGHTS).read_bytes() == (whole.folder / WEIGHTS).read_bytes()
+    for run_folder in (half.folder, whole.folder):
+        again = load_file(run_folder / "checkpoints" / "step-4" / "task.safetensors")
+        assert all(torch.equal(again[name], value) for name, value in averages[-1].items())
+    (started,) = whole.of_kind(RunStarted)
+    assert "follows the student's weights at 0.25" in started.paths
+    # a checkpoint of a fixed teacher has no average
+    fixed = {**told, "task": {**told["task"], "teacher": {"prompt": write_prompt(tmp_path)}}}
+    fixed = finished(fixed, train={"output_dir": str(tmp_path / "fixed"), "max_steps": 2})
+    events: list[Event] = []
+    again = recipe(told, train={"output_dir": str(fixed.folder), "max_steps": 3})
+    run(again, resume=True, allow_changes=["task", "train"], on_event=events.append)
+    assert [e for e in events if isinstance(e, Notice) and "no average" in e.text]
+
+
+def test_a_run_shows_the_teacher_other_rows(told):
+    told["task"] |= {"answers": "data", "teacher": {"answer": "other"}, "skip_tokens": 1}
+    done = finished(told, train={"max_steps": 2})
+    (text,) = [e.text for e in done.of_kind(Notice) if "another training row" in e.text]
+    assert "tokens more on average" in text
+    assert not done.stages("The teacher answers")  # it is not shown the row's own answer
+    assert [step.loss > 0 for step in done.of_kind(StepDone)] == [True, True]
 
 
 @pytest.mark.slow

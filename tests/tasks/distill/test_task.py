@@ -1,6 +1,7 @@
 """One step of distillation is the definition, whatever a batch is made of."""
 
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from peftkit.base.load import load_base
 from peftkit.data.pack import IGNORE, Row
 from peftkit.errors import AdapterError, BaseError, ConfigError
 from peftkit.events import ignore
+from peftkit.execution.signals import StopRequest
+from peftkit.execution.world import World
 from peftkit.formats.open_adapter import open_adapter, read_side_adapter
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
@@ -20,8 +23,10 @@ from peftkit.forward.loss import head_of
 from peftkit.kernels.divergence import Divergence, reference_divergence
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
+from peftkit.tasks.distill.moving_average import MovingAverage
 from peftkit.tasks.distill.rows import Distilled
 from peftkit.tasks.distill.teacher import other_model
+from tests.helpers.adapters import perturb
 from tests.helpers.distill_cases import settings, write_questions
 from tests.helpers.pair_cases import moved_adapter, task_on
 
@@ -185,4 +190,74 @@ def test_settings_that_nothing_reads_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="an adapter and a model"):
         settings(tmp_path, teacher={"adapter": "a", "model": "b"})
     with pytest.raises(ConfigError, match="teacher is empty"):
-        settings(tmp_path, teacher={})
+        settings(tmp_path, teacher={"follow": 0.1})
+    for other in ("adapter", "model"):
+        with pytest.raises(ConfigError, match=rf"follow does not go with task\.teacher\.{other}"):
+            settings(tmp_path, teacher={"answer": True, "follow": 0.1, other: "a"})
+    with pytest.raises(ConfigError, match="skip_tokens: 6 skips all"):
+        settings(tmp_path, answers="student", max_new_tokens=6, skip_tokens=6)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_skipped_tokens_have_no_loss(stored, llama, tokenizer, tmp_path):
+    adapter = moved_adapter(llama)
+    asked = settings(tmp_path, skip_tokens=3)
+    task, rows = task_on(llama, tokenizer, asked, write_questions(tmp_path))
+    lengths = [row.num_targets // 2 for row in rows]
+    assert min(lengths) <= 3 < max(lengths)
+    expected, counted = 0.0, 0
+    for row in rows:
+        student, teacher = row.documents
+        with torch.no_grad():
+            own = logits_of(llama, student).double()
+            with adapter.disabled():
+                theirs = logits_of(llama, teacher).double()
+        values = reference_divergence(own, theirs, asked.divergence)
+        values = values[min(3, len(values) - 1) :]  # the last token counts
+        expected, counted = expected + values.sum().item(), counted + len(values)
+    if stored:
+        run = SimpleNamespace(model=llama, world=World(torch.device("cpu")), stop=StopRequest())
+        run.say = ignore
+        task._store_hidden(rows, run)
+        assert len(task._hidden) == counted
+    batch = task.collate(rows)
+    assert ("teacher_hidden" in batch) == stored
+    assert task.num_targets(batch) == counted
+    assert task.loss(llama, batch)[0].item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_teacher_that_follows_has_the_average_weights(dtype, llama, tokenizer, tmp_path):
+    adapter = moved_adapter(llama, LoRA(rank=3, targets=("q", "k", "v", "down"), dtype=dtype))
+    asked = settings(tmp_path, teacher={"answer": True, "follow": 0.25})
+    task, rows = task_on(llama, tokenizer, asked, write_questions(tmp_path))
+    trained = {n: p for n, p in llama.named_parameters() if p.requires_grad}
+    task._average = MovingAverage(llama, 0.25)
+    expected = {n: p.detach().float().clone() for n, p in trained.items()}
+    for seed in range(3):
+        perturb(adapter.parameters(), 0.3, seed=seed)
+        task.after_step()
+        for name, parameter in trained.items():
+            expected[name] = 0.75 * expected[name] + 0.25 * parameter.detach().float()
+    for name, value in task.state().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+    averaged = deepcopy(llama)
+    for name, parameter in averaged.named_parameters():
+        if parameter.requires_grad:
+            parameter.data.copy_(expected[name])
+    before = [p.detach().clone() for p in adapter.parameters()]
+    wanted = 0.0
+    for row in rows:
+        student, teacher = row.documents
+        with torch.no_grad():
+            own, theirs = logits_of(llama, student), logits_of(averaged, teacher)
+        wanted += reference_divergence(own.double(), theirs.double(), asked.divergence).sum().item()
+    llama.train()
+    with task.training(llama):  # LoRA layers in groups, which copy the weights
+        adapter.prepare_training()
+        for _ in range(2):
+            found = task.loss(llama, task.collate(rows))[0]
+            found.backward()
+        adapter.end_training()
+    assert found.item() == pytest.approx(wanted, rel=1e-4 if dtype == "fp32" else 2e-2)
+    assert all(torch.equal(a, b) for a, b in zip(before, adapter.parameters(), strict=True))
