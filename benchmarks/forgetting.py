@@ -8,7 +8,8 @@ layers, ranks and `task.anchor` for LoRA. `methods` compares methods: the first 
 a method's learning rates, and the others the lowest one whose score is within two points of the
 best. A score is the share of 64 held-out answers that are exactly right. Drift is measured after
 training as `train.drift` does: on the base's own answers, and as the rise of the cross entropy on
-general texts, both in nats per token. Each run is a process of its own; its peak memory is the peak resident size of that process.
+general texts, both in nats per token. Each run is a process of its own, whose peak resident size is
+its memory.
 
 Finished runs are kept in results.jsonl in the output folder and not repeated. Prints Markdown:
 means over the seeds, with their lowest and highest value. `--plot FILE` draws eval loss and drift
