@@ -124,7 +124,7 @@ def _fused_norm(module: nn.Module, size: int, eps: float) -> Callable[..., Tenso
         autocast = torch.is_autocast_enabled(x.device.type)
         if torch.compiler.is_compiling() or autocast or args or kwargs or x.dtype != weight.dtype:
             return cast(Tensor, kind.forward(self, x, *args, **kwargs))
-        return rms_norm(x, weight, _eps(self))
+        return rms_norm(x, weight, cast(float, _eps(self)))
 
     return forward
 

@@ -200,7 +200,7 @@ class RMSNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the norm of x by a frozen weight, with its recipe."""
     out = RMSNorm.apply(x, weight, eps)
-    return with_recipe(out, lambda *tensors: _scaled(*tensors, eps)[0], x, weight)
+    return with_recipe(out, lambda x, weight: _scaled(x, weight, eps)[0], x, weight)
 
 
 PART = 1 << 17

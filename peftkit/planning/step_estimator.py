@@ -231,7 +231,8 @@ def _depth_with_all_kinds(blocks: list[nn.Module]) -> int:
 
 def _stacks_of(model: nn.Module, blocks: list[nn.Module]) -> list[list[Any]]:
     """Return the kinds of blocks of each stack, such as an encoder."""
-    paths, stacks = {module: path for path, module in model.named_modules()}, {}
+    paths = {module: path for path, module in model.named_modules()}
+    stacks: dict[str, list[Any]] = {}
     for block in blocks:
         stacks.setdefault(paths[block].rpartition(".")[0], []).append(_kind_of(block))
     return list(stacks.values())
