@@ -22,6 +22,7 @@ from peftkit.errors import PeftkitError
 from peftkit.execution.plan import Activations, ExecutionPlan, activation_modes
 from peftkit.forward.compiler import no_compiler
 from peftkit.kernels.device import gpu_of
+from peftkit.kernels.fused import saving_results
 from peftkit.kernels.packed import recomputing
 from peftkit.kernels.tiled import tiled
 from peftkit.model.blocks import STREAMED, feed_forward_modules, recomputable_blocks
@@ -264,6 +265,8 @@ class _Recompute:
             forward = functools.partial(self.compiled_call, run)
         if draws and self._device.type == "mps":  # torch restores only the CPU and CUDA generators
             forward = functools.partial(_Replayed(self._device), forward)
+        if self._plan.fused_kernels:
+            forward = saving_results()(forward)
         if self.offloads:
             if self._offload is None:
                 from peftkit.forward.offload import Offload

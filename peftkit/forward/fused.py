@@ -26,7 +26,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import _disable_current_modes
 
 from peftkit.forward.compat import CACHE_NAMES, without_renaming
-from peftkit.kernels.fused import ACTIVATIONS, Gated, RMSNorm, Rotary
+from peftkit.kernels.fused import ACTIVATIONS, Rotary, gated_product, rms_norm
 from peftkit.model.places import is_linear, unwrap_adapter
 from peftkit.model.roles import FFN_LEAVES
 
@@ -124,7 +124,7 @@ def _fused_norm(module: nn.Module, size: int, eps: float) -> Callable[..., Tenso
         autocast = torch.is_autocast_enabled(x.device.type)
         if torch.compiler.is_compiling() or autocast or args or kwargs or x.dtype != weight.dtype:
             return cast(Tensor, kind.forward(self, x, *args, **kwargs))
-        return cast(Tensor, RMSNorm.apply(x, weight, _eps(self)))
+        return rms_norm(x, weight, cast(float, _eps(self)))
 
     return forward
 
@@ -178,7 +178,7 @@ def _fused_gate(module: nn.Module, *layers: Any) -> Callable[..., Tensor] | None
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling() or args or kwargs:
             return cast(Tensor, kind.forward(self, x, *args, **kwargs))
-        hidden = Gated.apply(getattr(self, gate)(x), getattr(self, up)(x), activation)
+        hidden = gated_product(getattr(self, gate)(x), getattr(self, up)(x), activation)
         return cast(Tensor, getattr(self, down)(hidden))
 
     return forward

@@ -11,7 +11,10 @@ Shapes: B rows, T tokens of the longest, N tokens of the padding-free sequence.
 
 from __future__ import annotations
 
+import operator
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -91,21 +94,33 @@ def unpadded(batch: Mapping[str, Tensor], *, share: bool, spans: bool = False) -
     return padding_free | {"target_index": new_index[batch["target_index"]]}
 
 
-def _places_in_row(documents: Sequence[Sequence[int]], *, share: bool) -> list[list[int]]:
+def _places_in_row(documents: Sequence[list[int]], *, share: bool) -> list[list[int]]:
     """Return the positions of each document's tokens in the sequence, the longest document first.
 
-    A prefix trie: a node is a prefix of documents, and its number is the position of the prefix's
-    last token. A causal model computes the same for all documents that pass through a node, so they
-    share its token. Without sharing, each document has a separate root.
+    A causal model computes the same for all documents with a prefix, so they share its tokens: each
+    document takes the positions of the longest prefix that an earlier document also has. That one
+    is a neighbour of it in alphabetical order. A loop over tokens would hold Python's lock while
+    the training thread launches kernels.
     """
-    trie: dict[tuple[int, int], int] = {}  # (parent node, token) -> node
     places: list[list[int]] = [[] for _ in documents]
+    earlier: list[tuple[list[int], int]] = []  # alphabetical
+    used = 0
     for number in sorted(range(len(documents)), key=lambda n: -len(documents[n])):
-        node = -1 if share else -1 - number
-        for token in documents[number]:
-            node = trie.setdefault((node, token), len(trie))
-            places[number].append(node)
+        document = documents[number]
+        place = bisect_left(earlier, (document, number)) if share else 0
+        near = earlier[max(place - 1, 0) : place + 1]
+        size, source = max(((_num_equal(document, d), n) for d, n in near), default=(0, number))
+        end = used + len(document) - size
+        places[number] = [*places[source][:size], *range(used, end)]
+        used = end
+        if share:
+            earlier.insert(place, (document, number))
     return places
+
+
+def _num_equal(first: list[int], second: list[int]) -> int:
+    """Return the length of the common prefix."""
+    return sum(takewhile(bool, map(operator.eq, first, second)))
 
 
 def layout_in(batch: Mapping[str, Tensor]) -> Layout:

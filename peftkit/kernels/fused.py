@@ -10,6 +10,10 @@
   x is saved. Written out, the forward pass moves eleven arrays of the size of x and the backward
   pass more, where here it is two.
 
+LoRA layers save their input for the gradient of A. The results of norms and gated activations have
+a `Recipe` instead, by which the backward pass computes them again: with adapters on all layers, an
+8B saves 3.1 instead of 4.5 MB a token.
+
 In 16 bits torch rounds in between; a kernel rounds once. Where a Triton kernel does not run torch
 computes the last two: as exact, with as little saved, not faster.
 
@@ -19,7 +23,10 @@ Shapes: n values of a row; B rows, H heads, T tokens, D head size; `...` is any 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -116,13 +123,69 @@ TRITON = _launcher()
 """The launcher of this process."""
 
 
+class Recipe(NamedTuple):
+    """How to compute a tensor again, to the bit, from tensors that its own node saves.
+
+    Attributes:
+        version: torch's count of changes in place of the tensor, when it was computed.
+    """
+
+    compute: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]
+    version: int
+
+
+_SAVES_RESULTS = ContextVar("saves_results", default=False)
+_OBSERVER: ContextVar[Callable[[Tensor], None] | None] = ContextVar("observer", default=None)
+
+
+@contextmanager
+def saving_results() -> Iterator[None]:
+    """Make no recipes within the context, which a recomputed block runs in.
+
+    It holds the results for its own backward pass only, whose peak comes when they are freed.
+    """
+    token = _SAVES_RESULTS.set(True)
+    try:
+        yield
+    finally:
+        _SAVES_RESULTS.reset(token)
+
+
+@contextmanager
+def observing_recipes(observe: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call a function with each tensor that is not saved because of its recipe."""
+    token = _OBSERVER.set(observe)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
+
+
+def with_recipe(x: Any, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Return x after adding its recipe, if x has a backward pass."""
+    if x.requires_grad and not _SAVES_RESULTS.get():
+        x.recipe = Recipe(compute, tensors, x._version)
+    return cast(Tensor, x)
+
+
+def recipe_of(x: Tensor) -> Recipe | None:
+    """Return the recipe of a tensor to save; None if it has none or was changed in place."""
+    recipe: Recipe | None = getattr(x, "recipe", None)
+    if recipe is None or recipe.version != x._version:
+        return None
+    if (observe := _OBSERVER.get()) is not None:
+        observe(x)
+    return recipe
+
+
 class RMSNorm(torch.autograd.Function):
     """y (..., n) of x (..., n) and a frozen weight (n,) of x's dtype, with the gradient of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return y; the weight is frozen."""
-        out, scale = (norm if _is_in_parts(x) else _norm)(x, weight, eps)
+        out, scale = _scaled(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
         return out
 
@@ -134,6 +197,12 @@ class RMSNorm(torch.autograd.Function):
         return grad_x, None, None
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the norm of x by a frozen weight, with its recipe."""
+    out = RMSNorm.apply(x, weight, eps)
+    return with_recipe(out, lambda x, weight: _scaled(x, weight, eps)[0], x, weight)
+
+
 PART = 1 << 17
 """Values of a norm that a CPU computes at a time: its caches hold the float32 arrays in between. Of
 4096 x 2048 values in bf16 both directions take 22 instead of 217 ms of one core."""
@@ -142,6 +211,10 @@ PART = 1 << 17
 def _is_in_parts(x: Tensor) -> bool:
     """Tell whether a norm is computed part by part: a compiler fuses its operations itself."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _scaled(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return (norm if _is_in_parts(x) else _norm)(x, weight, eps)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -180,6 +253,11 @@ class Gated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         grad_gate, grad_up = gated_backward(grads[0], *ctx.saved_tensors, ctx.name)
         return grad_gate, grad_up, None
+
+
+def gated_product(gate: Tensor, up: Tensor, name: str) -> Tensor:
+    """Return f(g) u, with its recipe."""
+    return with_recipe(Gated.apply(gate, up, name), partial(gated, name=name), gate, up)
 
 
 # a namespace of their own: a plan counts each of these as the one kernel that it is on a GPU

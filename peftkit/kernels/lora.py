@@ -16,13 +16,14 @@ Shapes: M rows of input, r rank of a layer, R sum of the ranks, in; out features
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from peftkit.kernels.fused import Recipe
 from peftkit.kernels.packed import PackedFormat, times_packed, unpack
 
 
@@ -48,6 +49,7 @@ def grouped_lora_linear(
     scales: Tensor,
     lora_b: Sequence[Tensor],
     masters: Sequence[Tensor],
+    recipe: Recipe | None = None,
 ) -> tuple[Tensor, ...]:
     """Return y = X W^T + b + X (s A)^T B^T, (M, out), for each layer; X, A and B get gradients.
 
@@ -58,15 +60,20 @@ def grouped_lora_linear(
         lora_a, lora_b: s A (R, in) of all layers, and B (out, r) of each layer, in x's dtype.
         scales: (R,), s for each row of A.
         masters: A, then B of each layer: the tensors that receive gradients. They are not read.
+        recipe: Computes what A reads, in any shape, in the backward pass; None: it is saved.
     """
+    read = x if dropped is None else dropped
     with torch.no_grad():
-        hidden = torch.mm(x if dropped is None else dropped, lora_a.t())
-    tensors = (x, dropped, hidden, lora_a, scales, *lora_b, *frozen)
+        hidden = torch.mm(read, lora_a.t())
+    tensors = (hidden, lora_a, scales, *lora_b, *frozen)
     first, *others = masters
     saved: list[Any] = []
+    compute, inputs, _ = recipe or (None, (read,), 0)
     if not torch.compiler.is_compiling():
-        first = Saved.apply(saved, first, *tensors)
-    outputs: tuple[Tensor, ...] = _GroupedLoRALinear.apply(saved, layers, *tensors, first, *others)
+        first = Saved.apply(saved, first, *tensors, *inputs)
+    outputs: tuple[Tensor, ...] = _GroupedLoRALinear.apply(
+        saved, compute, layers, x, dropped, *tensors, first, *others
+    )
     return outputs
 
 
@@ -92,6 +99,7 @@ class _GroupedLoRALinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         saved: list[Any],
+        compute: Callable[..., Tensor] | None,
         layers: tuple[Layer, ...],
         x: Tensor,
         dropped: Tensor | None,
@@ -104,13 +112,16 @@ class _GroupedLoRALinear(torch.autograd.Function):
 
         Args:
             saved: The node that has saved the tensors; empty if this node must save them.
+            compute: Computes what A reads from the last saved tensors; None: the last one is that.
             tensors: B of each layer, the frozen tensors, the masters.
         """
         masters = tensors[-2 * len(layers) :]
         others = tensors[: -2 * len(layers)]
         if not saved:
-            ctx.save_for_backward(x, dropped, hidden, lora_a, scales, *others)
-        ctx.saved, ctx.layers = saved, layers
+            read = x if dropped is None else dropped
+            ctx.save_for_backward(hidden, lora_a, scales, *others, read)
+        ctx.saved, ctx.compute, ctx.layers = saved, compute, layers
+        ctx.has_dropout, ctx.num_tensors = dropped is not None, 3 + len(others)
         ctx.dtypes = [master.dtype for master in masters]
         lora_b, frozen = others[: len(layers)], others[len(layers) :]
         hiddens = hidden.split([b.shape[1] for b in lora_b], 1)
@@ -124,28 +135,31 @@ class _GroupedLoRALinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, dropped, all A and all B."""
-        x, dropped, hidden, lora_a, scales, *others = (
-            ctx.saved[0] if ctx.saved else ctx
-        ).saved_tensors
+        tensors = (ctx.saved[0] if ctx.saved else ctx).saved_tensors
+        inputs = tensors[ctx.num_tensors :]
+        hidden, lora_a, scales, *others = tensors[: ctx.num_tensors]
         lora_b, frozen = others[: len(ctx.layers)], others[len(ctx.layers) :]
         ranks = [b.shape[1] for b in lora_b]
         backs = [torch.mm(grad, b) for grad, b in zip(grads, lora_b, strict=True)]
         back = torch.cat(backs, 1) if len(backs) > 1 else backs[0]  # G
         grad_x = grad_dropped = None
-        if ctx.needs_input_grad[2]:  # False if nothing below these layers is trained
+        if ctx.needs_input_grad[3]:  # False if nothing below these layers is trained
             for grad, layer in zip(grads, _with_tensors(ctx.layers, frozen), strict=True):
                 grad_x = layer.add_product(grad_x, grad)
             assert grad_x is not None
-            if dropped is None:
-                grad_x.addmm_(back, lora_a)
-            else:
+            if ctx.has_dropout:
                 grad_dropped = torch.mm(back, lora_a)
-        grad_a = torch.mm(back.t(), x if dropped is None else dropped) * scales[:, None]
+            else:
+                grad_x.addmm_(back, lora_a)
+        read = inputs[0] if ctx.compute is None else ctx.compute(*inputs)
+        read = read.reshape(-1, read.shape[-1]).to(lora_a.dtype)
+        grad_a = torch.mm(back.t(), read) * scales[:, None]
         hiddens = hidden.split(ranks, 1)
         grads_b = [torch.mm(grad.t(), h) for grad, h in zip(grads, hiddens, strict=True)]
         master_grads = zip([*grad_a.split(ranks), *grads_b], ctx.dtypes, strict=True)
-        no_grads = [None] * (3 + len(others))
-        return None, None, grad_x, grad_dropped, *no_grads, *(g.to(d) for g, d in master_grads)
+        grads_of_masters = [grad.to(dtype) for grad, dtype in master_grads]
+        no_grads = [None] * ctx.num_tensors
+        return None, None, None, grad_x, grad_dropped, *no_grads, *grads_of_masters
 
 
 class _Frozen(NamedTuple):

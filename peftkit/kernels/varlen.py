@@ -26,6 +26,9 @@ from torch import Tensor
 
 MAX_HEAD, HEAD_MULTIPLE = 256, 8
 """Limits of the flash kernel for the head size."""
+NEEDS_MEMORY = range(193, 225)
+"""Head sizes whose backward pass needs the shared memory of an A100, H100 or B200 (flash_api.cpp of
+torch). Larger ones have another kernel."""
 
 DTYPES = (torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
@@ -138,6 +141,7 @@ def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and query.dtype in DTYPES
         and query.dtype == key.dtype == value.dtype
         and is_available(query.device)
+        and (size not in NEEDS_MEMORY or _has_large_memory(query.device))
     )
 
 
@@ -163,6 +167,13 @@ def is_available(device: torch.device) -> bool:
         "window_size",
         "enable_gqa",
     } <= parameters.keys() and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+
+
+@cache
+def _has_large_memory(device: torch.device) -> bool:
+    """Return whether a multiprocessor has the shared memory of a data center's GPU."""
+    capability = torch.cuda.get_device_capability(device)
+    return capability in ((8, 0), (9, 0)) or capability[0] == 10
 
 
 class _Gathered(torch.autograd.Function):

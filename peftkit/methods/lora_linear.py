@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from peftkit.kernels.fused import recipe_of
 from peftkit.kernels.lora import Layer, add_lora, grouped_lora_linear, low_rank
 from peftkit.methods.base import AdapterModule
 from peftkit.methods.lora_init import SUBTRACTED, Init, drawn, of_weight
@@ -272,6 +273,7 @@ class LoRAGroup:
                 self.scales,
                 self.lora_b,
                 self.masters(),
+                recipe_of(x) if dropped is None else None,
             )
         return [out.view(*x.shape[:-1], out.shape[-1]) for out in outputs]
 

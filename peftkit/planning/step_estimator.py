@@ -1,7 +1,8 @@
 """A step of the whole model, extrapolated from steps of a few of its blocks.
 
 Blocks of one kind have equal costs: the difference between two models, of which the second has one
-block more, is the cost of each further block. Weights and adapters are counted for all blocks.
+block more, is the cost of each further block. If kinds alternate, as in hybrids, the second model
+has a whole period more. Weights and adapters are counted for all blocks.
 
 Shapes: B rows, T tokens.
 """
@@ -36,6 +37,8 @@ from peftkit.recipe import Recipe
 CATEGORIES = ("weights", "adapters", "gradients", "activations")
 FEW, MOST = 2, 8
 """Minimum number of blocks to build, which includes an inner one; maximum, if kinds differ."""
+LONGEST_PERIOD = 10
+"""Maximum number of further blocks to build; in Granite 4 H, one of ten blocks has attention."""
 ON_DEVICE = 4
 """Offloaded inputs of blocks that are on the GPU at a time: the first, two more, the output."""
 
@@ -102,6 +105,7 @@ class StepEstimator:
         self.num_blocks = len(blocks.blocks)
         self._can_recompute = blocks.activation_modes("auto") != ("keep",)
         self._depth = _depth_with_all_kinds(blocks.blocks)
+        self._period = _period_after(self._depth, _stacks_of(bare, blocks.blocks))
         with FakeTensorMode(allow_non_fake_inputs=True), Counter():
             self.whole = packed_model(recipe, config, self.dtype)
         self.weights = sum(p.nbytes for p in self.whole.parameters())
@@ -164,13 +168,13 @@ class StepEstimator:
     def _two_counts(
         self, rows: int, length: int, mode: Activations, tiles: bool
     ) -> tuple[StepCount, StepCount, float]:
-        """Return steps of few blocks and of one more, and the number of remaining blocks."""
+        """Return steps of few blocks and of a period more, and the number of remaining periods."""
         first = self._counted(self._depth, rows, length, mode, tiles)
         small = self._steps[self._depth].num_blocks
         if small == self.num_blocks:
             return first, first, 0.0
-        second = self._counted(self._depth + 1, rows, length, mode, tiles)
-        large = self._steps[self._depth + 1].num_blocks
+        second = self._counted(self._depth + self._period, rows, length, mode, tiles)
+        large = self._steps[self._depth + self._period].num_blocks
         return first, second, (self.num_blocks - small) / (large - small)
 
     def _counted(
@@ -209,15 +213,40 @@ class StepEstimator:
         return count.block_input * max(self.num_blocks - ON_DEVICE, 0) if moves else 0
 
 
+def _kind_of(block: nn.Module) -> Any:
+    """Return the modules of a block and the shapes of their tensors, which determine its cost."""
+    return tuple(
+        (name, type(m), tuple(p.shape for p in m._parameters.values() if p is not None))
+        for name, m in block.named_modules()
+    )
+
+
 def _depth_with_all_kinds(blocks: list[nn.Module]) -> int:
     """Return the number of blocks per stack that include one of each kind."""
-    kinds: list[Any] = [
-        tuple(
-            (name, type(m), tuple(p.shape for p in m._parameters.values() if p is not None))
-            for name, m in block.named_modules()
-        )
-        for block in blocks
-    ]
+    kinds = [_kind_of(block) for block in blocks]
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     # the blocks of a second stack have larger indices
     return max([FEW, *(first + 1 for first in firsts if first < MOST)])
+
+
+def _stacks_of(model: nn.Module, blocks: list[nn.Module]) -> list[list[Any]]:
+    """Return the kinds of blocks of each stack, such as an encoder."""
+    paths = {module: path for path, module in model.named_modules()}
+    stacks: dict[str, list[Any]] = {}
+    for block in blocks:
+        stacks.setdefault(paths[block].rpartition(".")[0], []).append(_kind_of(block))
+    return list(stacks.values())
+
+
+def _period_after(depth: int, stacks: list[list[Any]]) -> int:
+    """Return the number of blocks after `depth` whose mix of kinds is closest to all the rest's."""
+    period = 1
+    for rest in (stack[depth:] for stack in stacks):
+        shares = {kind: rest.count(kind) / len(rest) for kind in dict.fromkeys(rest)}
+        differences = [
+            sum(abs(rest[:size].count(kind) / size - share) for kind, share in shares.items())
+            for size in range(1, min(len(rest), LONGEST_PERIOD) + 1)
+        ]
+        if differences:
+            period = max(period, 1 + differences.index(min(differences)))
+    return period

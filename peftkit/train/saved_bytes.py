@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +12,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from peftkit.execution.plan import Activations
+from peftkit.kernels.fused import observing_recipes
+
+Place = tuple[int, int, bool]
+"""Bytes of a storage, the call of a block, and whether a feed-forward module saves it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,15 +24,17 @@ class ActivationBytes:
 
     Attributes:
         outside: Saved outside of blocks, by norms and the loss.
-        inside: Saved in each block.
+        inside: Saved in each block while it is recomputed.
         inputs: Size of each block's hidden states.
         tiled: Saved in the feed-forward module of each block; part of `inside`.
+        computed: Part of `inside` that a kept block computes again (`Recipe` in kernels/fused.py).
     """
 
     outside: int
     inside: tuple[int, ...]
     inputs: tuple[int, ...]
     tiled: tuple[int, ...] = ()
+    computed: tuple[int, ...] = ()
 
     def needed(self, activations: Activations, tile: float = 1.0) -> int:
         """Return the peak bytes in an activation mode.
@@ -43,7 +50,7 @@ class ActivationBytes:
         else:
             largest = max(self.inside, default=0)
         if activations == "keep":
-            return self.outside + sum(self.inside) + largest
+            return self.outside + sum(self.inside) - sum(self.computed) + largest
         # two offloaded inputs are on the device: one in use, one in transfer
         inputs = sum(self.inputs if activations == "recompute" else sorted(self.inputs)[-2:])
         return self.outside + inputs + 2 * largest
@@ -61,16 +68,17 @@ def saved_by(
     Args:
         feed_forward: Modules of blocks that can be computed in tiles.
     """
-    seen: dict[StorageWeakRef, tuple[int, int, bool]] = {}  # (bytes, block call, in feed-forward)
+    seen: dict[StorageWeakRef, Place] = {}
+    with_recipe: dict[StorageWeakRef, Place] = {}
     inputs: list[int] = []
     within: list[int] = []
     in_feed_forward: list[nn.Module] = []
 
-    def pack(tensor: Tensor) -> None:
+    def add(places: dict[StorageWeakRef, Place], tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         call = within[-1] if within else -1
         place = (storage.nbytes(), call, bool(in_feed_forward))
-        seen.setdefault(StorageWeakRef(storage), place)
+        places.setdefault(StorageWeakRef(storage), place)
 
     def enter(block: nn.Module, args: tuple[Any, ...], more: dict[str, Any]) -> None:
         hidden = next((x for x in (*args, *more.values()) if isinstance(x, Tensor)), None)
@@ -91,15 +99,20 @@ def saved_by(
     handles += [m.register_forward_pre_hook(enter_tiled) for m in feed_forward]
     handles += [m.register_forward_hook(leave_tiled, always_call=True) for m in feed_forward]
     try:
-        with saved_tensors_hooks(pack, lambda packed: packed):  # there is no backward pass
+        with (
+            observing_recipes(partial(add, with_recipe)),
+            saved_tensors_hooks(partial(add, seen), lambda packed: packed),  # no backward pass
+        ):
             run()
     finally:
         for handle in handles:
             handle.remove()
     sums = [0] * (len(inputs) + 1)  # the last, of call -1, is outside of blocks
-    tiled = [0] * (len(inputs) + 1)
-    for storage, (num_bytes, call, is_tiled) in seen.items():
+    tiled, computed = sums.copy(), sums.copy()
+    for storage, (num_bytes, call, is_tiled) in {**with_recipe, **seen}.items():
         if storage.expired():
             sums[call] += num_bytes
             tiled[call] += num_bytes if is_tiled else 0
-    return ActivationBytes(sums[-1], tuple(sums[:-1]), tuple(inputs), tuple(tiled[:-1]))
+            computed[call] += num_bytes if storage not in seen else 0
+    outside = sums.pop() - computed.pop()
+    return ActivationBytes(outside, tuple(sums), tuple(inputs), tuple(tiled[:-1]), tuple(computed))

@@ -113,6 +113,26 @@ def test_the_kernel_takes_what_flash_attention_takes(sizes, dtype, takes, monkey
     assert varlen.serves(query, query, value) == takes
 
 
+@pytest.mark.parametrize(
+    ("capability", "sizes"),
+    [
+        ((8, 0), [192, 200, 224, 256]),
+        ((8, 6), [192, 256]),
+        ((8, 9), [192, 256]),
+        ((9, 0), [192, 200, 224, 256]),
+        ((10, 0), [192, 200, 224, 256]),
+        ((12, 0), [192, 256]),
+    ],
+)
+def test_the_kernel_takes_heads_whose_backward_pass_the_card_has(capability, sizes, monkeypatch):
+    monkeypatch.setattr(varlen, "is_available", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    varlen._has_large_memory.cache_clear()
+    heads = {size: torch.zeros(1, 2, 4, size).bfloat16() for size in (192, 200, 224, 256)}
+    assert [size for size, x in heads.items() if varlen.serves(x, x, x)] == sizes
+    varlen._has_large_memory.cache_clear()
+
+
 def test_torch_has_the_arguments_that_are_given(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -1,5 +1,7 @@
 """What is counted on tensors without data is what the allocator counts of the real step."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -9,13 +11,14 @@ from peftkit.base.skeleton import with_depth
 from peftkit.errors import ConfigError
 from peftkit.execution.plan import Activations
 from peftkit.planning.plan import parse_size
-from peftkit.planning.step_estimator import CountError
+from peftkit.planning.step_estimator import CountError, _period_after
 from peftkit.quant.layers import empty_packed, pack
 from peftkit.tasks.pairs.reward import RewardConfig
 from peftkit.tasks.table import TASKS
 from peftkit.tasks.text.masked_lm import MaskedLMConfig
 from peftkit.tasks.text.seq2seq import Seq2SeqConfig
 from tests.helpers.families import ARCHITECTURES, FAMILIES, llama
+from tests.helpers.hybrids import HYBRIDS
 from tests.helpers.listening import HEARING
 from tests.helpers.speech import hears_frames
 
@@ -114,6 +117,42 @@ def test_few_blocks_tell_what_all_of_them_take(family):
     for name, value in known.peak.items():
         assert found.peak[name] == pytest.approx(value, rel=0.1, abs=2e4), name
     assert found.flops == pytest.approx(known.flops, rel=0.02)
+
+
+def hybrid(family: str, *layers: str) -> Any:
+    """Return the config of a tiny hybrid with these layers."""
+    config = HYBRIDS[family]().config
+    config.num_hidden_layers, config.layer_types = len(layers), list(layers)
+    config.max_position_embeddings = 1024
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "layers", "period"),
+    [
+        ("lfm2", ["conv", "full_attention"] * 4, 2),
+        ("granitehybrid_dense", ["linear_attention", "linear_attention", "full_attention"] * 3, 3),
+        ("qwen3_5", ["linear_attention", "full_attention"] * 3, 2),
+        ("minimax", ["linear_attention", "full_attention"] * 3, 2),
+    ],
+)
+def test_a_hybrid_takes_what_the_allocator_counts_with_each_token(family, layers, period):
+    config = hybrid(family, *layers)
+    steps, measured = reckoner_of(config, "none"), Measured(config, "none")
+    assert steps._period == period
+    counted = [steps.count(1, length, "keep").peak["activations"] for length in (96, 256)]
+    peaks = [measured.peak("keep", length) for length in (96, 256)]
+    # the count has no documents, and transformers' own delta rule
+    assert counted[1] - counted[0] == pytest.approx(peaks[1] - peaks[0], rel=0.1)
+
+
+def test_the_further_blocks_have_the_mix_of_all_the_others():
+    assert _period_after(2, [["a", "a", "a", "a"], ["b", "b", "b"]]) == 1
+    assert _period_after(4, [list("aaab" * 4)]) == 4
+    assert _period_after(3, [list("aabaabaababababa")]) == 8  # LFM 2: 3 of 8 for 5 of 13
+    assert _period_after(6, [list("aaaaabaaaa" * 4)]) == 10  # Granite 4 H
+    assert _period_after(8, [list("aab")]) == 1
 
 
 def _deeper(config: object, depth: int) -> transformers.PreTrainedConfig:

@@ -1,6 +1,7 @@
 """Documents in one row teach what they teach in rows of their own, in every model that can."""
 
 import copy
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from peftkit.data.pack import Row
 from peftkit.errors import PeftkitError
 from peftkit.forward.attention import training_attention
 from peftkit.forward.blocks import Blocks
-from peftkit.forward.padding_free import num_positions
+from peftkit.forward.padding_free import _places_in_row, num_positions
 from peftkit.forward.probes import can_unpad
 from peftkit.kernels.varlen import rounded_size
 from peftkit.methods.lora import LoRA
@@ -199,3 +200,27 @@ def test_sizes_are_few_and_little_is_lost():
     assert all(0 <= found - size < max(8, size / 16) for size, found in enumerate(sizes, 1))
     assert all(found % 8 == 0 for found in sizes)
     assert len({size for size in sizes if 1024 < size <= 2048}) == 16
+
+
+def trie_places(documents: list[list[int]], share: bool) -> list[list[int]]:
+    """Number the nodes of a prefix trie in the order of their first token."""
+    trie: dict[tuple[int, int], int] = {}  # (parent node, token) -> node
+    places: list[list[int]] = [[] for _ in documents]
+    for number in sorted(range(len(documents)), key=lambda n: -len(documents[n])):
+        node = -1 if share else -1 - number
+        for token in documents[number]:
+            node = trie.setdefault((node, token), len(trie))
+            places[number].append(node)
+    return places
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_places_are_the_nodes_of_a_prefix_trie(share):
+    draw = random.Random(0)
+    for _ in range(500):
+        stems = [draw.choices(range(3), k=draw.randrange(6)) for _ in range(3)]
+        documents = [
+            draw.choice(stems) + draw.choices(range(3), k=draw.randrange(1, 5))
+            for _ in range(draw.randrange(1, 9))
+        ]
+        assert _places_in_row(documents, share=share) == trie_places(documents, share)
