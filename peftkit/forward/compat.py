@@ -39,8 +39,9 @@ def cache_name(module: nn.Module) -> str | None:
 
 def cache_in(values: Any) -> Any:
     """Return the key-value cache in the arguments or the output of a model; None: there is none."""
-    get = getattr(values, "get", lambda name: None)
-    return next((cache for name in CACHE_NAMES if (cache := get(name)) is not None), None)
+    # not `values.get`: outputs of transformers warn when they are asked for the name before 5.24
+    found = dict(values.items()) if hasattr(values, "items") else {}
+    return next((found[name] for name in CACHE_NAMES if found.get(name) is not None), None)
 
 
 def missing_arguments(module: nn.Module, needed: Collection[str]) -> str:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.utils import generic
 
 from peftkit.adapter import attach
 from peftkit.errors import TargetError
@@ -36,6 +37,13 @@ def test_each_layer_has_the_keys_and_values_that_the_file_has_for_it():
         for row in range(2):
             assert torch.equal(layer.keys[row, :, :4].transpose(0, 1), rows[:, index, 0])
             assert torch.equal(layer.values[row, :, :4].transpose(0, 1), rows[:, index, 1])
+
+
+def test_an_output_without_a_cache_is_not_asked_for_the_old_name(monkeypatch):
+    warned = []
+    monkeypatch.setattr(generic.logger, "warning_once", warned.append)
+    assert cache_in(build("llama")(input_ids=IDS, use_cache=False)) is None
+    assert not warned
 
 
 @pytest.mark.parametrize(
