@@ -173,7 +173,7 @@ class Results:
         parts = trained.model_dump(mode="json", exclude={"data", "train"})
         train = trained.train
         numbers = [train.max_steps, train.learning_rate, train.seed]
-        key = json.dumps([str(trained.data.train), numbers, parts])
+        key = json.dumps([Path(str(trained.data.train)).parent.name, numbers, parts])
         if key not in self._found:
             context = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(1, mp_context=context) as pool:
