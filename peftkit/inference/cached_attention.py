@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers.cache_utils import CacheLayerMixin
 
 from peftkit.forward.attention import MaskKind, kind_of, window_of
@@ -31,7 +30,9 @@ from peftkit.inference.cache import Arena, Row, Span, joined
 from peftkit.inference.partial_attention import (
     PartialAttention,
     Scores,
+    attention,
     full_attention,
+    num_parts,
     partial_attention,
 )
 from peftkit.inference.states import DecodeStates, PassStates, PrefillStates, StateCache
@@ -210,14 +211,15 @@ class Decode:
 
     def attend(self, layer: int, query: Tensor, layer_mask: LayerMask, scores: Scores) -> Tensor:
         blocks = [self._block(layer, query, layer_mask, *block) for block in self._blocks]
-        if not self._prefixes and scores.are_plain:
-            out = [
-                functional.scaled_dot_product_attention(q, k, v, mask, scale=scores.scale)
-                for q, k, v, mask in blocks
-            ]
+        sizes = [(len(keys) * keys.shape[1], keys.shape[2]) for _, keys, _, _ in blocks]
+        parts = [num_parts(query.device, *size) for size in sizes]
+        if not self._prefixes:
+            out = [attention(*block, scores, n) for block, n in zip(blocks, parts, strict=True)]
             return (out[0] if len(out) == 1 else torch.cat(out)).view((*query.shape[:3], -1))
-        parts = [partial_attention(*block, scores) for block in blocks]
-        partial = PartialAttention(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+        each = [
+            partial_attention(*block, scores, n) for block, n in zip(blocks, parts, strict=True)
+        ]
+        partial = PartialAttention(*(torch.cat(tensors) for tensors in zip(*each, strict=True)))
         grouped = query.view(len(query), partial.top.shape[1], -1, query.shape[-1])
         for span, rows in self._prefixes:
             over_prefix = self._over_prefix(layer, grouped[rows], rows, span, layer_mask, scores)
@@ -258,7 +260,8 @@ class Decode:
                 mask = layer_mask(self.positions[rows], positions, query.dtype)
                 layer_mask.cache[span] = mask.repeat_interleave(group, 0)
             mask = layer_mask.cache[span]
-        part = partial_attention(q, keys, values, mask, scores)
+        parts = num_parts(query.device, heads, span.filled)
+        part = partial_attention(q, keys, values, mask, scores, parts)
         return PartialAttention(
             *(t.view(heads, count, group, t.shape[-1]).transpose(0, 1) for t in part)
         )

@@ -19,6 +19,7 @@ Shapes: n values of a row; B rows, H heads, T tokens, D head size; `...` is any 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class Launcher:
     for which the machine may lack a compiler. What failed then is not launched again.
 
     Args:
-        kernels: The module that has them; None without Triton.
+        kernels: An object that has them; None without Triton.
     """
 
     def __init__(self, kernels: Any) -> None:
@@ -106,10 +107,11 @@ class Launcher:
 
 def _launcher() -> Launcher:
     try:
-        from peftkit.kernels import triton_kernels
+        from peftkit.kernels import triton_attention, triton_kernels
     except ImportError:  # no Triton: Windows, Macs, torch for CPUs
         return Launcher(None)
-    return Launcher(triton_kernels if torch.version.cuda is not None else None)
+    kernels = SimpleNamespace(**{**vars(triton_kernels), **vars(triton_attention)})
+    return Launcher(kernels if torch.version.cuda is not None else None)
 
 
 TRITON = _launcher()
