@@ -30,7 +30,7 @@ from peftkit.inference.cache import Arena, Row, Span, joined, power_of_two
 from peftkit.inference.partial_attention import (
     PartialAttention,
     Scores,
-    attention,
+    decode_attention,
     full_attention,
     num_parts,
     partial_attention,
@@ -230,7 +230,7 @@ class Decode:
     def attend(self, layer: int, query: Tensor, layer_mask: LayerMask, scores: Scores) -> Tensor:
         blocks = [self._block(layer, query, layer_mask, scores, *block) for block in self._blocks]
         if not self.prefixes:
-            out = [attention(*block) for block in blocks]
+            out = [decode_attention(*block) for block in blocks]
             return (out[0] if len(out) == 1 else torch.cat(out)).view((*query.shape[:3], -1))
         parts = [partial_attention(*block) for block in blocks]
         partial = PartialAttention(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
@@ -249,7 +249,7 @@ class Decode:
         block: Block,
         at: slice,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Scores, int]:
-        """Return an arena's arguments of `attention`.
+        """Return an arena's arguments of `decode_attention`.
 
         These are queries (b, K, G, D), keys and values (b, K, L, D), mask, scores, and the number
         of parts.

@@ -84,7 +84,7 @@ def num_parts(device: torch.device, num_blocks: int, length: int) -> int:
     return 1 << max(most.bit_length() - 1, 0)
 
 
-def attention(
+def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores, parts: int
 ) -> Tensor:
     """Attend to all keys with few queries; see `partial_attention`.

@@ -215,7 +215,9 @@ def split_attention(
         **sizes,
         num_stages=2,
     )
-    joined = torch.empty(rows, value_size, dtype=q.dtype if whole else torch.float32, device=q.device)
+    joined = torch.empty(
+        rows, value_size, dtype=q.dtype if whole else torch.float32, device=q.device
+    )
     joined_top, joined_total = (torch.empty(rows, **as_parts) for _ in range(2))
     join_kernel[rows,](
         out,

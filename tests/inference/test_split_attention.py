@@ -1,7 +1,7 @@
 """Decoding steps of a GPU over long keys: the keys in parts, and prefixes within CUDA graphs."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise, product
 from typing import Any
 
@@ -14,7 +14,12 @@ from peftkit.inference import partial_attention as split
 from peftkit.inference.cache import Span
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Limits, Request
-from peftkit.inference.partial_attention import Scores, attention, num_parts, partial_attention
+from peftkit.inference.partial_attention import (
+    Scores,
+    decode_attention,
+    num_parts,
+    partial_attention,
+)
 from peftkit.inference.sampling import Sampling
 from tests.helpers.families import EOS
 from tests.helpers.generation import MODELS
@@ -45,8 +50,8 @@ def test_keys_in_parts_have_the_attention_of_all_keys(rows, heads, group, window
     sinks = torch.randn(heads * group)
     for softcap, sink, parts in product((None, 5.0), (None, sinks), (2, 4, 8, 7)):
         scores = Scores(0.3, softcap, sink)
-        expected = attention(*tensors, scores, 0)
-        torch.testing.assert_close(attention(*tensors, scores, parts), expected)
+        expected = decode_attention(*tensors, scores, 0)
+        torch.testing.assert_close(decode_attention(*tensors, scores, parts), expected)
         whole = partial_attention(*tensors, scores)
         for found, right in zip(partial_attention(*tensors, scores, parts), whole, strict=True):
             torch.testing.assert_close(found, right)
@@ -64,13 +69,8 @@ def test_parts_fill_the_card():
 
 
 @pytest.fixture
-def _in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached_engine, "MIN_READ", 1)
-
-
-@pytest.fixture
-def _split(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Split all keys of a card; yield the numbers of parts."""
+def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Split all keys of a card; return the numbers of parts."""
     monkeypatch.setattr(split, "SHORTEST_SPLIT", 32)
     monkeypatch.setattr(split, "SHORTEST_PART", 32)
     used: list[int] = []
@@ -80,7 +80,7 @@ def _split(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return used[-1]
 
     monkeypatch.setattr(cached_attention, "num_parts", noted)
-    yield used
+    return used
 
 
 def answers(
@@ -106,18 +106,19 @@ def answers(
     ],
 )
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_card_answers_like_a_cpu(name, in_place, _split, monkeypatch):
+def test_a_card_answers_like_a_cpu(name, in_place, parts, monkeypatch):
     monkeypatch.setattr(cached_engine, "MIN_READ", 1 if in_place else 1 << 30)
     model: Any = MODELS[name]().eval()
     expected = answers(model)
-    assert not any(_split)
+    assert not any(parts)
     with simulated():
         assert answers(model.to("cuda")) == expected
-    assert max(_split) > 1
+    assert max(parts) > 1
 
 
-def test_rows_that_read_a_prefix_in_place_are_recorded(_in_place):
+def test_rows_that_read_a_prefix_in_place_are_recorded(monkeypatch):
     """A token is a few launches, while other rows end; without graphs it is hundreds."""
+    monkeypatch.setattr(cached_engine, "MIN_READ", 1)
     counts: list[int] = []
     readers: list[int] = []
     model: Any = MODELS["llama"]().eval()
@@ -135,7 +136,8 @@ def test_rows_that_read_a_prefix_in_place_are_recorded(_in_place):
     assert max(readers) == 5
 
 
-def test_a_graph_does_not_keep_a_dropped_prefix(_in_place):
+def test_a_graph_does_not_keep_a_dropped_prefix(monkeypatch):
+    monkeypatch.setattr(cached_engine, "MIN_READ", 1)
     spans: weakref.WeakSet[Span] = weakref.WeakSet()
 
     def watch(engine: CachedEngine) -> None:
