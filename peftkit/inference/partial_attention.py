@@ -17,8 +17,9 @@ from torch.nn import functional
 from peftkit.kernels import fused
 from peftkit.kernels.device import is_before_ampere, num_processors
 
-SHORTEST_SPLIT = 1024
-"""Minimum keys to split: for fewer, further kernels would cost more than they save."""
+SHORTEST_SPLIT, SHORTEST_SPLIT_BY_TORCH = 1024, 4096
+"""Minimum keys to split. Triton needs a second kernel and torch fourteen more, at about 2
+microseconds each; SDPA needs about 20 for each 1,024 keys of a head. Not measured on a GPU."""
 SHORTEST_PART, MOST_PARTS = 256, 64
 
 
@@ -87,17 +88,15 @@ def num_parts(device: torch.device, num_blocks: int, length: int) -> int:
 def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores, parts: int
 ) -> Tensor:
-    """Attend to all keys with few queries; see `partial_attention`.
-
-    The kernel of a GPU needs no other one for other scores than plain ones, nor for the mean.
-    """
-    if scores.are_plain and parts < 2:
+    """Return the attention (b, K, M, D) of few queries over all keys; see `partial_attention`."""
+    if parts > 1 or not scores.are_plain:
+        out: Tensor | None = _by_triton(q, keys, values, mask, scores, parts, True)
+        if out is not None:
+            return out
+    if scores.are_plain and (parts < 2 or keys.shape[2] < SHORTEST_SPLIT_BY_TORCH):
         return functional.scaled_dot_product_attention(q, keys, values, mask, scale=scores.scale)
-    out: Tensor | None = _by_triton(q, keys, values, mask, scores, parts, True)
-    if out is None:
-        part = partial_attention(q, keys, values, mask, scores, parts)
-        out = part.normalised(scores.sinks).to(q.dtype)
-    return out
+    part = partial_attention(q, keys, values, mask, scores, parts)
+    return part.normalised(scores.sinks).to(q.dtype)
 
 
 def partial_attention(

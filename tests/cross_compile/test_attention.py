@@ -150,6 +150,29 @@ for name in ("llama", "gemma2", "gpt_oss"):
 print(json.dumps(found))
 """
 
+GRIDS = """
+import json
+from unittest import mock
+import torch
+from peftkit.inference.partial_attention import num_parts
+from peftkit.kernels import triton_attention
+from tests.simulated_gpu.simulation import simulated
+
+grids = []
+
+class Noted:
+    def __getitem__(self, grid):
+        grids.append(grid[0])
+        return lambda *args, **more: None
+
+triton_attention.parts_kernel = triton_attention.join_kernel = Noted()
+with simulated():
+    parts = num_parts(torch.device("cuda", 0), 8, 8192)
+q, keys = (torch.empty(1, 8, n, 128, device="meta") for n in (4, 8192))
+triton_attention.split_attention(q, keys, keys, None, 1.0, None, None, parts, True, "")
+print(json.dumps(grids))
+"""
+
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("card", [card for card in CARDS if card >= 80])
@@ -163,6 +186,11 @@ def test_machine_code_keeps_all_in_registers(card, dtype, tmp_path):
         assert used["REG"] <= 255
         assert used["shared"] <= 48 << 10 or dtype == "fp32"
         assert used["shared"] <= 99 << 10
+
+
+def test_one_row_of_an_8b_model_has_256_programs():
+    """SDPA has 8 thread blocks, for one row and 8 heads of keys, on 132 multiprocessors."""
+    assert output_of(GRIDS) == [256, 32]
 
 
 def test_numbers_are_those_of_torch():

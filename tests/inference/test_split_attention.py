@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.simulate import Counting, without_data
 from peftkit.inference import cached_attention, cached_engine
 from peftkit.inference import partial_attention as split
 from peftkit.inference.cache import Span
@@ -45,7 +46,8 @@ def case(rows: int, heads: int, group: int, window: int) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("window", [20, 256])
 @pytest.mark.parametrize(("rows", "heads", "group"), [(1, 2, 1), (3, 2, 4), (2, 1, 3)])
-def test_keys_in_parts_have_the_attention_of_all_keys(rows, heads, group, window):
+def test_keys_in_parts_have_the_attention_of_all_keys(rows, heads, group, window, monkeypatch):
+    monkeypatch.setattr(split, "SHORTEST_SPLIT_BY_TORCH", 256)
     tensors = case(rows, heads, group, window)
     sinks = torch.randn(heads * group)
     for softcap, sink, parts in product((None, 5.0), (None, sinks), (2, 4, 8, 7)):
@@ -72,6 +74,7 @@ def test_parts_fill_the_card():
 def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Split all keys of a card; return the numbers of parts."""
     monkeypatch.setattr(split, "SHORTEST_SPLIT", 32)
+    monkeypatch.setattr(split, "SHORTEST_SPLIT_BY_TORCH", 32)
     monkeypatch.setattr(split, "SHORTEST_PART", 32)
     used: list[int] = []
 
@@ -81,6 +84,29 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(cached_attention, "num_parts", noted)
     return used
+
+
+def test_without_triton_long_keys_take_more_kernels_of_more_blocks():
+    """One row of an 8B model: the second product is over parts, and scores are stored."""
+    counts = []
+    for length, is_split in ((2048, True), (8192, True), (8192, False)):
+        counting = Counting(1)
+        with without_data(), simulated(kernels=lambda counting=counting: counting) as card:
+            device = torch.device("cuda", 0)
+            like = {"dtype": torch.bfloat16, "device": device}
+            q, mask = torch.empty(1, 8, 4, 128, **like), torch.empty(1, 1, 1, length, **like)
+            keys, values = (torch.empty(1, 8, length, 128, **like) for _ in range(2))
+            parts = num_parts(device, 8, length) if is_split else 1
+            counting.operators.clear()
+            decode_attention(q, keys, values, mask, Scores(0.1, None, None), parts)
+        counts.append(
+            (
+                sum(count.launches for count in counting.operators.values()),
+                round(sum(count.bytes for count in counting.operators.values()) / 1e6),
+            )
+        )
+        assert not card.waits
+    assert counts == [(1, 8), (15, 51), (1, 34)]
 
 
 def answers(
@@ -98,14 +124,17 @@ def answers(
         return [one.ids for one in completions]
 
 
+FAST = (("llama", False), ("gemma2", True))
+NAMES = ("llama", "gemma2", "mistral_swa", "gpt_oss", "qwen3_5")
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "in_place"),
     [
-        *("llama", "gemma2"),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("mistral_swa", "gpt_oss", "qwen3_5")),
+        pytest.param(*each, marks=() if each in FAST else pytest.mark.slow)
+        for each in product(NAMES, (True, False))
     ],
 )
-@pytest.mark.parametrize("in_place", [True, False])
 def test_a_card_answers_like_a_cpu(name, in_place, parts, monkeypatch):
     monkeypatch.setattr(cached_engine, "MIN_READ", 1 if in_place else 1 << 30)
     model: Any = MODELS[name]().eval()
