@@ -186,9 +186,8 @@ def split_attention(
     q, rows = q.contiguous(), slots * heads * queries
     keys, values = (_with_whole_tokens(x) for x in (keys, values))
     sizes = sizes_of(queries, size, value_size, q.dtype)
-    as_parts = {"dtype": torch.float32, "device": q.device}
-    out = torch.empty(rows, parts, value_size, **as_parts)
-    top, total = (torch.empty(rows, parts, **as_parts) for _ in range(2))
+    out = q.new_empty(rows, parts, value_size, dtype=torch.float32)
+    top, total = out.new_empty(2, rows, parts)
     bias = q[:, :1, :, :1] if mask is None else mask.expand(slots, 1, queries, length)
     assert mask is None or bias.stride(3) == 1
     tiles = triton.cdiv(queries, sizes["QUERIES"])
@@ -215,10 +214,8 @@ def split_attention(
         **sizes,
         num_stages=2,
     )
-    joined = torch.empty(
-        rows, value_size, dtype=q.dtype if whole else torch.float32, device=q.device
-    )
-    joined_top, joined_total = (torch.empty(rows, **as_parts) for _ in range(2))
+    joined = q.new_empty(rows, value_size, dtype=q.dtype if whole else torch.float32)
+    joined_top, joined_total = out.new_empty(2, rows)
     join_kernel[rows,](
         out,
         top,
