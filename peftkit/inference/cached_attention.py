@@ -229,7 +229,7 @@ class Decode:
 
     def attend(self, layer: int, query: Tensor, layer_mask: LayerMask, scores: Scores) -> Tensor:
         blocks = [self._block(layer, query, layer_mask, scores, *block) for block in self._blocks]
-        if not self.prefixes:
+        if not self.prefixes and (scores.are_plain or blocks[0][-1]):
             out = [decode_attention(*block) for block in blocks]
             return (out[0] if len(out) == 1 else torch.cat(out)).view((*query.shape[:3], -1))
         parts = [partial_attention(*block) for block in blocks]

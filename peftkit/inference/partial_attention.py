@@ -93,7 +93,9 @@ def decode_attention(
         out: Tensor | None = _by_triton(q, keys, values, mask, scores, parts, True)
         if out is not None:
             return out
-    if scores.are_plain and (parts < 2 or keys.shape[2] < SHORTEST_SPLIT_BY_TORCH):
+    length = keys.shape[2]
+    is_split = parts > 1 and length >= SHORTEST_SPLIT_BY_TORCH and length % parts == 0
+    if scores.are_plain and not is_split:
         return functional.scaled_dot_product_attention(q, keys, values, mask, scale=scores.scale)
     part = partial_attention(q, keys, values, mask, scores, parts)
     return part.normalised(scores.sinks).to(q.dtype)
