@@ -8,8 +8,9 @@
 Each part runs in a process with a time limit, and extends its file in the folder of the page (card/
 next to card.md) with each line. A part that fails, hangs or is killed ends alone. The first hour
 comes first: the environment, kernels compared with their definitions in float64, an 8B shape with
-its plan, peers on the same checkpoint, GRPO, decoding with growing caches, smaller cards. Weights
-and tokens are random. Only `peers` needs other environments; a missing one is reported and skipped.
+its plan, peers on the same checkpoint, GRPO, decoding over long keys and with growing caches,
+smaller cards. Weights and tokens are random. Only `peers` needs other environments; a missing one
+is reported and skipped.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ PARTS: dict[str, Part] = {
     "packed": card_disk.packed,
     "peers": card_peers.peers,
     "grpo": card_disk.grpo,
+    "split": card_decode.split,
     "growth": card_decode.growth,
     "engines": card_decode.engines,
     "caps": card_disk.caps,

@@ -1,28 +1,111 @@
-"""Decoding of a released shape on a card: speed at size, growing caches, closed engines."""
+"""Decoding of a released shape on a card: long keys, growing caches, closed engines."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from benchmarks.card_job import Job, Line, left_clean, made_large, used_bytes, verdict
-from benchmarks.shapes import tokenizer
+from benchmarks.card_job import (
+    LIMITS,
+    Job,
+    Line,
+    apart,
+    judged,
+    left_clean,
+    made_large,
+    used_bytes,
+    verdict,
+)
+from benchmarks.shapes import SHAPES, tokenizer
 from peftkit.execution.out_of_memory import one_line
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Limits, Request
 from peftkit.inference.open_engine import open_engine, tokens_that_fit
+from peftkit.inference.partial_attention import Scores, decode_attention, num_parts
 from peftkit.inference.sampling import Sampling
 from peftkit.kernels.device import gpu_of
+from peftkit.kernels.fused import TRITON
 
 NO_END = SimpleNamespace(eos_token_id=None, pad_token_id=0)
 NUM_ENGINES = 5
 LEFT_BYTES = 1 << 20
 """Bytes that may be left of a closed engine: torch's own workspaces."""
+
+
+NUM_CALLS, COLD_BYTES = 20, 1 << 28
+"""Timed calls of attention, over keys that no cache of a card holds."""
+
+
+def split(job: Job) -> Iterator[Line]:
+    """Attention of one layer in a decoding step: SDPA with a mask, and keys in parts."""
+    figures = ("SDPA us", "in parts us", "GB/s", "difference")
+    yield "rows", "context", "parts", "used", *figures, "well"
+    sizes = SHAPES[job.large].settings
+    queries, heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    size = sizes["hidden_size"] // queries
+    for rows in job.answer_rows:
+        for context in job.contexts:
+            parts = num_parts(job.device, rows * heads, context)
+            shown = (str(rows), f"{context:,}", str(max(parts, 2)), verdict(parts > 1).lower())
+            with left_clean():
+                try:
+                    shape = (rows, heads, queries // heads, context, size)
+                    yield *shown, *_compared(job, shape, max(parts, 2))
+                except Exception as error:
+                    yield *shown, one_line(error)[:100], "", "", "", verdict(False)
+    problem = TRITON.report()
+    yield "Triton's kernel", problem or "runs", *[""] * 6, verdict(not problem)
+
+
+def _compared(job: Job, shape: tuple[int, int, int, int, int], parts: int) -> Line:
+    rows, heads, group, context, size = shape
+    torch.manual_seed(0)
+    like = {"dtype": job.dtype, "device": job.device}
+    num_bytes = 2 * rows * heads * context * size * job.dtype.itemsize
+    copies = 2 + min(COLD_BYTES // num_bytes, 8)
+    q = torch.randn(rows, heads, group, size, **like)
+    caches = [torch.randn(2, rows, heads, context, size, **like) for _ in range(copies)]
+    mask, scores = torch.zeros(rows, 1, 1, context, **like), Scores(size**-0.5, None, None)
+    found = []
+    for number in (0, parts):
+
+        def run(cache: torch.Tensor, number: int = number) -> torch.Tensor:
+            return decode_attention(q, *cache, mask, scores, number)
+
+        found.append((run(caches[0]), _seconds(job, run, caches)))
+    (expected, before), (out, after) = found
+    speeds = (f"{before * 1e6:.0f}", f"{after * 1e6:.0f}", f"{num_bytes / after / 1e9:.0f}")
+    return *speeds, *judged(apart(out, expected), LIMITS[job.dtype])
+
+
+def _seconds(
+    job: Job, run: Callable[[torch.Tensor], torch.Tensor], caches: Sequence[torch.Tensor]
+) -> float:
+    """Return the seconds of one call, on a card within a CUDA graph."""
+
+    def calls() -> torch.Tensor:
+        return torch.stack([run(caches[n % len(caches)]).sum() for n in range(NUM_CALLS)]).sum()
+
+    repeat: Callable[[], object] = calls
+    out = calls()
+    if job.device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = calls()
+        repeat = graph.replay
+    seconds = []
+    for _ in range(3):
+        float(out)  # synchronises
+        began = time.perf_counter()
+        repeat()
+        float(out)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds) / NUM_CALLS
 
 
 def _prompts(rows: int, length: int) -> list[list[int]]:

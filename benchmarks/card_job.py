@@ -51,7 +51,7 @@ class Job:
         repeats: Runs of each side of the part `peers`.
         batch_size, num_steps: Of runs from the checkpoint.
         contexts, answer_rows, new_tokens: Tokens of prompts, concurrent answers and tokens of an
-            answer of the part `growth`.
+            answer of the part `growth`; the part `split` has these contexts and rows.
         probe_size: Rows and columns of the matrices whose products and copies are timed.
     """
 

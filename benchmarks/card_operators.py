@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.card_job import LIMITS, Job, Line, apart, judged, verdict
 from peftkit.execution.out_of_memory import one_line
+from peftkit.inference.partial_attention import Scores, decode_attention
 from peftkit.kernels import varlen
 from peftkit.kernels.cross_entropy import chunked_cross_entropy
 from peftkit.kernels.fused import ACTIVATIONS, TRITON, Gated, RMSNorm, Rotary
@@ -73,6 +74,16 @@ def _rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
 
 
+def _decoding(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, *, parts: int = 0) -> Tensor:
+    """Return the attention of rows of different lengths in a window, with a soft cap and sinks."""
+    key = torch.arange(keys.shape[2], device=q.device)
+    length = torch.tensor([[1], [200], [512]], device=q.device)
+    unseen = (key >= length) | (key < length - 150)
+    mask = torch.zeros_like(unseen, dtype=q.dtype).masked_fill_(unseen, torch.finfo(q.dtype).min)
+    scores = Scores(q.shape[-1] ** -0.5, 20.0, sinks)
+    return decode_attention(q, keys, values, mask[:, None, None], scores, parts)
+
+
 def _loss(hidden: Tensor, weight: Tensor) -> Tensor:
     targets = (torch.arange(len(hidden)) * 7 % len(weight)).to(hidden.device)
     if hidden.dtype == torch.float64:
@@ -120,6 +131,10 @@ def cases() -> Iterator[Case]:
     for size in (64, 80, 128):
         angles = numbers(2, 2, 37, size).unbind(0)
         yield Case(f"rotary {size}", (numbers(2, 3, 37, size), *angles), 1, Rotary.apply, _rotation)
+    for parts in (1, 4):
+        inputs = (numbers(3, 2, 4, 64), *(numbers(3, 2, 512, 64) for _ in range(2)), numbers(8))
+        kernel = partial(_decoding, parts=parts)
+        yield Case(f"decoding, {parts} parts of keys", inputs, 0, kernel, _decoding)
     yield Case("loss in chunks", (numbers(600, 128), 0.1 * numbers(1000, 128)), 1, _loss, _loss)
     lora = (numbers(40, 64), 0.1 * numbers(16, 64), numbers(96, 8), numbers(32, 8))
     weights = (0.1 * numbers(96, 64), 0.1 * numbers(32, 64))

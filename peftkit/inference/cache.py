@@ -280,6 +280,9 @@ class Prefixes:
         self._max_tokens, self._state_tokens = max_tokens, state_tokens
         self._clock = count(1)
 
+    def __contains__(self, span: Span) -> bool:
+        return span in self._spans
+
     @property
     def num_tokens(self) -> int:
         return self._size_of(self._spans)

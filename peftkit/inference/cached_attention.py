@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers.cache_utils import CacheLayerMixin
 
 from peftkit.forward.attention import MaskKind, kind_of, window_of
@@ -27,11 +26,13 @@ from peftkit.forward.compat import (
     unregister_attention,
     with_all_methods,
 )
-from peftkit.inference.cache import Arena, Row, Span, joined
+from peftkit.inference.cache import Arena, Row, Span, joined, power_of_two
 from peftkit.inference.partial_attention import (
     PartialAttention,
     Scores,
+    decode_attention,
     full_attention,
+    num_parts,
     partial_attention,
 )
 from peftkit.inference.states import DecodeStates, PassStates, PrefillStates, StateCache
@@ -135,18 +136,37 @@ class Block(NamedTuple):
     length: int | None = None
 
 
+def readers_of(rows: Sequence[Row | None], *, is_padded: bool = False) -> dict[Span, list[int]]:
+    """Return the prefixes that rows read in place, with the indices of these rows.
+
+    Args:
+        is_padded: Whether to repeat an index up to a power of two. Repetitions compute the same,
+            and fewer numbers of readers need fewer CUDA graphs.
+    """
+    readers: dict[Span, list[int]] = {}
+    for index, row in enumerate(rows):
+        if row is not None and row.base is not None:
+            readers.setdefault(row.base, []).append(index)
+    if is_padded:
+        for at in readers.values():
+            at += at[:1] * (power_of_two(len(at)) - len(at))
+    return readers
+
+
 class Decode:
     """Forward passes over one token per row, for a fixed set of rows.
 
     Args:
         blocks: Arenas, the number of their first slots to compute, and the tokens of each slot to
             read; None: the length of the longest row. A given length makes shapes independent of
-            the rows, and other rows can use the same CUDA graph.
+            the rows, and other rows can use the same CUDA graph. It fits rows whose `readers_of`
+            are the same prefixes, with the same padded numbers.
 
     Attributes:
         rows: The rows of the batch: arena by arena, slot by slot; None: an empty slot.
         states: The states of the slots.
         tokens: The next input tokens, (B, 1).
+        prefixes: The prefixes that rows read in place, with the indices of these rows.
     """
 
     def __init__(self, blocks: Sequence[Block], device: torch.device) -> None:
@@ -161,6 +181,8 @@ class Decode:
         self._numbers = torch.zeros(3, len(slots), dtype=torch.long, device=device)
         self._lengths, self._starts = self._numbers[0], self._numbers[1]
         self.tokens = self._numbers[2, :, None]
+        self._is_static = all(block.length is not None for block in blocks)
+        self.prefixes: dict[Span, Tensor] = {}
         self.states: PassStates = DecodeStates(
             [(block.arena.states, block.num_slots) for block in blocks]
         )
@@ -174,13 +196,10 @@ class Decode:
             self.rows += [*rows, *[None] * (block.num_slots - len(rows))]
         numbers = [(0, 0, 0) if row is None else row.numbers for row in self.rows]
         self._numbers.copy_(torch.tensor(numbers).t())
-        users: dict[Span, list[int]] = {}
-        for index, row in enumerate(self.rows):
-            if row is not None and row.base is not None:
-                users.setdefault(row.base, []).append(index)
-        self._prefixes = [
-            (span, torch.tensor(at, device=self.device)) for span, at in users.items()
-        ]
+        for span, readers in readers_of(self.rows, is_padded=self._is_static).items():
+            if span not in self.prefixes:
+                self.prefixes[span] = self._slots.new_empty(len(readers))
+            self.prefixes[span].copy_(torch.tensor(readers))
 
     @property
     def positions(self) -> Tensor:
@@ -209,25 +228,32 @@ class Decode:
             block.arena.write(layer, (self._slots[at], self._lengths[at]), keys[at], values[at])
 
     def attend(self, layer: int, query: Tensor, layer_mask: LayerMask, scores: Scores) -> Tensor:
-        blocks = [self._block(layer, query, layer_mask, *block) for block in self._blocks]
-        if not self._prefixes and scores.are_plain:
-            out = [
-                functional.scaled_dot_product_attention(q, k, v, mask, scale=scores.scale)
-                for q, k, v, mask in blocks
-            ]
+        blocks = [self._block(layer, query, layer_mask, scores, *block) for block in self._blocks]
+        if not self.prefixes and (scores.are_plain or blocks[0][-1]):
+            out = [decode_attention(*block) for block in blocks]
             return (out[0] if len(out) == 1 else torch.cat(out)).view((*query.shape[:3], -1))
-        parts = [partial_attention(*block, scores) for block in blocks]
+        parts = [partial_attention(*block) for block in blocks]
         partial = PartialAttention(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
         grouped = query.view(len(query), partial.top.shape[1], -1, query.shape[-1])
-        for span, rows in self._prefixes:
+        for span, rows in self.prefixes.items():
             over_prefix = self._over_prefix(layer, grouped[rows], rows, span, layer_mask, scores)
             partial.add(rows, over_prefix)
         return partial.normalised(scores.sinks).to(query.dtype).view((*query.shape[:3], -1))
 
     def _block(
-        self, layer: int, query: Tensor, layer_mask: LayerMask, block: Block, at: slice
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return an arena's queries (b, K, G, D), keys and values (b, K, L, D), and mask."""
+        self,
+        layer: int,
+        query: Tensor,
+        layer_mask: LayerMask,
+        scores: Scores,
+        block: Block,
+        at: slice,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Scores, int]:
+        """Return an arena's arguments of `decode_attention`.
+
+        These are queries (b, K, G, D), keys and values (b, K, L, D), mask, scores, and the number
+        of parts.
+        """
         longest = block.length or 1 + max(row.length for row in block.arena.rows)
         keys, values = (t[: block.num_slots, :, :longest] for t in block.arena.layers[layer])
         q = query[at].view(len(keys), keys.shape[1], -1, query.shape[-1])
@@ -236,7 +262,8 @@ class Decode:
             positions = first + torch.arange(longest, device=query.device)
             mask = layer_mask(first + self._lengths[at, None], positions, query.dtype)
             layer_mask.cache[at.start] = mask[:, None, None]
-        return q, keys, values, layer_mask.cache[at.start]
+        parts = num_parts(query.device, len(keys) * keys.shape[1], longest)
+        return q, keys, values, layer_mask.cache[at.start], scores, parts
 
     def _over_prefix(
         self,
@@ -258,7 +285,8 @@ class Decode:
                 mask = layer_mask(self.positions[rows], positions, query.dtype)
                 layer_mask.cache[span] = mask.repeat_interleave(group, 0)
             mask = layer_mask.cache[span]
-        part = partial_attention(q, keys, values, mask, scores)
+        parts = num_parts(query.device, heads, span.filled)
+        part = partial_attention(q, keys, values, mask, scores, parts)
         return PartialAttention(
             *(t.view(heads, count, group, t.shape[-1]).transpose(0, 1) for t in part)
         )

@@ -33,6 +33,7 @@ from peftkit.inference.cached_attention import (
     CachedAttention,
     Decode,
     Prefill,
+    readers_of,
     registered,
 )
 from peftkit.inference.engine import FEWEST_TOKENS, Completion, Engine, Limits
@@ -118,6 +119,7 @@ class CachedEngine(Engine):
             self.num_passes += 1
             self._decode()
         self._prefixes.trim(one.request.ids for one in self._waiting)
+        self._forget_prefixes()
 
     def _leave(self) -> None:
         """Drop captured steps and the cache; see `Engine.resumes`.
@@ -171,6 +173,7 @@ class CachedEngine(Engine):
         if is_alone:
             self._drop_kept(but=completion.request.after)
             self._prefixes.drop()
+            self._forget_prefixes()
         if is_alone or self._tokens_with(completion, shrunk=True) <= max_tokens:
             self._shrink()
             return True
@@ -378,6 +381,14 @@ class CachedEngine(Engine):
             if all(block.arena is not arena for block in step.blocks)
         }
 
+    def _forget_prefixes(self) -> None:
+        """Drop the steps that read dropped prefixes."""
+        self._steps = {
+            key: step
+            for key, step in self._steps.items()
+            if all(span in self._prefixes for span in step.decode.prefixes)
+        }
+
     def _decode(self) -> None:
         """Compute the next token of each growing completion."""
         if self._batch is None or not self._batch.decode.has_room:
@@ -392,12 +403,14 @@ class CachedEngine(Engine):
         """Return the forward pass of the growing rows, as a CUDA graph if possible."""
         arenas = [self._arenas[size] for size in sorted(self._arenas) if self._arenas[size].rows]
         rows = [row for arena in arenas for row in arena.rows]
-        if self.recorder is None or any(row.base is not None for row in rows):
+        if self.recorder is None:
             return self._step([Block(arena, len(arena.rows)) for arena in arenas])
         blocks = [static_block(arena) for arena in arenas]
         # mixed adapters are stacked once for each order of rows
         names = [row.owner.request.adapter for row in rows]
-        key = (tuple(blocks), tuple(names if len(set(names)) > 1 else names[:1]))
+        readers = readers_of(rows, is_padded=True)
+        prefixes = frozenset((span, len(at)) for span, at in readers.items())
+        key = tuple(blocks), tuple(names if len(set(names)) > 1 else names[:1]), prefixes
         if key in self._steps:
             self._steps[key].decode.fill()
         else:

@@ -1,15 +1,26 @@
-"""Attention over some of the keys, whose results can be joined.
+"""Attention over some of the keys, whose results can be joined, and over parts of the keys.
+
+SDPA with a mask computes each row and head of keys in one thread block: a decoding step of few rows
+uses few of a GPU's multiprocessors. There, long keys are split into parts (`num_parts`).
 
 Shapes: B rows, H heads of queries, K of keys, G = H / K, T tokens, L keys, D head size.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from peftkit.kernels import fused
+from peftkit.kernels.device import is_before_ampere, num_processors
+
+SHORTEST_SPLIT, SHORTEST_SPLIT_BY_TORCH = 1024, 4096
+"""Minimum keys to split. Triton needs a second kernel and torch fourteen more, at about 2
+microseconds each; SDPA needs about 20 for each 1,024 keys of a head. Not measured on a GPU."""
+SHORTEST_PART, MOST_PARTS = 256, 64
 
 
 class Scores(NamedTuple):
@@ -57,10 +68,56 @@ class PartialAttention(NamedTuple):
         return self.out * weight / (self.total * weight + (sinks - top).exp())
 
 
+def num_parts(device: torch.device, num_blocks: int, length: int) -> int:
+    """Return the number of parts into which keys of some length are split, a power of two.
+
+    Two thread blocks for each multiprocessor hide the latency of memory. 0: Triton's kernel does
+    not serve this device (CPUs, MPS; before Ampere it would spill its registers).
+
+    Args:
+        num_blocks: Rows times heads of keys.
+    """
+    if device.type != "cuda" or is_before_ampere(device):
+        return 0
+    if length < SHORTEST_SPLIT:
+        return 1
+    most = min(2 * num_processors(device) // num_blocks, length // SHORTEST_PART, MOST_PARTS)
+    return 1 << max(most.bit_length() - 1, 0)
+
+
+def decode_attention(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores, parts: int
+) -> Tensor:
+    """Return the attention (b, K, M, D) of few queries over all keys; see `partial_attention`."""
+    if parts > 1 or not scores.are_plain:
+        out: Tensor | None = _by_triton(q, keys, values, mask, scores, parts, True)
+        if out is not None:
+            return out
+    length = keys.shape[2]
+    is_split = parts > 1 and length >= SHORTEST_SPLIT_BY_TORCH and length % parts == 0
+    if scores.are_plain and not is_split:
+        return functional.scaled_dot_product_attention(q, keys, values, mask, scale=scores.scale)
+    part = partial_attention(q, keys, values, mask, scores, parts)
+    return part.normalised(scores.sinks).to(q.dtype)
+
+
 def partial_attention(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scores: Scores,
+    parts: int = 0,
 ) -> PartialAttention:
-    """Attend to some of the keys: q (b, K, M, D), keys and values (b, K, L, D)."""
+    """Attend to some of the keys: q (b, K, M, D), keys and values (b, K, L, D).
+
+    Args:
+        mask: Additive, 0 or the lowest number of its dtype.
+        parts: See `num_parts`.
+    """
+    found = _by_triton(q, keys, values, mask, scores, parts, False)
+    if found is not None:
+        return PartialAttention(*found)
     products = torch.matmul(q, keys.transpose(2, 3)).float() * scores.scale
     if scores.softcap is not None:
         products = (products / scores.softcap).tanh() * scores.softcap
@@ -68,8 +125,33 @@ def partial_attention(
         products = products + mask
     top = products.amax(-1, keepdim=True)
     weights = (products - top).exp()
-    out = torch.matmul(weights.to(values.dtype), values).float()
+    out = _weighted_sum(weights.to(values.dtype), values, parts)
     return PartialAttention(out, top, weights.sum(-1, keepdim=True))
+
+
+def _weighted_sum(weights: Tensor, values: Tensor, parts: int) -> Tensor:
+    """Return the product of weights (b, K, M, L) and values (b, K, L, D), in float32."""
+    if parts < 2 or values.shape[2] % parts:
+        return torch.matmul(weights, values).float()
+    weights, values = weights.unflatten(-1, (parts, -1)), values.unflatten(2, (parts, -1))
+    return torch.matmul(weights.transpose(2, 3), values).float().sum(2)
+
+
+def _by_triton(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scores: Scores,
+    parts: int,
+    whole: bool,
+) -> Any:
+    """Return the result of `triton_attention.split_attention`; None if torch has to compute."""
+    if not parts:
+        return None
+    sinks, sizes = scores.sinks if whole else None, f"({q.shape[-1]}, {values.shape[-1]})"
+    numbers = scores.scale, scores.softcap, sinks, parts, whole, sizes
+    return fused.TRITON.launch("split_attention", q, keys, values, mask, *numbers)
 
 
 def full_attention(

@@ -119,8 +119,12 @@ def product_rate(device: Device) -> float:
     if device.type != "cuda":
         return 0.0
     per_cycle = _PER_CYCLE.get(torch.cuda.get_device_capability(device), _FEWEST_PER_CYCLE)
-    number = torch.cuda.get_device_properties(device).multi_processor_count
-    return PRODUCTS_REACH * _CLOCK * per_cycle * number
+    return PRODUCTS_REACH * _CLOCK * per_cycle * num_processors(device)
+
+
+def num_processors(device: Device) -> int:
+    """Return the number of multiprocessors of a CUDA GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 LAUNCH_SECONDS = 5e-3

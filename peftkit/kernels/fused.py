@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -51,7 +52,7 @@ class Launcher:
     for which the machine may lack a compiler. What failed then is not launched again.
 
     Args:
-        kernels: The module that has them; None without Triton.
+        kernels: An object that has them; None without Triton.
     """
 
     def __init__(self, kernels: Any) -> None:
@@ -113,10 +114,11 @@ class Launcher:
 
 def _launcher() -> Launcher:
     try:
-        from peftkit.kernels import triton_kernels
+        from peftkit.kernels import triton_attention, triton_kernels
     except ImportError:  # no Triton: Windows, Macs, torch for CPUs
         return Launcher(None)
-    return Launcher(triton_kernels if torch.version.cuda is not None else None)
+    kernels = SimpleNamespace(**{**vars(triton_kernels), **vars(triton_attention)})
+    return Launcher(kernels if torch.version.cuda is not None else None)
 
 
 TRITON = _launcher()
