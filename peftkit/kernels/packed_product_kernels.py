@@ -3,10 +3,10 @@
     y = x W^T + b
 
 A program unpacks a tile of W into registers, rounds it to x's dtype as unpacking does, and
-multiplies it by up to 16 rows of x with sums in float32. The functions for GGUF blocks are those of
-the unpacking kernel (triton_kernels.py); the other formulas equal block_scaled.py, bit for bit. If
-W has few rows, several programs share them, each with a part of the columns, and a second kernel
-adds their sums; their order is fixed, so results are deterministic.
+multiplies it by up to four rows of x, with sums in float32. The functions for GGUF blocks are those
+of the unpacking kernel (triton_kernels.py); the other formulas equal block_scaled.py, bit for bit.
+If W has few rows, several programs share them, each with a part of the columns, and a second kernel
+adds their sums. The order of sums is fixed, so results are deterministic.
 
 Shapes: x (tokens, in), W (out, in), y (tokens, out).
 """
@@ -16,6 +16,7 @@ Shapes: x (tokens, in), W (out, in), y (tokens, out).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -32,8 +33,8 @@ SUMS = 8
 """Rows of W times rows of x of a program, whose sums fit its threads' registers."""
 MOST_TOKENS = 4
 """Rows of x per program: each unpacked value is used so often."""
-PROGRAMS = 512
-"""Programs that keep the memory of a large card (132 multiprocessors) busy."""
+PROGRAMS = 1024
+"""Programs that keep the memory of a large card busy: eight for each of 132 multiprocessors."""
 SUM_SIZE = 1024
 """Values per program of the sum."""
 
@@ -175,12 +176,11 @@ def product_kernel(
         column = start + place
         values = tl.load(x_row + column, is_token & (column < width), 0.0).to(tl.float32)
         w = w.to(x.dtype.element_ty).to(tl.float32)  # as it is when it is unpacked
-        total = tl.fma(w[None, :, :, :] + tl.zeros_like(total), values + tl.zeros_like(total), total)
+        total = tl.fma(values, w[None, :, :, :], total)
     sums = tl.sum(tl.sum(total, 3), 2)
     inside = (token < tokens)[:, None] & (row < rows)[None, :]
-    if bias is not None:
-        if part == 0:
-            sums += tl.load(bias + row, row < rows, 0.0).to(tl.float32)[None, :]
+    if bias is not None and part == 0:
+        sums += tl.load(bias + row, row < rows, 0.0).to(tl.float32)[None, :]
     at = (part * tokens + token[:, None]).to(tl.int64) * rows + row[None, :]
     tl.store(out + at, sums.to(out.dtype.element_ty), inside)
 
@@ -191,28 +191,24 @@ def sum_kernel(sums, out, number, parts, SIZE: tl.constexpr):
     inside = place < number
     total = tl.load(sums + place, inside, 0.0)
     for part in range(1, parts):
-        total += tl.load(sums + part.to(tl.int64) * number + place, inside, 0.0)
+        total += tl.load(sums + part * number + place, inside, 0.0)
     tl.store(out + place, total.to(out.dtype.element_ty), inside)
 
 
 def constants(
     kind: str, width: int, block: int, tokens: int, factor: Tensor | None = None
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Return the sizes that a kernel is compiled for."""
     at_once = min(triton.next_power_of_2(tokens), MOST_TOKENS)
-    sizes = {"TOKENS": at_once, "HEIGHT": SUMS // at_once, "DEPTH": DEPTH}
+    sizes: dict[str, Any] = {"TOKENS": at_once, "HEIGHT": SUMS // at_once, "DEPTH": DEPTH}
     if kind in TYPES:
         sizes |= sizes_of(kind, TYPES[kind].values, TYPES[kind].num_bytes)
         del sizes["BLOCKS"]
     else:
-        sizes |= {"VALUES": 0, "BYTES": 0, "WIDTH": scale_width(width, block)}
+        per_scale = 32 if block >= width or block % 32 == 0 else 16
+        sizes |= {"VALUES": 0, "BYTES": 0, "WIDTH": per_scale}
     by = "" if factor is None else "divides" if factor.dim() else "multiplies"
     return {**sizes, "KIND": kind, "PAIRS": kind in PAIRED, "FACTOR": by}
-
-
-def scale_width(width: int, block: int) -> int:
-    """Return the number of columns that share one load of a scale; 0: not supported."""
-    return next((size for size in (32, 16) if block >= width or block % size == 0), 0)
 
 
 def parts_of(programs: int, width: int) -> tuple[int, int]:
@@ -232,14 +228,20 @@ def multiply(
     height: int,
     bias: Tensor | None,
 ) -> Tensor:
-    """Return y (tokens, out) of contiguous x; see `PackedFormat` for the others."""
+    """Return y (tokens, out) of contiguous tensors.
+
+    Args:
+        scales: As `unpack_blocks` takes them; none of GGUF blocks.
+        block, height: Columns and rows per scale.
+    """
     (rows, width), tokens = shape, len(x)
-    scale, *rest = scales or (None,)
+    rest = list(scales)
+    scale = rest.pop(0) if rest else None
     factor = rest.pop(0) if kind == "nvfp4" else None
-    if rest and rest[-1].dim() == 1:  # columns sorted by group: those of x are sorted likewise
+    if rest and rest[-1].dim() == 1:  # columns are sorted by group: so are those of x
         x = torch.empty_like(x).index_copy_(1, rest.pop().long(), x)
     zeros = rest.pop() if rest else None
-    if kind in ("mxfp4", "nvfp4"):
+    if scale is not None and scale.dtype.itemsize == 1:
         scale = scale.view(torch.uint8)
     block = width if kind == "int8" else block
     sizes = constants(kind, width, block, tokens, factor)
@@ -247,12 +249,10 @@ def multiply(
     parts, part_width = parts_of(programs, width)
     out = x.new_empty(tokens, rows)
     sums = out if parts == 1 else x.new_empty(parts, tokens, rows, dtype=torch.float32)
-    numbers = (tokens, rows, width, block, height, parts, part_width)
     pointers = (x, packed, scale, zeros, factor, bias, sums)
-    # products and sums are rounded separately, as in llama.cpp
-    product_kernel[(programs * parts,)](
-        *pointers, *numbers, **sizes, enable_fp_fusion=False
-    )
+    numbers = (tokens, rows, width, block, height, parts, part_width)
+    # products and sums that unpack are rounded separately, as in llama.cpp
+    product_kernel[(programs * parts,)](*pointers, *numbers, **sizes, enable_fp_fusion=False)
     if parts > 1:
         number = out.numel()
         sum_kernel[(triton.cdiv(number, SUM_SIZE),)](sums, out, number, parts, SIZE=SUM_SIZE)
