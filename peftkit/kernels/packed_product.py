@@ -38,8 +38,10 @@ def _launcher() -> Launcher:
 LAUNCHER = _launcher()
 """The launcher of this process."""
 CHECKED = CheckedProduct(
-    "peftkit's product with packed weights", "Set base.quantize: nf4, and report the card."
+    "peftkit's product with packed weights",
+    "Report the card and the kind of base. base.quantize: nf4 uses another product.",
 )
+"""The products that were compared in this process."""
 
 
 def has_product(

@@ -175,8 +175,8 @@ import json, sys
 from tests.cross_compile.packed_products import compared, compiled
 print(json.dumps(compiled(int(sys.argv[1]), sys.argv[2]) if len(sys.argv) > 1 else compared()))
 """
-MOST_PRODUCT_REGISTERS = 96
-"""Of a thread: five programs, which read 40 rows at once, run on a multiprocessor."""
+MOST_PRODUCT_REGISTERS = 128
+"""Of a thread: with more, fewer than four programs, which read 32 rows, run on a multiprocessor."""
 
 
 @pytest.mark.parametrize("card", CARDS)
