@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from benchmarks import decode_bytes
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Request
 from peftkit.inference.open_engine import generation_fallbacks
@@ -145,3 +146,13 @@ def test_a_head_is_not_cut_into_slices(monkeypatch):
         assert card.operators["packed_product"] == 1
         assert not card.operators["unpack_gguf"]
         torch.testing.assert_close(on_cpu(found), expected)
+
+
+@pytest.mark.parametrize("kind", ["q4_k", "q8_0", "int4", "uint8"])
+def test_a_token_moves_little_more_than_the_packed_weights(kind):
+    """Of an 8B shape's blocks, with the head: rows of activations are counted as well."""
+    import_bitsandbytes()
+    size, moved = decode_bytes.counted("llama-3.1-8b", kind, 2, has_kernel=True)
+    assert size < moved <= 1.1 * size
+    _, before = decode_bytes.counted("llama-3.1-8b", kind, 2, has_kernel=False)
+    assert before > 4 * size
