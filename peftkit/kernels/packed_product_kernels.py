@@ -179,8 +179,8 @@ def product_kernel(
         total = tl.fma(values, w[None, :, :, :], total)
     sums = tl.sum(tl.sum(total, 3), 2)
     inside = (token < tokens)[:, None] & (row < rows)[None, :]
-    if bias is not None and part == 0:
-        sums += tl.load(bias + row, row < rows, 0.0).to(tl.float32)[None, :]
+    if bias is not None:
+        sums += tl.load(bias + row, (row < rows) & (part == 0), 0.0).to(tl.float32)[None, :]
     at = (part * tokens + token[:, None]).to(tl.int64) * rows + row[None, :]
     tl.store(out + at, sums.to(out.dtype.element_ty), inside)
 

@@ -132,6 +132,7 @@ def compiled(card: int, dtype: str) -> list[dict[str, int]]:
             factor = torch.ones(1) if kind == "nvfp4" else None
             fixed = kernels.constants(kind, 4096, block, tokens, factor)
             fixed |= {"height": 1, "parts": 1}  # a launch specialises ones
+            fixed |= {"bias": None} if tokens == 1 else {}
             fixed |= {} if kind == "nvfp4" else {"factor": None}
             fixed |= {"scales": None, "zeros": None} if kind in TYPES else {}
             own = {"packed": "*i8"} if kind == "int8" else {}
