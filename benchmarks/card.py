@@ -31,6 +31,7 @@ from benchmarks import (
     card_operators,
     card_peers,
     card_probe,
+    card_products,
     card_runs,
     shapes,
 )
@@ -43,6 +44,7 @@ from peftkit.execution.environment import as_current
 PARTS: dict[str, Part] = {
     "environment": card_probe.environment,
     "operators": card_operators.operators,
+    "products": card_products.products,
     "large": card_runs.large,
     "packed": card_disk.packed,
     "peers": card_peers.peers,
@@ -113,6 +115,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--answers", type=int, nargs="*", default=[1, 8, 64], help="at once")
     parser.add_argument("--new-tokens", type=int, default=300, help="of an answer")
     parser.add_argument("--probe", type=int, default=8192, help="size of the measured products")
+    parser.add_argument("--product", type=int, default=4096, help="size of packed weights")
     parser.add_argument("--seconds", type=float, help="time limit of every part")
     parser.add_argument("--here", action="store_true", help="run the parts in this process")
     parser.add_argument("--carry", type=Path, help="only fill this folder, for a bare machine")
@@ -145,6 +148,7 @@ def job_of(args: argparse.Namespace, device: torch.device) -> Job:
         answer_rows=tuple(args.answers),
         new_tokens=args.new_tokens,
         probe_size=args.probe,
+        product_size=args.product,
     )
 
 

@@ -53,6 +53,7 @@ class Job:
         contexts, answer_rows, new_tokens: Tokens of prompts, concurrent answers and tokens of an
             answer of the part `growth`; the part `split` has these contexts and rows.
         probe_size: Rows and columns of the matrices whose products and copies are timed.
+        product_size: Rows and columns of the packed weights of the part `products`.
     """
 
     device: torch.device
@@ -75,6 +76,7 @@ class Job:
     answer_rows: tuple[int, ...] = (1, 8, 64)
     new_tokens: int = 300
     probe_size: int = 8192
+    product_size: int = 4096
 
     @property
     def device_name(self) -> str:

@@ -64,7 +64,7 @@ from peftkit.inference.ready import on_device
 from peftkit.inference.recorder import unrecorded, why_not_recorded
 from peftkit.inference.sampling import Sampling
 from peftkit.inference.states import has_states
-from peftkit.kernels import checked
+from peftkit.kernels import checked, packed_product
 from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import evaluating
 from peftkit.model.places import num_virtual
@@ -220,6 +220,7 @@ def generation_fallbacks(model: Any, tokenizer: Any) -> list[Fallback]:
         on_gpu = ExecutionPlan.for_model(model).records_decoding
         problem = why_not_recorded(model) if on_gpu else ""
         fallbacks = [unrecorded(problem)] if problem else []
+        fallbacks += packed_product.fallbacks()
         return [*fallbacks, *filter(None, (checked.GEMM.fallback,))]
     return [
         Fallback(

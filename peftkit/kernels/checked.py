@@ -23,18 +23,24 @@ _LOG = logging.getLogger(__name__)
 class CheckedProduct:
     """A product that is compared once for each key, with a synchronization.
 
+    Args:
+        name: What computes the product.
+        fix: What to do if it is wrong.
+
     Attributes:
         problem: The first wrong product, in words, or "".
     """
 
-    def __init__(self) -> None:
-        self.problem = ""
+    def __init__(
+        self, name: str = "bitsandbytes' gemm_4bit", fix: str = "Update bitsandbytes."
+    ) -> None:
+        self.problem, self._name, self._fix = "", name, fix
         self._is_right: dict[Hashable, bool] = {}
 
     def product(
-        self, key: Hashable, compute: Callable[[], Tensor], expected: Callable[[], Tensor]
+        self, key: Hashable, compute: Callable[[], Tensor | None], expected: Callable[[], Tensor]
     ) -> Tensor | None:
-        """Return compute(); None if it is wrong, or cannot be compared during a capture.
+        """Return compute(); None if it is None or wrong, or cannot be compared during a capture.
 
         Args:
             key: All properties that may select another kernel.
@@ -44,7 +50,7 @@ class CheckedProduct:
         if is_right is False or (is_right is None and _is_capturing()):
             return None
         found = compute()
-        if is_right:
+        if is_right or found is None:
             return found
         right = expected().float()
         size = float(right.norm())
@@ -64,10 +70,10 @@ class CheckedProduct:
         if not self.problem:
             return None
         return Fallback(
-            path="Generation unpacks each 4-bit weight for each token",
-            cause=f"bitsandbytes' gemm_4bit is wrong on this GPU: {self.problem}",
+            path="Generation unpacks each packed weight for each token",
+            cause=f"{self._name} is wrong on this GPU: {self.problem}",
             cost="A token takes several times longer.",
-            fix="Update bitsandbytes.",
+            fix=self._fix,
         )
 
 

@@ -98,17 +98,28 @@ class Launcher:
         if not self._unreported:
             return ""
         names, self._unreported = ", ".join(self._unreported), []
-        (_, dtype, device), problem = next((k, p) for k, p in self._problems.items() if p)
-        if dtype == torch.bfloat16 and is_before_ampere(device):
-            fix = "This card has no bfloat16: base.dtype: fp16 is faster."
-        else:
-            fix = (
-                "Triton needs a C compiler and Python's headers; on Debian and Ubuntu: "
-                "apt-get install gcc python3-dev"
-            )
+        problem, fix = self._first_problem()
         return (
             f"Triton kernels do not run here: {names}. torch computes the same, slower. "
             f"{problem} {fix}"
+        )
+
+    def fallback(self, path: str, cost: str) -> Fallback | None:
+        """Return the fallback to a path, if a kernel failed."""
+        problem, fix = self._first_problem()
+        return Fallback(path=path, cause=problem, cost=cost, fix=fix) if problem else None
+
+    def _first_problem(self) -> tuple[str, str]:
+        """Return what failed first and how to mend it; two empty strings if nothing failed."""
+        failed = ((key, problem) for key, problem in self._problems.items() if problem)
+        (_, dtype, device), problem = next(failed, (("", torch.float32, torch.device("cpu")), ""))
+        if not problem:
+            return "", ""
+        if dtype == torch.bfloat16 and is_before_ampere(device):
+            return problem, "This card has no bfloat16: base.dtype: fp16 is faster."
+        return problem, (
+            "Triton needs a C compiler and Python's headers; on Debian and Ubuntu: "
+            "apt-get install gcc python3-dev"
         )
 
 

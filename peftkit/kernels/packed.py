@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -243,21 +244,38 @@ def packed_linear(
     dtype: torch.dtype,
 ) -> Tensor:
     """Return x W^T + b, (..., out), for a packed W (out, in), unpacked to `dtype`."""
-    if not (torch.is_grad_enabled() and x.requires_grad) and _has_gemm(x, form, dtype):
-        found = _checked_gemm(x, bias, packed, scales, form)
+    args = (x, bias, packed, scales, form)
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        from peftkit.kernels.packed_product import product
+
+        unpacking = partial(_product, *args, dtype)
+        gemm = _has_gemm(x, form, dtype)
+        found = _checked_gemm(*args) if gemm else product(*args, dtype, unpacking)
         if found is not None:
             return found
+    return _product(*args, dtype)
+
+
+def _product(
+    x: Tensor,
+    bias: Tensor | None,
+    packed: Tensor,
+    scales: tuple[Tensor, ...],
+    form: PackedFormat,
+    dtype: torch.dtype,
+) -> Tensor:
     out, width = form.shape[-2:]
     if form.kind not in KINDS and out >= 8 * width and out * width > SLICE_SIZE:  # an LM head
         slices = list(slices_of(packed, scales, form))
         sizes = [part.shape[0] for _, _, part in slices]
         biases = [None] * len(slices) if bias is None else bias.split(sizes)
         pairs = zip(slices, biases, strict=True)
-        return torch.cat([_product(x, own_bias, *rows, dtype) for rows, own_bias in pairs], -1)
-    return _product(x, bias, packed, scales, form, dtype)
+        parts = (_unpacked_product(x, own_bias, *rows, dtype) for rows, own_bias in pairs)
+        return torch.cat([*parts], -1)
+    return _unpacked_product(x, bias, packed, scales, form, dtype)
 
 
-def _product(
+def _unpacked_product(
     x: Tensor,
     bias: Tensor | None,
     packed: Tensor,

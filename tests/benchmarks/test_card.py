@@ -34,6 +34,7 @@ SMALL = [
     *("--model", "tiny", "--layers", "2", "--length", "16"),
     *("--large", "tiny", "--large-layers", "3", "--large-lengths", "64"),
     *("--contexts", "12", "90", "--answers", "1", "3", "--new-tokens", "40", "--probe", "64"),
+    *("--product", "256"),
     *("--batch-size", "2", "--steps", "3", "--repeats", "2", "--caps", "4"),
 ]
 FAST = ("environment", "attention")

@@ -168,3 +168,31 @@ def test_rows_times_heads_may_be_more_than_a_second_axis_takes():
     ((along, *others),) = output_of(GRIDS)
     assert along == 4096 * 32
     assert all(size <= 65_535 for size in others)
+
+
+PRODUCTS = """
+import json, sys
+from tests.cross_compile.packed_products import compared, compiled
+print(json.dumps(compiled(int(sys.argv[1]), sys.argv[2]) if len(sys.argv) > 1 else compared()))
+"""
+MOST_PRODUCT_REGISTERS = 128
+"""Of a thread: with more, fewer than four programs, which read 32 rows, run on a multiprocessor."""
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_products_with_packed_weights_keep_all_in_registers(card, tmp_path):
+    dtype = "fp16" if card == 75 else "bf16"
+    found = output_of(PRODUCTS, str(card), dtype, TRITON_CACHE_DIR=str(tmp_path))
+    assert len(found) == 2 * (13 + 6) + 1
+    for used in found:
+        assert used["STACK"] == used["LOCAL"] == 0
+        assert 0 < used["REG"] <= MOST_PRODUCT_REGISTERS
+
+
+def test_products_multiply_the_unpacked_weights_to_the_bit():
+    found = output_of(PRODUCTS, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore")
+    assert len(found) == 13 + 2 * 8 + 7
+    assert not {name: wrong for name, (wrong, _) in found.items() if wrong}
+    rounded = {"float32": 1e-5, "bfloat16": 2**-8, "float16": 2**-11}  # once, at the end
+    for name, (_, error) in found.items():
+        assert error <= rounded[name.split()[-1]], name

@@ -21,10 +21,11 @@ from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
 from peftkit.execution import gpu_support
-from peftkit.kernels import checked, fused
+from peftkit.kernels import checked, fused, packed_product
 from peftkit.kernels import device as device_kinds
 from peftkit.train import fallbacks, loop
 from tests.simulated_gpu import tensors
+from tests.simulated_gpu.products import ProductKernels
 from tests.simulated_gpu.real import REAL, real_card
 from tests.simulated_gpu.tensors import Card, CudaTensor, Kernels
 
@@ -410,6 +411,9 @@ def simulated(card: Card | None = None, kernels: Callable[[], Kernels] = Kernels
         stack.enter_context(patch(device_kinds, "WITHOUT_FLOAT64", without))
         stack.enter_context(patch(gpu_support, "SEGMENTS", gpu_support.Segments()))
         stack.enter_context(patch(checked, "GEMM", checked.CheckedProduct()))
+        stack.enter_context(patch(packed_product, "CHECKED", checked.CheckedProduct()))
+        own = BrokenKernels() if "multiply" in card.broken else ProductKernels()
+        stack.enter_context(patch(packed_product, "LAUNCHER", fused.Launcher(own)))
         if card.is_wsl:
             stack.enter_context(patch(platform, "release", lambda: WSL_RELEASE))
         stack.enter_context(patch(torch._C, ALLOCATOR, card.set_allocator))
