@@ -25,7 +25,7 @@ from torch import Tensor
 
 from peftkit.errors import DataError, RunError
 from peftkit.execution.out_of_memory import NO_ROOM, attempt, is_out_of_memory
-from peftkit.forward.row_lengths import keep_lengths_apart
+from peftkit.forward.row_lengths import context_length, keep_lengths_apart
 from peftkit.inference.ready import on_device, ready_for_tokens
 from peftkit.inference.sampling import (
     Chosen,
@@ -436,12 +436,6 @@ class Engine(ABC):
         return nullcontext() if self._use is None else self._use(names)
 
 
-def context_length(model: Any) -> int | None:
-    """Return a model's maximum context length in tokens; None: its config has no limit."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return None if limit is None or limit < 1 else int(limit)  # XLNet's is -1
-
-
 def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
     """Return how many tokens can follow the longest prompt.
 
@@ -450,7 +444,7 @@ def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int)
     """
     if not all(prompts):
         raise DataError("the prompt is empty: it has no tokens.", fix="Give at least one word.")
-    limit = context_length(model)
+    limit = context_length(model.config)
     if limit is None or not prompts:
         return max_new_tokens
     longest = max(len(prompt) for prompt in prompts) + num_virtual(model)
