@@ -167,7 +167,7 @@ class ChatService:
         digest = hashlib.sha256(repr(bank.base.fingerprint).encode()).hexdigest()
         self._fingerprint = f"fp_{digest[:12]}"
         slower = generation_fallbacks(bank.base.model, bank.base.tokenizer)
-        self._fallbacks = [fallback.text for fallback in slower]
+        self._fallbacks = [fallback.text for fallback in (*slower, *bank.fallbacks)]
         self._grammars: dict[tuple[tuple[int, ...], int], Grammars] = {}
         self._call_styles = cache(lambda style: CallStyle(bank.base.tokenizer, style))
         self._stops = cache(lambda style: tuple(stop_ids(bank.base.tokenizer, style)))
