@@ -15,8 +15,8 @@ import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -243,8 +243,6 @@ class Engine(ABC):
         num_passes: Forward passes so far.
         ends: Tokens that end every completion.
         can_mix: Returns whether a forward pass may hold rows of several adapters.
-        resumes: Whether running completions keep their cache when the context ends, to continue in
-            the next one.
     """
 
     def __init__(
@@ -265,7 +263,6 @@ class Engine(ABC):
         self.can_mix: Callable[[], bool] = lambda: True
         self._waiting: deque[Completion] = deque()
         self._stack = ExitStack()
-        self.resumes = False
 
     def __enter__(self: AnEngine) -> AnEngine:
         with on_device(self.model.device), ExitStack() as stack:
@@ -278,6 +275,18 @@ class Engine(ABC):
 
     def __exit__(self, *raised: Any) -> None:
         self._stack.close()
+        self._take_back()
+
+    @contextmanager
+    def turn(self: AnEngine) -> Iterator[AnEngine]:
+        """Enter the context for some steps; running completions keep their cache for the next."""
+        self.__enter__()
+        try:
+            yield self
+        finally:
+            self._stack.close()
+            if not self.num_running:
+                self._take_back()
 
     @property
     def num_waiting(self) -> int:
