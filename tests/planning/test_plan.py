@@ -14,9 +14,11 @@ import transformers
 from peftkit import LoRA, Recipe, plan_run, save_adapter
 from peftkit.config.schema import from_dict
 from peftkit.errors import AdapterError, BaseError
-from peftkit.execution.environment import PROCESS_BYTES
+from peftkit.execution.environment import PROCESS_BYTES, gpu_of_size
 from peftkit.planning import plan as planner
+from peftkit.planning.memory import MemoryEstimator, Strategy
 from peftkit.planning.plan import Plan
+from peftkit.planning.resolve import config_of
 from peftkit_cli.app import run
 from tests.helpers.adapters import base_folder, model_with_adapter
 from tests.helpers.families import llama
@@ -126,18 +128,22 @@ def test_the_time_of_a_small_run_is_not_told_to_the_tenth(folder):
 
 
 def test_longest_row_fits_and_a_longer_one_does_not(folder):
-    asked = (
-        "base.placement=device",
-        "base.quantize=nf4",
-        "train.batch_size=1",
-        "train.gradient_checkpointing=false",
-    )
-    longest = a_plan(folder, "3.2GB", *asked).chosen.longest_row
+    def planned(length: int) -> Strategy:
+        given = {
+            "base": {"model": str(folder), "quantize": "nf4", "dtype": "bf16"},
+            "data": {"train": "rows.jsonl", "max_length": length},
+            "train": {"batch_size": 1, "gradient_checkpointing": False, "output_dir": "run"},
+        }
+        recipe = from_dict(Recipe, given, "test")
+        costs = MemoryEstimator(recipe, config_of(recipe), gpu_of_size(4 * 10**9))
+        (strategy,) = costs.placed("device")
+        return strategy
+
+    longest = planned(1024).longest_row
     assert 1024 < longest < 131072
     # up to 15 % too short: at the length that is counted the chunk of logits is not full yet
-    for length, fits in ((longest, True), (int(1.2 * longest), False)):
-        plan = a_plan(folder, "3.2GB", *asked, f"data.max_length={length}")
-        assert plan.fits == fits
+    assert planned(longest).fits
+    assert not planned(int(1.2 * longest)).fits
 
 
 @pytest.mark.slow
