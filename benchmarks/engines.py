@@ -13,6 +13,7 @@ programs disturb less than wall time.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from itertools import chain
 from time import process_time
 from types import SimpleNamespace
@@ -21,81 +22,22 @@ from typing import Any
 import torch
 
 from benchmarks.report import Spread, table
-from benchmarks.shapes import Shape, build
+from benchmarks.shapes import HYBRID_SIZES, HYBRIDS, Shape, build
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Engine, Limits, Request
 from peftkit.inference.open_engine import PlainEngine, why_plain
 from peftkit.inference.sampling import Sampling
 
-_MIXER, _ATTENTION = "linear_attention", "full_attention"
-_LAYERS = [_MIXER, _MIXER, _MIXER, _ATTENTION] * 2
-_SIZES: dict[str, Any] = {
-    "vocab_size": 32_000,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 2048,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": True,
+_KIMI = {  # without experts
+    "mlp_layer_types": ["dense"] * 8,
+    "kv_lora_rank": 128,
 }
 SHAPES: dict[str, Shape] = {
-    "qwen3_5": Shape(
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5TextConfig",
-        {
-            **_SIZES,
-            "head_dim": 64,
-            "layer_types": _LAYERS,
-            "linear_num_key_heads": 8,
-            "linear_num_value_heads": 8,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-        },
+    **{name: HYBRIDS[name] for name in ("qwen3_5", "lfm2", "granitemoehybrid")},
+    "kimi_linear": replace(
+        HYBRIDS["kimi_linear"], settings={**HYBRIDS["kimi_linear"].settings, **_KIMI}
     ),
-    "lfm2": Shape(
-        "Lfm2ForCausalLM",
-        "Lfm2Config",
-        {**_SIZES, "layer_types": ["conv", "conv", "conv", _ATTENTION] * 2},
-    ),
-    "granitemoehybrid": Shape(
-        "GraniteMoeHybridForCausalLM",
-        "GraniteMoeHybridConfig",
-        {
-            **_SIZES,
-            "layer_types": _LAYERS,
-            "num_local_experts": 0,
-            "num_experts_per_tok": 0,
-            "shared_intermediate_size": 1536,
-            "mamba_n_heads": 18,
-            "mamba_d_head": 64,
-            "mamba_d_state": 64,
-            "mamba_n_groups": 1,
-            "mamba_expand": 2,
-            "mamba_chunk_size": 64,
-        },
-    ),
-    "kimi_linear": Shape(
-        "KimiLinearForCausalLM",
-        "KimiLinearConfig",
-        {
-            **_SIZES,
-            "num_key_value_heads": 9,
-            "layer_types": _LAYERS,
-            "mlp_layer_types": ["dense"] * 8,
-            "linear_num_heads": 9,
-            "linear_head_dim": 64,
-            "q_lora_rank": None,
-            "kv_lora_rank": 128,
-            "qk_nope_head_dim": 64,
-            "qk_rope_head_dim": 32,
-            "v_head_dim": 64,
-        },
-    ),
-    "llama": Shape("LlamaForCausalLM", "LlamaConfig", _SIZES),
+    "llama": Shape("LlamaForCausalLM", "LlamaConfig", HYBRID_SIZES),
 }
 """Name -> model of 8 blocks; llama has attention alone, for comparison."""
 TOKENIZER: Any = SimpleNamespace(eos_token_id=None, pad_token_id=0)
@@ -122,7 +64,9 @@ def shared(generator: torch.Generator) -> Work:
 
 
 def _tokens(number: int, generator: torch.Generator) -> list[int]:
-    ids: list[int] = torch.randint(3, _SIZES["vocab_size"], (number,), generator=generator).tolist()
+    ids: list[int] = torch.randint(
+        3, HYBRID_SIZES["vocab_size"], (number,), generator=generator
+    ).tolist()
     return ids
 
 

@@ -120,7 +120,7 @@ FAMILIES: dict[str, Shape] = {
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _EVERY_FOURTH = [_LINEAR, _LINEAR, _LINEAR, _FULL] * 2
-_HYBRID: dict[str, Any] = {
+HYBRID_SIZES: dict[str, Any] = {
     **_TOKENS,
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -137,7 +137,7 @@ HYBRIDS: dict[str, Shape] = {
         "Qwen3_5ForCausalLM",
         "Qwen3_5TextConfig",
         {
-            **_HYBRID,
+            **HYBRID_SIZES,
             "layer_types": _EVERY_FOURTH,
             "head_dim": 64,
             "linear_num_key_heads": 8,
@@ -149,13 +149,13 @@ HYBRIDS: dict[str, Shape] = {
     "lfm2": Shape(
         "Lfm2ForCausalLM",
         "Lfm2Config",
-        {**_HYBRID, "layer_types": ["conv", "conv", "conv", _FULL] * 2},
+        {**HYBRID_SIZES, "layer_types": ["conv", "conv", "conv", _FULL] * 2},
     ),
     "granitemoehybrid": Shape(  # without experts, as Granite 4 H Micro
         "GraniteMoeHybridForCausalLM",
         "GraniteMoeHybridConfig",
         {
-            **_HYBRID,
+            **HYBRID_SIZES,
             "layer_types": _EVERY_FOURTH,
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
@@ -171,7 +171,7 @@ HYBRIDS: dict[str, Shape] = {
         "NemotronHForCausalLM",
         "NemotronHConfig",
         {
-            **_HYBRID,
+            **HYBRID_SIZES,
             "layers_block_type": [_LINEAR, "mlp", _LINEAR, "mlp", _FULL, "mlp", _LINEAR, "mlp"],
             "head_dim": 64,
             "mamba_num_heads": 18,
@@ -185,7 +185,7 @@ HYBRIDS: dict[str, Shape] = {
         "KimiLinearForCausalLM",
         "KimiLinearConfig",
         {
-            **_HYBRID,
+            **HYBRID_SIZES,
             **_EXPERTS,
             "layer_types": _EVERY_FOURTH,
             "mlp_layer_types": ["dense", *["sparse"] * 7],
@@ -207,7 +207,7 @@ HYBRIDS: dict[str, Shape] = {
         "GptOssForCausalLM",
         "GptOssConfig",
         {
-            **_HYBRID,
+            **HYBRID_SIZES,
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "head_dim": 64,

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -215,12 +216,15 @@ def layer(module: str) -> int | None:
     )
 
 
+parsed = cache(ast.parse)
+
+
 def imports(sources: Mapping[str, str]) -> Iterator[Import]:
     """Parse every import, also importlib.import_module("literal")."""
     for module, source in sources.items():
         prefix = "cli/" if module.startswith("peftkit_cli") else ""
         file = prefix + module.replace(".", "/") + ".py"
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             where = f"{file}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Import):
                 for alias in node.names:

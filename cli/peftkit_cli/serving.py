@@ -151,7 +151,8 @@ def serve(
             size = cache_footprint(bank.base.model, bank.base.tokenizer)
             if size is not None and size.state_tokens:
                 note(f"The states of an answer count as {size.state_tokens:,} tokens.")
-        for fallback in generation_fallbacks(bank.base.model, bank.base.tokenizer):
+        slower = generation_fallbacks(bank.base.model, bank.base.tokenizer)
+        for fallback in (*slower, *bank.fallbacks):
             note(fallback.text)
         if train is not None:
             note(f"Training is enabled. Files, jobs and weights are stored in {train}.")

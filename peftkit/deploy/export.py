@@ -49,6 +49,7 @@ from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.gguf.requantize import KINDS, requantize
 from peftkit.formats.open_adapter import open_adapter, task_of
 from peftkit.formats.peft.load import AdapterFile, read_adapter
+from peftkit.forward.row_lengths import context_length
 from peftkit.merging.advice import advice
 from peftkit.merging.fold import check_mergeable
 from peftkit.merging.merge import merge
@@ -319,8 +320,7 @@ def _dtype_of(folder: Path) -> str:
 
 
 def _modelfile(file: str, base: Base, style: Style, on_event: Listener) -> str:
-    config = base.model.config.get_text_config()
-    context = min(int(getattr(config, "max_position_embeddings", MAX_CONTEXT)), MAX_CONTEXT)
+    context = min(context_length(base.model.config) or MAX_CONTEXT, MAX_CONTEXT)
     template, system = None, style.system
     try:
         template, system = template_for(base.tokenizer, style)

@@ -83,10 +83,11 @@ class BatchLayout:
         """Return a padded batch as a padding-free one where that is faster and changes no row."""
         if self.attention is None:
             return batch
-        found = unpadded(batch, share=self.share, spans=self.attention.takes_spans)
-        longest = int(found["position_ids"].max()) + 1
-        if not self.attention.can_share(longest, found["input_ids"].shape[1]):
+        mask, positions = batch["attention_mask"], batch.get("position_ids")
+        longest = int(mask.sum(1).max() if positions is None else positions.max() + 1)
+        if not self.attention.can_share(longest, int(mask.sum())):
             return batch
+        found = unpadded(batch, share=self.share, spans=self.attention.takes_spans)
         return found if self.attention.takes_spans else faster(batch, found)
 
     def inputs(self, batch: Mapping[str, Tensor]) -> Mapping[str, Any]:

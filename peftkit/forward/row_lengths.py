@@ -26,6 +26,14 @@ LENGTHS = "_peftkit_lengths"
 """Attribute of a rotary module: the length of the document of each token (B, 1 or T), or None."""
 
 
+def context_length(config: Any) -> int | None:
+    """Return a model's maximum context length in tokens; None: its config has no limit."""
+    text = config.get_text_config()
+    names = ("max_position_embeddings", "max_seq_len")  # the latter is MPT's
+    limit = next((getattr(text, name) for name in names if hasattr(text, name)), None)
+    return None if limit is None or limit < 1 else int(limit)  # XLNet's is -1
+
+
 class Limits(NamedTuple):
     """Lengths in tokens up to which rows of any length may share a sequence; None: no limit.
 

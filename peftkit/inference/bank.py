@@ -29,7 +29,7 @@ from peftkit.base.load import Base
 from peftkit.data.generation import default_style, prompt_ids, stop_ids
 from peftkit.data.style import Style
 from peftkit.errors import AdapterError, DataError, did_you_mean
-from peftkit.events import Listener, Notice, Stage, ignore
+from peftkit.events import Fallback, Listener, Notice, Stage, ignore
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.open_adapter import base_of, require_causal, task_of
 from peftkit.formats.peft.load import AdapterFile, check_weights, read_adapter
@@ -264,6 +264,22 @@ class AdapterBank:
         engine.can_mix = self._can_mix
         self._engines.add(engine)
         return engine
+
+    @property
+    def fallbacks(self) -> list[Fallback]:
+        """The fallbacks of completions with several adapters; probes the base once."""
+        in_order = self._rows_in_order() if self._layers else {}
+        path = next((path for path in self._layers if not in_order.get(path, True)), None)
+        if path is None:
+            return []
+        return [
+            Fallback(
+                path="A forward pass uses one adapter",
+                cause=f"{type(self.base.model).__name__} reorders tokens before {path}.",
+                cost="Requests for other adapters, or for the base, wait until these have ended.",
+                fix="Serve each adapter with its own server, or train other layers.",
+            )
+        ]
 
     def _rows_in_order(self) -> dict[str, bool]:
         """Return `rows_in_order` of the base, which runs once."""

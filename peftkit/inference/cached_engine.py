@@ -122,13 +122,8 @@ class CachedEngine(Engine):
         self._forget_prefixes()
 
     def _leave(self) -> None:
-        """Drop captured steps and the cache; see `Engine.resumes`.
-
-        Captured steps refer to the engine: without this, both would wait for a collection.
-        """
+        """Drop captured steps: they refer to the engine, and both would wait for a collection."""
         self._steps.clear()
-        if not (self.resumes and self.num_running):
-            self._take_back()
 
     def _take_back(self) -> list[Completion]:
         running = self._running()

@@ -15,8 +15,8 @@ import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from peftkit.errors import DataError, RunError
 from peftkit.execution.out_of_memory import NO_ROOM, attempt, is_out_of_memory
-from peftkit.forward.row_lengths import keep_lengths_apart
+from peftkit.forward.row_lengths import context_length, keep_lengths_apart
 from peftkit.inference.ready import on_device, ready_for_tokens
 from peftkit.inference.sampling import (
     Chosen,
@@ -243,8 +243,6 @@ class Engine(ABC):
         num_passes: Forward passes so far.
         ends: Tokens that end every completion.
         can_mix: Returns whether a forward pass may hold rows of several adapters.
-        resumes: Whether running completions keep their cache when the context ends, to continue in
-            the next one.
     """
 
     def __init__(
@@ -265,7 +263,6 @@ class Engine(ABC):
         self.can_mix: Callable[[], bool] = lambda: True
         self._waiting: deque[Completion] = deque()
         self._stack = ExitStack()
-        self.resumes = False
 
     def __enter__(self: AnEngine) -> AnEngine:
         with on_device(self.model.device), ExitStack() as stack:
@@ -278,6 +275,18 @@ class Engine(ABC):
 
     def __exit__(self, *raised: Any) -> None:
         self._stack.close()
+        self._take_back()
+
+    @contextmanager
+    def turn(self: AnEngine) -> Iterator[AnEngine]:
+        """Enter the context for some steps; running completions keep their cache for the next."""
+        self.__enter__()
+        try:
+            yield self
+        finally:
+            self._stack.close()
+            if not self.num_running:
+                self._take_back()
 
     @property
     def num_waiting(self) -> int:
@@ -436,12 +445,6 @@ class Engine(ABC):
         return nullcontext() if self._use is None else self._use(names)
 
 
-def context_length(model: Any) -> int | None:
-    """Return a model's maximum context length in tokens; None: its config has no limit."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return None if limit is None or limit < 1 else int(limit)  # XLNet's is -1
-
-
 def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
     """Return how many tokens can follow the longest prompt.
 
@@ -450,7 +453,7 @@ def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int)
     """
     if not all(prompts):
         raise DataError("the prompt is empty: it has no tokens.", fix="Give at least one word.")
-    limit = context_length(model)
+    limit = context_length(model.config)
     if limit is None or not prompts:
         return max_new_tokens
     longest = max(len(prompt) for prompt in prompts) + num_virtual(model)

@@ -109,10 +109,11 @@ class ModelWeight:
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module computes W x + b: nn.Linear, Conv1D, or a quantised layer.
 
-    DeepSeek V4's grouped projection, an nn.Linear, computes a product for each of `n_groups`.
+    Two nn.Linear do not: DeepSeek V4's grouped projection computes a product for each of
+    `n_groups`, and the routers of Llama 4 and PhiMoE return a tuple for the `top_k` experts.
     """
     if isinstance(module, nn.Linear) or is_conv1d(module):
-        return getattr(module, "n_groups", 1) == 1
+        return getattr(module, "n_groups", 1) == 1 and not hasattr(module, "top_k")
     sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
     has_weight = "weight" in module._parameters or hasattr(type(module), "weight")
     return has_weight and all(isinstance(size, int) for size in sizes)

@@ -18,6 +18,7 @@ from peftkit.errors import TargetError
 from peftkit.events import Listener, Notice
 from peftkit.execution.environment import Environment
 from peftkit.execution.plan import Activations, ExecutionPlan, Placement, Shard, plan_of
+from peftkit.forward.row_lengths import context_length
 from peftkit.kernels.device import PRODUCTS_REACH, busy_tokens
 from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.planning.step_estimator import CountError, StepEstimator, steps_of
@@ -153,8 +154,7 @@ class MemoryEstimator:
     ) -> None:
         self.recipe, self.config, self.environment, self.link = recipe, config, environment, link
         self.card = card_of(environment.memory or 0)
-        limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-        self.limit: int = limit or LONGEST
+        self.limit = context_length(config) or LONGEST
         self.length = min(recipe.data.max_length or self.limit, self.limit)
         rows, num_texts = recipe.train.batch_size, recipe.task.texts_per_row
         tokens = plan_of(recipe.train, environment.kind).tokens

@@ -21,11 +21,11 @@ from starlette.routing import BaseRoute, Route
 from peftkit.data.generation import prompt_ids, stop_ids
 from peftkit.data.style import Style
 from peftkit.errors import PeftkitError
+from peftkit.forward.row_lengths import context_length
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.call_style import CallStyle
 from peftkit.inference.engine import Limits as EngineLimits
 from peftkit.inference.engine import Request as EngineRequest
-from peftkit.inference.engine import context_length
 from peftkit.inference.open_engine import generation_fallbacks, tokens_that_fit
 from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
 from peftkit.model.places import linear_shape, unwrap_adapter
@@ -167,7 +167,7 @@ class ChatService:
         digest = hashlib.sha256(repr(bank.base.fingerprint).encode()).hexdigest()
         self._fingerprint = f"fp_{digest[:12]}"
         slower = generation_fallbacks(bank.base.model, bank.base.tokenizer)
-        self._fallbacks = [fallback.text for fallback in slower]
+        self._fallbacks = [fallback.text for fallback in (*slower, *bank.fallbacks)]
         self._grammars: dict[tuple[tuple[int, ...], int], Grammars] = {}
         self._call_styles = cache(lambda style: CallStyle(bank.base.tokenizer, style))
         self._stops = cache(lambda style: tuple(stop_ids(bank.base.tokenizer, style)))
@@ -408,7 +408,7 @@ class ChatService:
             "created": int(self._began),
             "owned_by": "peftkit",
             "root": base.hub_id or base.name,
-            "max_model_len": context_length(base.model),
+            "max_model_len": context_length(base.model.config),
             "endpoints": list(COMPLETING),
         }
         is_base = name in self._models.base_names

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from peftkit.errors import did_you_mean, first_few
 from peftkit.files.strict_json import parse_json
 from peftkit.inference.call_formats import CallFormat
+from peftkit.serve.clients.fields import Strict, check_schema
 from peftkit.serve.refusals import RequestError
 from peftkit.serve.sampling_fields import SamplingFields
 from peftkit.serve.tool_fields import (
@@ -42,7 +43,7 @@ class _Part(_Strict):
     text: str
 
 
-class _Message(_Strict):
+class _Message(Strict):
     role: Annotated[str, Field(pattern="^(system|developer|user|assistant|tool)$")]
     content: str | Annotated[list[_Part], Field(fail_fast=True)] = ""
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
@@ -54,14 +55,6 @@ class _Message(_Strict):
     parsed: Any = None
     provider_specific_fields: Any = None
     refusal: Annotated[str, Field(max_length=0)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, fields: Any) -> Any:
-        """Drop nulls: clients send earlier responses back with all their fields."""
-        if not isinstance(fields, dict):
-            return fields
-        return {name: value for name, value in fields.items() if value is not None}
 
     @model_validator(mode="after")
     def _is_whole(self) -> _Message:
@@ -205,8 +198,7 @@ class _ResponseFormat(_Strict):
 
     @model_validator(mode="after")
     def _has_a_schema(self) -> _ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("the type json_schema, and no other, has the field json_schema")
+        check_schema(self.type, self.json_schema, "json_schema")
         return self
 
 

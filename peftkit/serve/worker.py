@@ -324,8 +324,7 @@ class Worker:
         steps, has_begun = MIN_STEPS, False
         try:
             self._engine = self._engine or self.bank.engine(self.limits)
-            self._engine.resumes = True  # after an operation
-            with self._engine as engine:
+            with self._engine.turn() as engine:
                 has_begun = True
                 while self._admit(engine, stays):
                     others = not stays or self._operations or self._training_runs

@@ -199,6 +199,7 @@ def size_of(model: str) -> Size:
     """Return the size of a base, as far as its config is available."""
     from peftkit.base.purpose import CAUSAL_LM
     from peftkit.base.skeleton import on_meta, read_config
+    from peftkit.forward.row_lengths import context_length
 
     try:
         config = read_config(model, None, CAUSAL_LM)
@@ -206,7 +207,7 @@ def size_of(model: str) -> Size:
         return Size(notice=f"{error.problem} {error.fix}")
     text = config.get_text_config()
     width = getattr(text, "hidden_size", None) or getattr(text, "d_model", None)
-    max_length = getattr(text, "max_position_embeddings", None)
+    max_length = context_length(config)
     try:
         number = sum(p.numel() for p in on_meta(config, CAUSAL_LM).parameters())
     except Exception:  # not a causal model: keep the quantisation of the recipe
@@ -281,6 +282,8 @@ def recipe_text(
     section["train"] = _quoted(data)
     if not held_out and num_rows < MIN_ROWS_TO_HOLD_OUT:
         section.pop("eval", None)
+        for setting in ("eval_before", "eval_generate", "sample_every"):
+            recipe["train"].pop(setting, None)
     elif "eval" in section:
         share = max(HELD_OUT, round(MIN_HELD_OUT_ROWS / num_rows, 2))
         section["eval"] = _quoted(held_out) if held_out else str(share)

@@ -132,10 +132,10 @@ def longest(model: nn.Module, tokenizer: Any, max_length: int | None) -> int:
 
 
 def _positions(model: nn.Module) -> int | None:
-    config = unwrapped(model).config.get_text_config()
-    names = ("max_position_embeddings", "max_seq_len")  # the latter is MPT's
-    limit = next((getattr(config, name) for name in names if hasattr(config, name)), None)
-    return None if limit is None else int(limit) - num_virtual(model)
+    from peftkit.forward.row_lengths import context_length
+
+    limit = context_length(unwrapped(model).config)
+    return None if limit is None else limit - num_virtual(model)
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:

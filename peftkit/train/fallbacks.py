@@ -6,9 +6,13 @@ occur.
 
 from __future__ import annotations
 
+from peftkit.data.rows.lazy import tokens_of_each
 from peftkit.events import Fallback
+from peftkit.forward.attention import TrainingAttention
 from peftkit.forward.fused import why_unfused
+from peftkit.forward.row_lengths import limits_of
 from peftkit.kernels.fused import TRITON
+from peftkit.train.memory import SAMPLE
 from peftkit.train.step import Trainer
 
 
@@ -18,8 +22,12 @@ def fallbacks_of(trainer: Trainer) -> list[Fallback]:
 
 
 def _padding(trainer: Trainer) -> list[Fallback]:
-    cause = getattr(getattr(trainer.task, "layout", None), "why_padded", "")
-    if not cause:
+    layout = getattr(trainer.task, "layout", None)
+    if layout is None:
+        return []
+    if layout.attention is not None:
+        return _long_rows(trainer, layout.attention)
+    if not (cause := layout.why_padded):
         return []
     return [
         Fallback(
@@ -27,6 +35,29 @@ def _padding(trainer: Trainer) -> list[Fallback]:
             cause=cause,
             cost="Each row costs as much as the longest row of its batch.",
             fix="A smaller train.tokens_per_batch pads less.",
+        )
+    ]
+
+
+def _long_rows(trainer: Trainer, attention: TrainingAttention) -> list[Fallback]:
+    """Return why batches with long rows are padded, if the run can have such batches."""
+    rows, plan = trainer.run.rows, trainer.plan
+    longest = length = int(tokens_of_each(rows).max())
+    if documents := [max(getattr(rows[n], "lengths", (0,))) for n in range(min(SAMPLE, len(rows)))]:
+        length = max(documents) or longest
+    most = longest * min(plan.rows, len(rows))
+    most = most if plan.tokens is None else min(most, max(plan.tokens, longest))
+    if attention.can_share(length, most):
+        return []
+    limits = limits_of(trainer.model)
+    bounds = {"rows": limits.document, "batches": limits.sequence}
+    found = [f"{kind} up to {n:,} tokens" for kind, n in bounds.items() if n is not None]
+    return [
+        Fallback(
+            path="Batches with long rows are padded",
+            cause=f"{type(trainer.model).__name__} isolates documents only in {', '.join(found)}.",
+            cost="Each row of such a batch costs as much as its longest row.",
+            fix="A lower data.max_length or train.tokens_per_batch avoids it.",
         )
     ]
 

@@ -99,6 +99,16 @@ def test_options_answer_the_questions(peftkit, tmp_path, model_folder):
     assert "recipe.yaml" in again.err
 
 
+@pytest.mark.parametrize("task", GOALS)
+def test_a_recipe_for_few_rows_evaluates_nothing(task, tmp_path):
+    fields = {"data": "rows.jsonl", "model": "org/m", "on_cpu": True, "fields": ["a"]}
+    text = recipe_text(task, num_rows=9, **fields)
+    (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
+    recipe = load(tmp_path / "recipe.yaml")
+    assert recipe.data.eval is None
+    assert recipe.train.evaluates == ()
+
+
 CPU = ("--memory", "cpu")
 TASK = ("--data", "rows.jsonl", "--task", "embedding")
 

@@ -268,7 +268,7 @@ FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
     "funnel": _builder("FunnelForMaskedLM", "FunnelConfig", **_SHARED, block_sizes=[1, 1],
         num_decoder_layers=1, d_model=32, n_head=4, d_head=8, d_inner=64),
     "xlnet": _builder("XLNetLMHeadModel", "XLNetConfig", **_SHARED, d_model=32, n_layer=2, n_head=4,
-        d_inner=64),
+        d_inner=64, initializer_range=0.2),
     # encoder-decoders
     "led": _conditional("LED", _SEQ2SEQ, attention_window=[4, 4],
         max_encoder_position_embeddings=64, max_decoder_position_embeddings=64),

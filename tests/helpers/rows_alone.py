@@ -60,6 +60,7 @@ BY_LENGTH: dict[str, Callable[[], PreTrainedModel]] = {
     "llama4_scaled": _llama4(attention_chunk_size=64, floor_scale=LIMIT),
 }
 """Models whose numbers depend on the length or the place of a row."""
+llama4_of_48 = _llama4(attention_chunk_size=256, floor_scale=48)
 MODELS = {**FAMILIES, **ARCHITECTURES, **FURTHER, **BY_LENGTH}
 # with few index heads many scores are zero, and torch.topk chooses among them by the row's width
 MODELS["deepseek_v32"] = _causal(

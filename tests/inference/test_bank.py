@@ -314,6 +314,9 @@ def test_rows_that_the_model_reorders_are_answered_adapter_by_adapter(model, tok
     model.model.layers[1].mlp = Routed(model.model.layers[1].mlp)
     paths = {n: write_adapter(model, LoRA(rank=2, alpha=8), tmp_path / n, ord(n)) for n in "ab"}
     bank = AdapterBank(tiny_base(model, tokenizer), paths)
+    (fallback,) = bank.fallbacks
+    assert fallback.path == "A forward pass uses one adapter"
+    assert "reorders tokens before model.layers.1.mlp.mlp." in fallback.cause
     with bank.use(["a", "b"]), pytest.raises(AdapterError, match="cannot separate the rows"):
         logits(model, some_ids(2))
     prompts, names = [[7, 8, 9], [9, 41, 77, 130], [55, 6]] * 2, ["a", "b", None, "b", "a", "b"]

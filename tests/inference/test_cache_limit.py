@@ -1,6 +1,7 @@
 """What the cache of keys and values allocates stays below its limit, and nobody waits for ever."""
 
 import gc
+from itertools import product
 from typing import Any
 
 import pytest
@@ -67,8 +68,14 @@ def most_allocated(engine: CachedEngine, common: int, number: int) -> tuple[int,
     return most, num_running
 
 
-@pytest.mark.parametrize("tokens", [600, 1000, 2500])
-@pytest.mark.parametrize("common", [0, 50])
+@pytest.mark.parametrize(
+    ("common", "tokens"),
+    [
+        (0, 2500),
+        (50, 2500),
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in product((0, 50), (600, 1000))),
+    ],
+)
 def test_allocations_keep_the_limit(llama, tokenizer, tokens, common):
     limits = Limits(tokens=tokens, prefix_tokens=100, pass_tokens=64)
     assert why_plain(llama, tokenizer) is None

@@ -205,8 +205,7 @@ def test_completions_continue_when_the_engine_is_entered_again(tokenizer):
     with CachedEngine(model, tokenizer) as engine:
         expected = [engine.submit(request) for request in requests]
         engine.run()
-    with CachedEngine(model, tokenizer) as engine:
-        engine.resumes = True
+    with CachedEngine(model, tokenizer).turn() as engine:
         found = [engine.submit(request) for request in requests]
         engine.step()
         engine.step()

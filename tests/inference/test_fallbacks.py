@@ -16,15 +16,18 @@ from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.open_engine import PlainEngine, generation_fallbacks
 from peftkit.kernels import device
 from peftkit.methods.lora import LoRA
+from peftkit.model.roles import ALL_LINEAR
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.tokens import CausalLM
 from peftkit.train.loop import fit
 from tests.helpers.families import FAMILIES
 from tests.helpers.generation import MODELS
 from tests.helpers.padding_free import ROWS, task_on
+from tests.helpers.rows_alone import BY_LENGTH, llama4_of_48
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
 
+longrope = BY_LENGTH["phi3_longrope"]
 Tokenizer = PreTrainedTokenizerFast
 FAST = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "mixtral", "gpt2", "gpt_neox", "mistral_swa")
 """Architectures for which `CachedEngine` is promised under every version of transformers."""
@@ -110,9 +113,11 @@ def test_an_abstract_method_of_another_version_raises_only_if_it_is_called():
         layer.of_another_version()
 
 
-def notices_of(tmp_path: Any, tokenizer: Tokenizer, model: Any, **settings: Any) -> list[str]:
+def notices_of(
+    tmp_path: Any, tokenizer: Tokenizer, model: Any, targets: str = ALL_LINEAR, **settings: Any
+) -> list[str]:
     events: list[Event] = []
-    attach(model, LoRA(rank=2))
+    attach(model, LoRA(rank=2, targets=(targets,)))
     task = CausalLM(model, tokenizer, DataConfig(train="", max_length=32, packing=False))
     config = TrainConfig(output_dir=tmp_path, max_steps=1, batch_size=2, **settings)
     fit(model, task, ROWS[:4], config=config, on_event=events.append)
@@ -126,6 +131,30 @@ def test_a_run_reports_padding_at_its_start(tmp_path, tokenizer, monkeypatch):
     (padding,) = [text for text in notices if text.startswith("Rows are padded. ")]
     assert why in padding
     assert "costs as much as the longest" in padding
+
+
+@pytest.mark.parametrize(
+    ("model", "lengths"), [(longrope, "rows up to 16"), (llama4_of_48, "batches up to 47")]
+)
+def test_a_run_reports_once_that_batches_with_long_rows_are_padded(
+    model, lengths, tmp_path, tokenizer
+):
+    notices = notices_of(tmp_path, tokenizer, model(), "attention", compile=False)
+    (padding,) = [text for text in notices if "padded" in text]
+    assert padding.startswith("Batches with long rows are padded. ")
+    assert f"isolates documents only in {lengths} tokens." in padding
+
+
+@pytest.mark.parametrize("make", [longrope, llama4_of_48])
+def test_a_batch_beyond_a_models_lengths_is_not_built_without_padding(make, tokenizer, monkeypatch):
+    model = make().eval()
+    task = task_on(model, tokenizer)
+    with task.training(model):
+        assert task.layout.attention is not None
+        short = task.collate([ROWS[0], ROWS[2]])
+        assert short["input_ids"].shape[0] == 1
+        monkeypatch.setattr(batch_layout, "unpadded", None)  # calls would fail
+        assert task.collate(ROWS)["input_ids"].shape[0] == len(ROWS)
 
 
 def test_a_run_reports_what_it_does_not_compile(tmp_path, tokenizer, monkeypatch):

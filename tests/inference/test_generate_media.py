@@ -48,6 +48,9 @@ from tests.helpers.memory import limit_memory
 from tests.helpers.speech import encoded, tones
 from tests.helpers.vision import QUESTIONS, dialog
 
+PLAIN = ("llava", "qwen2_audio", "mllama", "paligemma")
+"""Pictures as tokens, sounds, cross-attention, a prefix that attends in both directions; the other
+families are trained in tests/tasks/test_media_text.py, and generate in slow tests."""
 ANY_LENGTH = DataConfig(train="", max_length=None)
 
 
@@ -89,6 +92,9 @@ CASES = {
     ),
 }
 SOUNDS = pytest.mark.parametrize("case", ["qwen2_audio"], indirect=True)
+IMAGES_FIRST = pytest.mark.parametrize(
+    "case", ["llava", pytest.param("qwen2_audio", marks=pytest.mark.slow)], indirect=True
+)
 IMAGES = pytest.mark.parametrize("case", ["llava"], indirect=True)
 
 
@@ -191,6 +197,7 @@ def test_drift_is_measured_on_prompts_without_media(case, base_folder, data, tmp
     assert again.measure()["drift"] == pytest.approx(last["drift"], rel=1e-3)
 
 
+@IMAGES_FIRST
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
 def test_peft_reads_it_and_merges(case, run_folder, data, tmp_path):
     opened = open_adapter(run_folder)
@@ -219,7 +226,10 @@ def test_a_resumed_run_ends_equal(case, base_folder, data, run_folder, tmp_path)
     assert whole == again
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in PLAIN else pytest.mark.slow) for n in EACH],
+)
 def test_generation_is_the_likeliest_token_again_and_again(name, tmp_path):
     """Several prompts at once, cached, give what whole forward passes of each alone do."""
     model = model_of(name)
@@ -289,6 +299,7 @@ def run(*argv: str) -> None:
     assert done.value.code == 0
 
 
+@IMAGES_FIRST
 def test_the_command_line_shows_media(case, run_folder, data, capsys, monkeypatch):
     kind, one, two = case.kind.name, *(str(data.parent / case.path(word)) for word in case.files)
     for word, path in zip(case.files, (one, two), strict=True):

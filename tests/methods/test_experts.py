@@ -19,7 +19,7 @@ from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.methods.vera import VeRA
 from tests.helpers import cell
-from tests.helpers.families import ARCHITECTURES
+from tests.helpers.families import ARCHITECTURES, FURTHER
 from tests.helpers.kinds import inputs, outputs
 
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe")
@@ -136,6 +136,14 @@ def test_what_has_no_form_for_experts_is_refused(method, message):
     model = ARCHITECTURES["mixtral"]()
     with pytest.raises(TargetError, match=message):
         attach(model, method)
+    assert not any("lora" in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["llama4", "phimoe"])
+def test_routers_that_return_a_tuple_are_refused(name):
+    model = FURTHER[name]()
+    with pytest.raises(TargetError, match=r"lora cannot sit on model\..*\.router\.weight"):
+        attach(model, LoRA(rank=2, targets=("q", "router")))
     assert not any("lora" in name for name, _ in model.named_parameters())
 
 

@@ -26,7 +26,7 @@ from tests.helpers.kinds import inputs, outputs
 from tests.helpers.spread import spread
 
 QUANTIZE = ("none", "nf4")
-CELLS = spread(product(grid.COLUMNS, ARCHITECTURES, QUANTIZE), 17)
+CELLS = spread(product(grid.COLUMNS, ARCHITECTURES, QUANTIZE), 29)
 CHEAP = (*laws.CHEAP, laws.recomputing_changes_nothing)
 THREE, MIXTURES = "llama gpt2 qwen2", "mixtral qwen3_moe deepseek_v3 gpt_oss"
 TOKENS = (40, 12, 33)
@@ -105,6 +105,12 @@ def test_a_block_in_machine_code_computes_the_same():
         laws.compiling_changes_nothing(one, backend="inductor")
 
     demand_no_failure(laws.check("lora", "llama", laws=[in_machine_code]))
+
+
+def test_every_method_and_every_architecture_has_a_fast_cell():
+    fast = [cell for cell in CELLS if not hasattr(cell, "marks")]
+    assert {(column, kind) for column, _, kind in fast} == {*product(grid.COLUMNS, QUANTIZE)}
+    assert {architecture for _, architecture, _ in fast} == ARCHITECTURES.keys()
 
 
 def test_every_method_and_every_refusal_is_in_the_grid():

@@ -14,9 +14,11 @@ import transformers
 from peftkit import LoRA, Recipe, plan_run, save_adapter
 from peftkit.config.schema import from_dict
 from peftkit.errors import AdapterError, BaseError
-from peftkit.execution.environment import PROCESS_BYTES
+from peftkit.execution.environment import PROCESS_BYTES, gpu_of_size
 from peftkit.planning import plan as planner
+from peftkit.planning.memory import MemoryEstimator, Strategy
 from peftkit.planning.plan import Plan
+from peftkit.planning.resolve import config_of
 from peftkit_cli.app import run
 from tests.helpers.adapters import base_folder, model_with_adapter
 from tests.helpers.families import llama
@@ -33,16 +35,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.fixture(scope="module")
+def short(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model for 2,048 tokens: no plan counts longer rows, which takes seconds."""
+    found = tmp_path_factory.mktemp("short")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.max_position_embeddings = 2048
+    config.save_pretrained(found)
+    return found
+
+
 def a_plan(folder: Path, memory: str, *overrides: str) -> Plan:
     return plan_run(str(folder), memory=memory, overrides=overrides, measure=False)
 
 
-def test_plan_needs_the_config_alone_and_counts_all_of_the_model(folder):
+def test_plan_needs_the_config_alone_and_counts_all_of_the_model(short):
     quick = ("base.quantize=nf4", "train.gradient_checkpointing=false")
-    plan = a_plan(folder, "24GB", *quick, "train.batch_size=1")
+    plan = a_plan(short, "24GB", *quick, "train.batch_size=1")
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.from_pretrained(folder)
+            transformers.AutoConfig.from_pretrained(short)
         )
     assert plan.num_parameters == sum(p.numel() for p in model.parameters())
     assert plan.fits
@@ -116,18 +128,22 @@ def test_the_time_of_a_small_run_is_not_told_to_the_tenth(folder):
 
 
 def test_longest_row_fits_and_a_longer_one_does_not(folder):
-    asked = (
-        "base.placement=device",
-        "base.quantize=nf4",
-        "train.batch_size=1",
-        "train.gradient_checkpointing=false",
-    )
-    longest = a_plan(folder, "8GB", *asked).chosen.longest_row
+    def planned(length: int) -> Strategy:
+        given = {
+            "base": {"model": str(folder), "quantize": "nf4", "dtype": "bf16"},
+            "data": {"train": "rows.jsonl", "max_length": length},
+            "train": {"batch_size": 1, "gradient_checkpointing": False, "output_dir": "run"},
+        }
+        recipe = from_dict(Recipe, given, "test")
+        costs = MemoryEstimator(recipe, config_of(recipe), gpu_of_size(4 * 10**9))
+        (strategy,) = costs.placed("device")
+        return strategy
+
+    longest = planned(1024).longest_row
     assert 1024 < longest < 131072
     # up to 15 % too short: at the length that is counted the chunk of logits is not full yet
-    for length, fits in ((longest, True), (int(1.2 * longest), False)):
-        plan = a_plan(folder, "8GB", *asked, f"data.max_length={length}")
-        assert plan.fits == fits
+    assert planned(longest).fits
+    assert not planned(int(1.2 * longest)).fits
 
 
 @pytest.mark.slow
@@ -144,10 +160,10 @@ def test_change_that_is_told_makes_it_fit(folder):
 def test_base_in_the_way_of_a_long_row_stays_and_streaming_is_named(folder):
     asked = ("base.quantize=nf4", "train.gradient_checkpointing=true", "train.batch_size=1")
     asked += ("data.max_length=36000",)
-    plan = a_plan(folder, "4GB", *asked)
+    plan = a_plan(folder, "3.2GB", *asked)
     assert {way.placement for way in plan.ways} == {"device"}
     assert plan.change == "--set base.placement=stream"
-    assert a_plan(folder, "4GB", *asked, "base.placement=stream").fits
+    assert a_plan(folder, "3.2GB", *asked, "base.placement=stream").fits
 
 
 @pytest.mark.slow
@@ -240,8 +256,8 @@ def test_model_without_a_config_is_refused(tmp_path):
         plan_run(str(tmp_path), memory="8GB")
 
 
-def test_command_prints_a_verdict_or_json(folder, capsys):
-    asked = ["plan", str(folder), "--memory", "24GB", "--set", "base.quantize=nf4"]
+def test_command_prints_a_verdict_or_json(short, capsys):
+    asked = ["plan", str(short), "--memory", "24GB", "--set", "base.quantize=nf4"]
     asked += ["--set", "train.gradient_checkpointing=false"]
     assert run([*asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -258,21 +274,21 @@ def test_command_prints_a_verdict_or_json(folder, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert "main" in lines[1]
-    assert run(["plan", str(folder / "none.yaml")]) == 2
+    assert run(["plan", str(short / "none.yaml")]) == 2
     assert run([*asked[:3], "8Q"]) == 2
     assert "8Q" in capsys.readouterr().err
 
 
-def test_answers_beside_a_base_take_no_more_than_is_free(folder):
-    config = transformers.AutoConfig.from_pretrained(folder)
+def test_answers_beside_a_base_take_no_more_than_is_free(short):
+    config = transformers.AutoConfig.from_pretrained(short)
     heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     kept = 2 * 2 * config.num_hidden_layers * heads * size  # keys and values, 16 bits
     base = ("base.quantize=nf4", "base.dtype=bf16", "base.placement=device")
     asked = (*base, "train.gradient_checkpointing=false")  # one way, whose rows are short
-    plan = a_plan(folder, "24GB", *asked)
+    plan = a_plan(short, "24GB", *asked)
     weights = next(s for s in plan.ways if s.placement == "device").by_category["weights"]
     free = 0.95 * 24e9 - PROCESS_BYTES["cuda"] - weights
     for length, number in plan.answers.items():
         assert 0.7 * free < number * length * kept < free
-    smaller = a_plan(folder, "8GB", *asked)
+    smaller = a_plan(short, "8GB", *asked)
     assert 0 < smaller.answers[1024] < plan.answers[1024]

@@ -102,7 +102,7 @@ def test_model_says_what_it_says_with_the_dequantised_tables(folder, kind):
         ("gemma2", CAUSAL_LM),
     ],
 )
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_shared_tables_are_packed(family, purpose, dtype, tmp_path):
     torch.manual_seed(0)
     (ARCHITECTURES | FURTHER)[family]().save_pretrained(tmp_path)

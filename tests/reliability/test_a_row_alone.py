@@ -13,6 +13,7 @@ from peftkit.errors import PeftkitError
 from peftkit.events import ignore
 from peftkit.forward.attention import MaskKind, kind_of, window_of
 from peftkit.forward.loss import head_of
+from peftkit.forward.row_lengths import context_length
 from peftkit.inference.engine import Limits, Request
 from peftkit.inference.open_engine import open_engine
 from peftkit.inference.sampling import Sampling
@@ -59,12 +60,12 @@ NUM_NEW = 7
 def task_of(name: str, model: Any, tokenizer: Any, packing: bool) -> CausalLM:
     """Return the task, or skip the test if the model is known to be refused."""
     try:
-        most = getattr(model.config, "max_position_embeddings", 32)
+        most = context_length(model.config) or 32
         data = DataConfig(train="", max_length=max(min(most, 32), 8), packing=packing)
         return CausalLM(model, tokenizer, data)
     except PeftkitError as error:
         problem = error
-    if name != "xlnet" and not (packing and name in NOT_PACKED):
+    if name != "xlnet" and not (packing and name in NOT_PACKED):  # XLNet is not causal
         raise problem
     pytest.skip(f"is refused: {problem.found}")
 

@@ -49,7 +49,8 @@ def test_a_costly_schema_delays_nobody(bank):
     costly = {**ASKED, "response_format": {"type": "json_schema", "json_schema": json_schema}}
     statuses: list[int] = []
     ended: list[str] = []
-    with TestClient(make_app(bank), base_url=HERE) as client:
+    app = make_app(bank, limits=Limits(grammar_seconds=1))
+    with TestClient(app, base_url=HERE) as client:
 
         def send(name: str, body: dict[str, Any]) -> None:
             statuses.append(client.post(CHAT, json=body).status_code)

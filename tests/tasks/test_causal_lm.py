@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
-from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    XLNetConfig,
+    XLNetLMHeadModel,
+)
 
 from peftkit.data.generation import prompt_ids
 from peftkit.data.row_text import last_answer
@@ -198,6 +205,19 @@ def test_a_row_is_as_long_as_asked_or_as_the_model_can_read(
     own = copy.deepcopy(tokenizer)
     own.model_max_length = tokenizers
     assert CausalLM(llama, own, DataConfig(train="", max_length=asked)).rows.max_length == found
+
+
+def test_xlnet_reads_rows_of_any_length(tokenizer):
+    sizes = {"vocab_size": 384, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64}
+    data = DataConfig(train="", max_length=257, packing=False)
+    causal, mutual = (
+        XLNetLMHeadModel(XLNetConfig(**sizes, attn_type=kind, initializer_range=0.2))
+        for kind in ("uni", "bi")
+    )
+    assert causal.config.max_position_embeddings == -1
+    assert CausalLM(causal, tokenizer, data).rows.max_length == 257
+    with pytest.raises(BaseError, match="change with the tokens after it"):
+        CausalLM(mutual, tokenizer, data)
 
 
 def test_a_row_longer_than_the_model_reads_is_refused(task, tokenizer):

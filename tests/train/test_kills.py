@@ -26,6 +26,8 @@ FAILPOINTS = [
     "latest",
     "deleted",
 ]
+FAST = ("weights", "MANIFEST.json", "renamed", "deleted")
+"""Points before, at and after the moment that makes a checkpoint valid; the others are slow."""
 
 
 def train_and_die(folder: str, where: str, which: int) -> None:
@@ -42,7 +44,10 @@ def train_and_die(folder: str, where: str, which: int) -> None:
     play(Path(folder), model=Toy(dropout=0.3), eval_every=None, save_every=2, keep_checkpoints=1)
 
 
-@pytest.mark.parametrize("where", FAILPOINTS)
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param(point, marks=() if point in FAST else pytest.mark.slow) for point in FAILPOINTS],
+)
 def test_a_run_killed_in_a_save_ends_equal(tmp_path, whole, where):
     assert exit_code(start(train_and_die, str(tmp_path), where, 2)) == -signal.SIGKILL
     step = {"renamed": 4, "latest": 4, "deleted": 6}.get(where, 2)

@@ -1,4 +1,4 @@
-"""The common parts of the request bodies of the chat APIs."""
+"""The common parts of request bodies."""
 
 from __future__ import annotations
 
@@ -24,3 +24,18 @@ class Strict(BaseModel):
         if not isinstance(fields, dict):
             return fields
         return {name: value for name, value in fields.items() if value is not None}
+
+
+def check_schema(kind: str, schema: object, field: str) -> None:
+    """Check that the format json_schema, and no other, has a schema.
+
+    Args:
+        kind: Type of the format.
+        schema: Value of the field; None if it is missing.
+        field: Name of the schema's field, for the error.
+
+    Raises:
+        ValueError: It has none, or another format has one.
+    """
+    if (kind == "json_schema") != (schema is not None):
+        raise ValueError(f"the type json_schema, and no other, has the field {field}")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from peftkit.serve.clients.fields import Strict
+from peftkit.serve.clients.fields import Strict, check_schema
 from peftkit.serve.requests import MAX_TOKENS, ChatBody, validated
 from peftkit.serve.tool_fields import MAX_TOOLS
 
@@ -135,8 +135,7 @@ class _TextFormat(Strict):
 
     @model_validator(mode="after")
     def _has_a_schema(self) -> _TextFormat:
-        if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError("the type json_schema, and no other, has the field schema")
+        check_schema(self.type, self.schema_, "schema")
         return self
 
     def plain(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from peftkit.execution.plan import CPU_TOKENS, GPU_TOKENS, Activations, Executio
 from peftkit.forward.blocks import Blocks
 from peftkit.forward.fused import fused_modules
 from peftkit.forward.loss import Head, find_head
-from peftkit.inference.engine import context_length
+from peftkit.forward.row_lengths import context_length
 from peftkit.methods.lora import LoRA
 from peftkit.model.lift import lifted
 from peftkit.model.modes import evaluating, modes_kept
@@ -227,7 +227,7 @@ class Learner:
         """Return the costs of each activation mode, counted once for each adapter size."""
         key = tenant.num_bytes, len(tenant.parameters)
         if key not in self._costs:
-            length = min(PROBE, context_length(self.model) or PROBE)
+            length = min(PROBE, context_length(self.model.config) or PROBE)
             row = Datum.of([3 + n % 5 for n in range(length)])
             loss, blocks = LOSSES["cross_entropy"], Blocks(self.model).blocks
             with self.seated(tenant), torch.enable_grad():

@@ -18,7 +18,7 @@ from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.attention import TrainingAttention, training_attention
 from peftkit.forward.loss import Head, target_logits, target_rows, unwrapped
 from peftkit.forward.probes import can_unpad
-from peftkit.inference.engine import context_length
+from peftkit.forward.row_lengths import context_length
 from peftkit.kernels.cross_entropy import ChunkedValues, parts_of, rows_of_chunk
 from peftkit.serve.limits import DEFAULTS
 from peftkit.serve.refusals import RequestError
@@ -120,7 +120,7 @@ def _datum_of(message: Any, loss: Loss, model: Any, where: str) -> Datum:
             fix='Only "cross_entropy" takes several.',
         )
     check_tokens(torch.cat([ids, targets.flatten()]), model, where)
-    limit = context_length(model)
+    limit = context_length(model.config)
     if limit is not None and len(ids) > limit:
         raise RequestError(
             f"{where} has {len(ids):,} tokens.", found=f"The model's context is {limit:,} tokens."
@@ -149,7 +149,7 @@ class DatumTask(TokenTask):
     def __init__(self, model: nn.Module, tokenizer: Any) -> None:
         # without TokenTask's data settings: requests contain encoded rows
         self.tokenizer = tokenizer
-        self._limit = context_length(unwrapped(model))
+        self._limit = context_length(unwrapped(model).config)
         self._probed_attention: TrainingAttention | None = None
         self._unpads: bool | None = None
         self.build(model)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from peftkit.errors import PeftkitError
-from peftkit.inference.engine import context_length
+from peftkit.forward.row_lengths import context_length
 from peftkit.serve.refusals import RequestError
 from peftkit.serve.tinker import bodies
 from peftkit.serve.tinker.bodies import Lora, RequestContext, check_metadata
@@ -84,7 +84,7 @@ class Service:
 
     def capabilities(self, owner: str) -> Reply:
         """Return the supported models: the names of the base."""
-        limit = context_length(self._training.bank.base.model)
+        limit = context_length(self._training.bank.base.model.config)
         fields = {"max_context_length": limit, "trainable": True, "sampleable": True}
         names = self._training.models.base_names
         return {"supported_models": [{"model_name": name, **fields} for name in names]}

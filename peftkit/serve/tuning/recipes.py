@@ -12,7 +12,7 @@ from peftkit.config.schema import Config, from_dict
 from peftkit.defaults import BATCHES, PREFERENCE_RATE, Defaults, defaults_for
 from peftkit.errors import ConfigError
 from peftkit.files.disk import write_text
-from peftkit.inference.engine import context_length
+from peftkit.forward.row_lengths import context_length
 from peftkit.recipe import Recipe
 from peftkit.serve.refusals import RequestError
 from peftkit.serve.training import Training
@@ -141,7 +141,7 @@ def recipe_of(
     save_every = math.ceil(steps / math.ceil(steps / SAVE_STEPS))
     rates = {"dpo": PREFERENCE_RATE * defaults.learning_rate, "reinforcement": REWARDS_RATE}
     rate = rates.get(body.kind, defaults.learning_rate)
-    limit = context_length(training.bank.base.model)
+    limit = context_length(training.bank.base.model.config)
     data = {"train": str(files[0]), "eval": str(files[1]) if files[1] else None}
     lora = {"rank": defaults.rank, "alpha": defaults.alpha, "targets": "all-linear"}
     settings = {

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.sse import named_events
+from tests.helpers.chat_api import ChatApi, call, without
 
 PATH = "/v1/messages"
 HI = {"role": "user", "content": "Hi"}
@@ -14,20 +14,8 @@ TOOLS = [
     {"name": name, "input_schema": {"type": "object", "properties": {"n": {"type": "integer"}}}}
     for name in ("add", "sub")
 ]
-
-
-def call(name: str, n: int) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {{"n": {n}}}}}\n</tool_call>'
-
-
-def create(client: Any, **fields: Any) -> dict[str, Any]:
-    done = client.post(PATH, json={**ASKED, **fields})
-    assert done.status_code == 200, done.text
-    return dict(done.json())
-
-
-def stream(client: Any, **fields: Any) -> list[dict[str, Any]]:
-    return named_events(client.post(PATH, json={**ASKED, **fields, "stream": True}).text)
+API = ChatApi(PATH, ASKED)
+create, stream = API.create, API.stream
 
 
 def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -50,9 +38,8 @@ def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
     return message
 
 
-def without_ids(message: dict[str, Any]) -> dict[str, Any]:
-    content = [{**block, "id": None} for block in message["content"]]
-    return {**message, "id": None, "content": content}
+def without_ids(message: dict[str, Any]) -> Any:
+    return without(message, "id")
 
 
 def test_a_text(client, says):

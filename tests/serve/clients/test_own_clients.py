@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.chat_api import call
 from tests.helpers.serving import served_app
 
 pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
@@ -20,10 +21,6 @@ SCHEMA: dict[str, Any] = {
     "required": ["n"],
     "additionalProperties": False,
 }
-
-
-def call(name: str, n: int) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {{"n": {n}}}}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.sse import named_events
+from tests.helpers.chat_api import ChatApi, call, without
 
 PATH = "/v1/responses"
 ASKED: dict[str, Any] = {"model": "tools", "input": "Hi"}
@@ -17,31 +17,12 @@ TOOLS = [
     }
     for name in ("add", "sub")
 ]
+API = ChatApi(PATH, ASKED)
+create, stream = API.create, API.stream
 
 
-def call(name: str, n: int) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {{"n": {n}}}}}\n</tool_call>'
-
-
-def create(client: Any, **fields: Any) -> dict[str, Any]:
-    done = client.post(PATH, json={**ASKED, **fields})
-    assert done.status_code == 200, done.text
-    return dict(done.json())
-
-
-def stream(client: Any, **fields: Any) -> list[dict[str, Any]]:
-    done = client.post(PATH, json={**ASKED, **fields, "stream": True})
-    assert done.headers["content-type"].startswith("text/event-stream"), done.text
-    return named_events(done.text)
-
-
-def without_ids(value: Any) -> Any:
-    if isinstance(value, list):
-        return [without_ids(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    changing = ("id", "call_id", "created_at", "completed_at")
-    return {key: without_ids(each) for key, each in value.items() if key not in changing}
+def without_ids(response: Any) -> Any:
+    return without(response, "id", "call_id", "created_at", "completed_at")
 
 
 def test_a_text(client, says):
