@@ -120,6 +120,7 @@ class DeviceEstimate:
     """The memory of each of several GPUs that share a base (train.shard: base).
 
     Attributes:
+        longest_row: Tokens, in the activation mode that needs the least memory.
         wire_bytes: Bytes that a GPU receives in a step of one batch: blocks, and the adapter's
             gradients.
         compute_bound_tokens: By GB/s between GPUs: tokens per batch from which a step takes longer
@@ -293,13 +294,16 @@ class MemoryEstimator:
             sharded_footprint(self.steps.whole, cards, offload=offload) if cards > 1 else None
         )
         summed = 2 * (cards - 1) * sum(p.nbytes for p in self.steps.trained) // cards
-        for activations in self.activations():
+        modes = self.activations()
+        for activations in modes:
             peak, longest, flops = self._count(footprint, activations, self.rows)
             if sum(peak.values()) <= self.environment.room:
                 break
         num_bytes, wire = sum(peak.values()), summed + (0 if footprint is None else footprint.moved)
-        fits, longest = num_bytes <= self.environment.room, min(longest // STEP * STEP, self.limit)
-        longest = self._longest_row(footprint, activations, longest)
+        fits = num_bytes <= self.environment.room
+        if activations != modes[-1]:
+            longest = self._count(footprint, modes[-1], self.rows)[1]
+        longest = self._longest_row(footprint, modes[-1], min(longest // STEP * STEP, self.limit))
         flops_of_row = flops / self.rows
         compute_bound = {f"{w:g}": self._compute_bound_tokens(wire, flops_of_row, w) for w in WIRES}
         return DeviceEstimate(
