@@ -108,7 +108,7 @@ def learning_rate_of(width: int | None) -> float:
 def drift_advice(task: Any, train: TrainConfig, config: Any) -> str:
     """Return advice if a run neither limits nor measures drift at a high learning rate; else "".
 
-    Half of `learning_rate_of` moved SmolLM2-135M by 1.2 nats per token, a fifth of it by 0.17
+    Half of `learning_rate_of` moved SmolLM2-135M by 1.0 nats per token, a fifth of it by 0.17
     (docs/forgetting.md).
 
     Args:
