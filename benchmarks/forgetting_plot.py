@@ -8,7 +8,17 @@ from typing import NamedTuple
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 64, 130, 20, 52
-COLORS = ("#4477aa", "#ee6677", "#228833", "#b8860b", "#0099cc", "#aa3377", "#888888", "#dd7711")
+COLORS = (
+    "#4477aa",
+    "#ee6677",
+    "#228833",
+    "#b8860b",
+    "#0099cc",
+    "#aa3377",
+    "#888888",
+    "#dd7711",
+    "#7a5cff",
+)
 INK = "#808890"
 """Readable on white and on black."""
 
