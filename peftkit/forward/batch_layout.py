@@ -84,7 +84,7 @@ class BatchLayout:
         if self.attention is None:
             return batch
         mask, positions = batch["attention_mask"], batch.get("position_ids")
-        longest = int(mask.sum(1).max() if positions is None else positions.max() + 1)
+        longest = int(mask.sum(1).max() if positions is None else (positions * mask).max() + 1)
         if not self.attention.can_share(longest, int(mask.sum())):
             return batch
         found = unpadded(batch, share=self.share, spans=self.attention.takes_spans)

@@ -273,7 +273,7 @@ class LoRAGroup:
                 self.scales,
                 self.lora_b,
                 self.masters(),
-                recipe_of(x) if dropped is None else None,
+                None if dropped is not None or torch.compiler.is_compiling() else recipe_of(x),
             )
         return [out.view(*x.shape[:-1], out.shape[-1]) for out in outputs]
 

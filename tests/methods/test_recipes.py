@@ -14,7 +14,7 @@ from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.blocks import Blocks
 from peftkit.forward.fused import fused_modules
 from peftkit.kernels import fused
-from peftkit.kernels.fused import gated_product, recipe_of, saving_results
+from peftkit.kernels.fused import gated_product, recipe_of, rms_norm, saving_results
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
 from peftkit.train.saved_bytes import ActivationBytes, saved_by
@@ -94,6 +94,25 @@ def test_gradients_have_the_same_bits_and_the_inputs_are_not_saved(
     assert more.needed("keep") - less.needed("keep") == sum(less.computed)
     for way in ("recompute", "offload"):
         assert more.needed(way) == less.needed(way)
+
+
+@pytest.mark.filterwarnings("default")  # Dynamo reads .grad of tensors that are no leaves
+def test_a_compiled_layer_saves_an_input_from_outside():
+    """The encoder's last norm runs outside of the compiled blocks that read its result."""
+    adapter = adapted(LoRA(rank=3, targets=("down",)), torch.float32)
+    layer = adapter.model.model.layers[0].mlp.down_proj
+    source = torch.randn(5, 64, requires_grad=True)
+
+    def gradients_by(apply):
+        x = rms_norm(source, torch.ones(64), 1e-6)
+        assert recipe_of(x) is not None
+        return torch.autograd.grad(apply(x).square().sum(), [source, *adapter.parameters()][:3])
+
+    with prepared(adapter.model):
+        expected = gradients_by(layer)
+        found = gradients_by(torch.compile(layer, backend="aot_eager"))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("activations", ["recompute", "offload"])

@@ -1,5 +1,8 @@
 """The anchor of causal_lm: its KL by definition, however the base and the rows are held."""
 
+import math
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -14,7 +17,7 @@ from peftkit.tasks.text.anchor import LENGTH, PER_STEP, SEED
 from tests.helpers.classifiers import save_base
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.hybrids import HYBRIDS
-from tests.helpers.sharded import settings_of
+from tests.helpers.sharded import events, run_ranks, settings_of
 
 SLOW_FAMILIES = ("gemma3_text", "gpt_oss", "lfm2", "mamba2", "mixtral")
 WAYS = {
@@ -38,9 +41,9 @@ def recipe_of(tmp_path, *, steps=2, **sections) -> Recipe:
 
 def steps_of(recipe: Recipe, **options) -> list[StepDone]:
     """Return the steps of a run."""
-    events = []
-    run(recipe, on_event=events.append, **options)
-    return [event for event in events if isinstance(event, StepDone)]
+    seen = []
+    run(recipe, on_event=seen.append, **options)
+    return [event for event in seen if isinstance(event, StepDone)]
 
 
 def kl_of_step(folder, step: int) -> float:
@@ -109,3 +112,20 @@ def test_other_families_start_at_zero(family, tmp_path):
     first, second = steps_of(recipe_of(tmp_path, base={"model": str(base)}))
     assert first.figures["anchor_kl"] == pytest.approx(0.0, abs=1e-6)
     assert second.figures["anchor_kl"] > 0
+
+
+@pytest.mark.slow
+def test_a_process_without_rows_takes_part_in_the_step(tmp_path):
+    """Three rows on two processes: the last step of an epoch has one."""
+    rows = settings_of(tmp_path / "rows", "causal_lm", train={"shard": "none", "batch_size": 1})
+    file = tmp_path / "three.jsonl"
+    lines = Path(rows["data"]["train"]).read_text(encoding="utf-8").splitlines()
+    file.write_text("\n".join(lines[:3]), encoding="utf-8")
+    rows["data"] = {"train": str(file), "packing": False, "max_length": 64}
+    rows["train"] |= {"eval_every": None}
+    rows["task"] = {"type": "causal_lm", "anchor": 1.0}
+    (tmp_path / "out").mkdir()
+    assert not run_ranks(tmp_path / "out", {"three": rows})
+    losses = [event["loss"] for event in events(tmp_path / "out" / "three")]
+    assert len(losses) == 4
+    assert all(map(math.isfinite, losses))

@@ -88,7 +88,7 @@ class AnchoredLM(RunHooks, CausalLM):
 
     def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
         """Add the step's anchor rows to rows; none to an evaluation."""
-        if not torch.is_grad_enabled() or not rows or not self._rows:
+        if not torch.is_grad_enabled() or not self._rows:
             return [rows]
         world, anchors = run.world, self._anchors(run.state.step, run)
         counts = [sum(row.num_targets for row in each) for each in (rows, anchors)]
