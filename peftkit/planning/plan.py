@@ -6,6 +6,7 @@ Only the config of the model is read. A training step runs on tensors without da
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -31,6 +32,8 @@ from peftkit.train.optim import STATE_BYTES
 
 BYTES_PER_TOKEN = 4
 """Approximate bytes of text per token, since data is not tokenised for a plan."""
+ANCHOR_TOKENS = 240
+"""Tokens that `task.anchor` adds to a step: four answers with their prompts in a chat template."""
 NUM_CARDS = (1, 2, 4, 8)
 ANSWER_LENGTHS = (1024, 4096, 16384)
 """Context lengths for which `peftkit plan --json` counts concurrent completions."""
@@ -321,11 +324,14 @@ def _run_tokens(
     train = recipe.train
     if not num_rows or not num_tokens:
         return num_tokens
-    if train.max_steps is None:
-        return round(num_tokens * train.epochs)
     packs = recipe.data.packing and "packing" in recipe.task.data_fields
+    num_steps = train.num_steps(math.ceil(num_tokens / length) if packs else num_rows)
+    has_anchor = recipe.task.type == "causal_lm" and getattr(recipe.task, "anchor", None)
+    anchors = num_steps * ANCHOR_TOKENS if has_anchor else 0
+    if train.max_steps is None:
+        return round(num_tokens * train.epochs) + anchors
     row = min(length, num_tokens) if packs else num_tokens / num_rows
-    return round(train.max_steps * train.rows_per_step() * row)
+    return round(train.max_steps * train.rows_per_step() * row) + anchors
 
 
 Changes = tuple[str, ...]

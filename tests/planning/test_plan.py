@@ -228,7 +228,11 @@ def test_steps_in_place_of_epochs_are_planned(tmp_path, packing):
     given |= {"data": {"train": str(data), "max_length": 64, "packing": packing}}
     plan = plan_run(from_dict(Recipe, given, "test"), memory="24GB", measure=False)
     assert plan.num_tokens is not None
-    assert plan.run_tokens == 3 * 4 * (64 if packing else plan.num_tokens / 100)
+    tokens = 3 * 4 * (64 if packing else plan.num_tokens / 100)
+    assert plan.run_tokens == tokens
+    anchored = from_dict(Recipe, {**given, "task": {"type": "causal_lm", "anchor": 1.0}}, "test")
+    plan = plan_run(anchored, memory="24GB", measure=False)
+    assert plan.run_tokens == tokens + 3 * planner.ANCHOR_TOKENS
 
 
 @pytest.mark.slow
