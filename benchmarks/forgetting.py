@@ -1,4 +1,4 @@
-"""What a run changes beside its task: score and drift by learning rate, anchor and method.
+"""Compare score and drift of learning rates, anchors and methods.
 
     python -m benchmarks.forgetting --out runs/forgetting [--part recipes|methods] [--seeds 0 1 2]
 
@@ -8,8 +8,8 @@ layers, ranks and `task.anchor` for LoRA. `methods` compares methods: the first 
 a method's learning rates, and the others the lowest one whose score is within two points of the
 best. A score is the share of 64 held-out answers that are exactly right. Drift is measured after
 training as `train.drift` does: on the base's own answers, and as the rise of the cross entropy on
-general texts, both in nats per token. Each run is a process of its own, whose peak resident size is
-its memory.
+general texts, both in nats per token. Each run has its own process. Its memory is the peak resident
+size of this process.
 
 Finished runs are kept in results.jsonl in the output folder and not repeated. Prints Markdown:
 means over the seeds, with their lowest and highest value. `--plot FILE` draws eval loss and drift
@@ -48,7 +48,7 @@ LORA = {"type": "lora", "rank": 16, "alpha": 32, "targets": "all-linear"}
 
 @dataclass(frozen=True)
 class Variant:
-    """What a line of the table trains."""
+    """The settings of a line in the table."""
 
     method: Mapping[str, Any] = field(default_factory=lambda: LORA)
     rates: tuple[float, ...] = (1e-3,)
@@ -58,7 +58,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a run measured: losses and drift in nats a token, processor seconds, MB."""
+    """The results of a run: losses and drift in nats per token, processor seconds, MB."""
 
     exact: float
     loss: float

@@ -39,7 +39,7 @@ def cache_name(module: nn.Module) -> str | None:
 
 def cache_in(values: Any) -> Any:
     """Return the key-value cache in the arguments or the output of a model; None: there is none."""
-    # not `values.get`: outputs of transformers warn when they are asked for the name before 5.24
+    # not `values.get`: it warns about the old name in outputs of transformers 5.24
     found = dict(values.items()) if hasattr(values, "items") else {}
     return next((found[name] for name in CACHE_NAMES if found.get(name) is not None), None)
 

@@ -202,14 +202,20 @@ def fused_kernel(
     return functional.linear(y * rmsnorm_weight, outproj_weight, outproj_bias)
 
 
-@pytest.mark.parametrize("padded", [True, False])
-def test_a_fused_kernel_does_not_pass_over_an_adapter(padded, monkeypatch, tokenizer):
-    calls = []
+@pytest.fixture
+def calls(monkeypatch):
+    """Calls of the fused kernel, which torch computes."""
+    found = []
     monkeypatch.setattr(
         granite,
         "mamba2_split_conv1d_scan_combined",
-        lambda *args, **named: calls.append(1) or fused_kernel(*args, **named),
+        lambda *args, **named: found.append(1) or fused_kernel(*args, **named),
     )
+    return found
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_fused_kernel_does_not_pass_over_an_adapter(padded, calls, tokenizer):
     model = tiny_model("granitehybrid_dense").requires_grad_(False)
     adapter = attach(model, LoRA(rank=3, alpha=6, targets=("mixer_out",)))
     perturb(adapter.parameters(), 0.1, seed=7)
@@ -226,13 +232,7 @@ def test_a_fused_kernel_does_not_pass_over_an_adapter(padded, monkeypatch, token
     assert all(module.training for module in model.modules())
 
 
-def test_a_fused_kernel_runs_where_no_layer_of_its_mixer_is_adapted(monkeypatch, tokenizer):
-    calls = []
-    monkeypatch.setattr(
-        granite,
-        "mamba2_split_conv1d_scan_combined",
-        lambda *args, **named: calls.append(1) or fused_kernel(*args, **named),
-    )
+def test_a_fused_kernel_runs_where_no_layer_of_its_mixer_is_adapted(calls, tokenizer):
     model = tiny_model("granitehybrid_dense").requires_grad_(False)
     adapter = attach(model, LoRA(rank=3, alpha=6, targets=("q", "v", "mixer_in")))
     perturb(adapter.parameters(), 0.1, seed=7)
