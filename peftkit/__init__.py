@@ -77,7 +77,6 @@ if TYPE_CHECKING:
     from peftkit.run import check as check_recipe
     from peftkit.run import prepare as prepare_recipe
     from peftkit.run import run as run_recipe
-    from peftkit.serve.server import serve_adapters as serve_adapters
     from peftkit.settings import DataConfig as DataConfig
     from peftkit.settings import TrainConfig as TrainConfig
     from peftkit.sweeps import sweep as sweep

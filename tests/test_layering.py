@@ -26,12 +26,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model/", "quant/", "data/", "forward/"),
     ("base/", "methods/", "adapter", "tasks/", "formats/", "inference/", "evaluation/"),
     ("train/", "planning/", "recipe", "record", "run"),
-    (
-        *("merging/", "deploy/", "report/", "serve/", "start/", "studio/", "sweeps"),
-        *("__init__", "cli/"),
-    ),
+    ("merging/", "deploy/", "report/", "start/", "sweeps", "__init__"),
+    ("server/",),
+    ("studio/",),
+    ("cli/",),
 )
-"""Bottom first: peftkit/<name>.py, or a package `x/`. Modules of a layer may import each other."""
+"""Bottom first: peftkit/<name>.py, or a package `x/`. Modules of a layer may import each other.
+The applications in cli/ stand above peftkit."""
+
+APPLICATIONS = {"peftkit_server": "server", "peftkit_cli": "cli"}
+"""The packages in cli/, with their names in LAYERS and IMPORTERS."""
 
 ONE_WAY = (("inference/", "tasks/"),)
 """Packages of one layer: the first never imports the second, which imports the first."""
@@ -63,14 +67,14 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
         "tasks/",
         "recipe",
         "report/history",
-        "serve/clients/",
-        "serve/predictions/bodies",
-        "serve/requests",
-        "serve/sampling_fields",
-        "serve/tool_fields",
-        "serve/tokens",
-        "serve/tuning/",
-        "serve/tinker/bodies",
+        "server/clients/",
+        "server/predictions/bodies",
+        "server/requests",
+        "server/sampling_fields",
+        "server/tool_fields",
+        "server/tokens",
+        "server/tuning/",
+        "server/tinker/bodies",
     ),
     "yaml": ("config/", "cli/import_recipe"),  # there: files of other programs
     "PIL": ("data/media/",),  # the optional extra `images`; imported when called
@@ -79,11 +83,11 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "soxr": ("data/media/",),
     "jiwer": ("tasks/metrics",),
     # the optional extra `serve`, with uvicorn; imported when called
-    "starlette": ("serve/", "studio/"),
-    "uvicorn": ("serve/server", "serve/predictions/server", "studio/server"),
-    "prometheus_client": ("serve/metrics",),  # the optional extra `metrics`
-    "google": ("serve/tinker/wire",),  # protobuf: the optional extra `train-api`
-    "llguidance": ("serve/grammars",),  # the optional extra `json`; imported when called
+    "starlette": ("server/", "studio/"),
+    "uvicorn": ("server/server", "server/predictions/server", "studio/server"),
+    "prometheus_client": ("server/metrics",),  # the optional extra `metrics`
+    "google": ("server/tinker/wire",),  # protobuf: the optional extra `train-api`
+    "llguidance": ("server/grammars",),  # the optional extra `json`; imported when called
     "lm_eval": ("inference/harness",),  # the optional extra `lm-eval`; imported when called
     "xllamacpp": ("deploy/run_xllamacpp",),  # a program by itself, in another environment
     "typer": ("cli/",),
@@ -127,7 +131,7 @@ LEAVES = (
     *(
         "tasks/",
         "methods/",
-        "serve/",
+        "server/",
         "studio/",
         "report/",
         "sweeps",
@@ -192,7 +196,7 @@ class Import(NamedTuple):
 def modules() -> dict[str, str]:
     """Return the source of every module, by dotted name; packages end in `.__init__`."""
     found = {}
-    for top, package in ((ROOT, "peftkit"), (ROOT / "cli", "peftkit_cli")):
+    for top, package in ((ROOT, "peftkit"), *((ROOT / "cli", name) for name in APPLICATIONS)):
         for path in sorted((top / package).rglob("*.py")):
             name = ".".join(path.relative_to(top).with_suffix("").parts)
             found[name] = path.read_text(encoding="utf-8")
@@ -201,8 +205,8 @@ def modules() -> dict[str, str]:
 
 def short_name(module: str) -> str:
     """Return a module's name as LAYERS and IMPORTERS write it: `data/load`, `cli/app`, `config`."""
-    parts = module.split(".")
-    return "/".join(["cli", *parts[1:]] if parts[0] == "peftkit_cli" else parts[1:])
+    package, *parts = module.split(".")
+    return "/".join([APPLICATIONS[package], *parts] if package in APPLICATIONS else parts)
 
 
 def fits(name: str, pattern: str) -> bool:
@@ -222,7 +226,7 @@ parsed = cache(ast.parse)
 def imports(sources: Mapping[str, str]) -> Iterator[Import]:
     """Parse every import, also importlib.import_module("literal")."""
     for module, source in sources.items():
-        prefix = "cli/" if module.startswith("peftkit_cli") else ""
+        prefix = "cli/" if module.split(".")[0] in APPLICATIONS else ""
         file = prefix + module.replace(".", "/") + ".py"
         for node in ast.walk(parsed(source)):
             where = f"{file}:{getattr(node, 'lineno', 0)}"
@@ -250,7 +254,7 @@ def breaches(sources: Mapping[str, str]) -> list[str]:
     for found in imports(sources):
         if found.relative:
             told.append(f"{found.where}: relative import; name the module in full")
-        elif found.target.split(".")[0] in {"peftkit", "peftkit_cli"}:
+        elif found.target.split(".")[0] in {"peftkit", *APPLICATIONS}:
             for target in _own_targets(found, sources):
                 told += _climbs(found, target)
                 edges[found.importer].setdefault(target, found.where)

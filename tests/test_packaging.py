@@ -24,19 +24,19 @@ def pyproject() -> dict[str, Any]:
 
 def test_every_package_is_packed(pyproject):
     found = {
-        ".".join(init.parent.relative_to(top).parts)
-        for top, package in ((ROOT, "peftkit"), (ROOT / "cli", "peftkit_cli"))
-        for init in (top / package).rglob("__init__.py")
+        ".".join(init.parent.relative_to(top.parent).parts)
+        for top in (ROOT / "peftkit", *(ROOT / "cli").glob("peftkit_*"))
+        for init in top.rglob("__init__.py")
     }
     assert set(pyproject["tool"]["setuptools"]["packages"]) == found | {"peftkit_cli.recipes"}
 
 
 def test_every_file_that_code_reads_is_packed(pyproject):
     told = pyproject["tool"]["setuptools"]["package-data"]
-    for top, package in ((ROOT, "peftkit"), (ROOT / "cli", "peftkit_cli")):
-        for path in (top / package).rglob("*.*"):
+    for top in (ROOT / "peftkit", *(ROOT / "cli").glob("peftkit_*")):
+        for path in top.rglob("*.*"):
             if path.suffix not in (".py", ".pyc"):
-                patterns = told[".".join(path.relative_to(top).parent.parts)]
+                patterns = told[".".join(path.relative_to(top.parent).parent.parts)]
                 assert any(path.match(pattern) for pattern in patterns), path
 
 

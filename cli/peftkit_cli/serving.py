@@ -16,7 +16,7 @@ from peftkit_cli.talk import MaxNewTokens, Temperature, named_adapters, note_sys
 
 if TYPE_CHECKING:
     from peftkit.inference.bank import AdapterBank
-    from peftkit.serve.training import TrainingOptions
+    from peftkit_server.training import TrainingOptions
 
 
 def serve(
@@ -110,9 +110,9 @@ def serve(
         generation_fallbacks,
         tokens_that_fit,
     )
-    from peftkit.serve.predictions.server import predicting_tasks, serve_predictor
-    from peftkit.serve.server import serve_adapters, vllm_command
     from peftkit_cli.render import Renderer
+    from peftkit_server.predictions.server import predicting_tasks, serve_predictor
+    from peftkit_server.server import serve_adapters, vllm_command
 
     def announce_predictor(url: str, name: str, endpoints: Sequence[str]) -> None:
         screen.close()  # nothing to show while serving
@@ -142,7 +142,7 @@ def serve(
         note(f"Models: {models}. Health check: {url}/health. Stop with Ctrl-C.")
         for name in bank.names:
             note_system(bank.style(name), f"{name}: ")
-        from peftkit.serve.app import LEFT_TO_TRAIN  # needs the extra
+        from peftkit_server.app import LEFT_TO_TRAIN  # needs the extra
 
         left = 0.0 if train is None else LEFT_TO_TRAIN
         if (tokens := tokens_that_fit(bank.base.model, bank.base.tokenizer, left=left)) is not None:
@@ -194,8 +194,8 @@ def _options(
             fix=f"peftkit serve MODEL {model} --train {folder}",
         )
     from peftkit.config.schema import from_dict
-    from peftkit.serve.training import TrainingOptions
     from peftkit.settings import BaseConfig
+    from peftkit_server.training import TrainingOptions
 
     settings = from_dict(BaseConfig, {"model": model, "quantize": quantize}, "peftkit serve")
     return TrainingOptions(

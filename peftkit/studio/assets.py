@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from peftkit.serve.access import is_loopback
-from peftkit.serve.refusals import RequestError, refusal
+from peftkit_server.access import is_loopback
+from peftkit_server.refusals import RequestError, refusal
 
 MEDIA_TYPES = {
     ".html": "text/html",

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from peftkit.serve.refusals import RequestError
 from peftkit.studio.drafting import end_with_parent
+from peftkit_server.refusals import RequestError
 
 MAX_HEAD = 1 << 16
 CONNECT_SECONDS = 10.0
@@ -108,7 +108,7 @@ class ChatServer:
 
 def _serve(folders: dict[str, str], key: str, pipe: Any) -> None:
     from peftkit.events import Event, Notice, Stage
-    from peftkit.serve.server import serve_adapters
+    from peftkit_server.server import serve_adapters
 
     end_with_parent()
     warnings.simplefilter("ignore")

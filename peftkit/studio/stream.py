@@ -14,7 +14,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from peftkit.serve.refusals import RequestError
+from peftkit_server.refusals import RequestError
 
 POLL_SECONDS = 1.0
 PINGS = 20

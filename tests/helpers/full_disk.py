@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from peftkit.serve.store import Store, StoreError
-from peftkit.serve.tuning import jobs
+from peftkit_server.store import Store, StoreError
+from peftkit_server.tuning import jobs
 
 
 class Full:

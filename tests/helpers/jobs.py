@@ -17,10 +17,10 @@ from starlette.testclient import TestClient
 
 from peftkit.base.load import load_base
 from peftkit.inference.bank import AdapterBank
-from peftkit.serve.app import make_app
-from peftkit.serve.limits import Limits
-from peftkit.serve.training import TrainingOptions
 from peftkit.settings import BaseConfig
+from peftkit_server.app import make_app
+from peftkit_server.limits import Limits
+from peftkit_server.training import TrainingOptions
 
 HERE = "http://127.0.0.1:8000"
 FILES, JOBS = "/v1/files", "/v1/fine_tuning/jobs"

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from peftkit.config.schema import from_dict
 from peftkit.recipe import Recipe
-from peftkit.serve.listening import listening
+from peftkit_server.listening import listening
 from tests.helpers.command_line import turn
 from tests.helpers.folders import write_rows
 

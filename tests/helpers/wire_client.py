@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
-from peftkit.serve.tinker import wire
+from peftkit_server.tinker import wire
 
 API = "/api/v1"
 

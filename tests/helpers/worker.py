@@ -8,8 +8,8 @@ from typing import Any
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.engine import Limits, Request
 from peftkit.inference.sampling import Sampling
-from peftkit.serve.generation import Generation, Output
-from peftkit.serve.worker import Worker
+from peftkit_server.generation import Generation, Output
+from peftkit_server.worker import Worker
 
 
 class Submitted:

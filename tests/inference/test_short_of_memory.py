@@ -9,7 +9,7 @@ from peftkit.inference.engine import AnswerTooLarge, Limits, Request
 from peftkit.inference.generate import ModelSampler, generate_ids
 from peftkit.inference.open_engine import open_engine, why_plain
 from peftkit.inference.sampling import Sampling
-from peftkit.serve.worker import Worker
+from peftkit_server.worker import Worker
 from tests.helpers.families import EOS, FAMILIES
 from tests.helpers.generation import MODELS
 from tests.helpers.memory import limit_memory

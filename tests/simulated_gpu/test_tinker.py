@@ -12,11 +12,11 @@ pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is n
 from peftkit.adapter import group_modules
 from peftkit.base.load import load_base
 from peftkit.methods.lora import LoRA
-from peftkit.serve.tinker.bodies import Adam
-from peftkit.serve.tinker.learner import Learner
-from peftkit.serve.tinker.losses import LOSSES, TARGETS, Settings
-from peftkit.serve.tinker.rows import Datum
-from peftkit.serve.tinker.tenant import Tenant
+from peftkit_server.tinker.bodies import Adam
+from peftkit_server.tinker.learner import Learner
+from peftkit_server.tinker.losses import LOSSES, TARGETS, Settings
+from peftkit_server.tinker.rows import Datum
+from peftkit_server.tinker.tenant import Tenant
 from tests.simulated_gpu.simulation import simulated
 
 LENGTHS = (40, 24, 9)

@@ -27,8 +27,8 @@ from peftkit.inference.sampling import Sampling
 from peftkit.merging.merge import merge
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.run import run as run_recipe
-from peftkit.serve.generation import Generation, Output
-from peftkit.serve.worker import Worker
+from peftkit_server.generation import Generation, Output
+from peftkit_server.worker import Worker
 from tests.simulated_gpu.recipes import recipe_for
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card

@@ -19,8 +19,8 @@ from peftkit.kernels import varlen
 from peftkit.kernels.varlen import Grid, grid_of, spans_of
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRALinear
-from peftkit.serve.tinker import rows
 from peftkit.train import fallbacks
+from peftkit_server.tinker import rows
 from tests.helpers.adapters import perturb
 from tests.helpers.cell import own_warnings, tiny_model
 from tests.helpers.families import ARCHITECTURES

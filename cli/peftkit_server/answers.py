@@ -1,0 +1,227 @@
+"""Responses in the format of OpenAI's API: whole, streamed as events, or an error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+from starlette.requests import Request
+
+from peftkit.errors import PeftkitError, RunError
+from peftkit.inference.sampling import Chosen
+from peftkit_server.answer_calls import call_fields
+from peftkit_server.generation import Generation, Output
+from peftkit_server.refusals import RequestError, error_fields
+
+OutputQueue = asyncio.Queue[tuple[int, Output | Exception]]
+"""Outputs of the completions of one request, each with the index of its completion."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyFormat:
+    """The response format of one request: chat completions, or text completions.
+
+    Attributes:
+        token_bytes: Returns the UTF-8 bytes of a token, perhaps part of a character; None: unknown.
+        fingerprint: Identifies the base, as `system_fingerprint`.
+        wants_usage: Whether a stream ends with token counts; its other chunks have null.
+        num_top: Number of top tokens to report with each token; None: no log-probabilities.
+        is_named: Whether the client named the tool to call; the finish reason is then "stop".
+        num_calls: Number of calls of each completion that a stream has sent.
+    """
+
+    is_chat: bool
+    model: str
+    token_text: Callable[[int], str]
+    token_bytes: Callable[[int], bytes | None]
+    fingerprint: str
+    wants_usage: bool = False
+    num_top: int | None = None
+    is_named: bool = False
+    num_calls: dict[int, int] = field(default_factory=dict)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
+        """Return the response with whole completions."""
+        choices = [
+            self._choice(index, "message", message(answer), answer)
+            for index, answer in enumerate(answers)
+        ]
+        return self._object(choices, False) | {"usage": usage(answers, num_prompt)}
+
+    def first_chunks(self, index: int) -> list[dict[str, Any]]:
+        """Return the chunks before the first text: in a chat, the role."""
+        delta = {"role": "assistant", "content": ""}
+        choice = self._choice(index, "delta", delta, Output(""))
+        return [self._object([choice], True)] if self.is_chat else []
+
+    def chunks(self, index: int, output: Output) -> list[dict[str, Any]]:
+        """Return the chunks of new output: text, reasoning, calls and the finish reason."""
+        deltas: list[tuple[dict[str, Any], Output]] = []
+        if output.text or output.chosen:
+            deltas.append(({"content": output.text}, Output(output.text, output.chosen)))
+        if output.thought:
+            deltas.append(({"reasoning_content": output.thought}, Output("")))
+        for call in output.calls:
+            number = self.num_calls[index] = self.num_calls.get(index, -1) + 1
+            deltas.append(({"tool_calls": [{"index": number, **call_fields(call)}]}, Output("")))
+        if output.reason is not None:
+            deltas.append(({}, Output("", (), output.reason)))
+        return [self._object([self._choice(index, "delta", *delta)], True) for delta in deltas]
+
+    def usage_chunk(self, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
+        """Return the chunk with the token counts."""
+        return self._object([], True) | {"usage": usage(answers, num_prompt)}
+
+    def _choice(
+        self, index: int, key: str, turn: Mapping[str, Any], output: Output
+    ) -> dict[str, Any]:
+        content = {key: dict(turn)} if self.is_chat else {"text": output.text}
+        has_log_probs = self.num_top is not None and output.chosen
+        log_probs = self._log_probs(output.chosen) if has_log_probs else None
+        reason: str | None = output.reason
+        if reason == "stop" and not self.is_named and (output.calls or index in self.num_calls):
+            reason = "tool_calls"
+        return {"index": index, **content, "logprobs": log_probs, "finish_reason": reason}
+
+    def _log_probs(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
+        if self.is_chat:
+            content = [
+                self._token(token.token, token.log_prob)
+                | {"top_logprobs": [self._token(*top) for top in token.top[: self.num_top]]}
+                for token in chosen
+            ]
+            return {"content": content, "refusal": None}
+        texts = [self.token_text(token.token) for token in chosen]
+        return {
+            "tokens": texts,
+            "token_logprobs": [token.log_prob for token in chosen],
+            "top_logprobs": [
+                {self.token_text(top): value for top, value in token.top[: self.num_top]}
+                for token in chosen
+            ],
+            "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)),
+        }
+
+    def _token(self, token: int, log_prob: float) -> dict[str, Any]:
+        data = self.token_bytes(token)
+        return {
+            "token": self.token_text(token),
+            "logprob": log_prob,
+            "bytes": None if data is None else [*data],
+        }
+
+    def _object(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
+        prefix, kind = (
+            ("chatcmpl", "chat.completion") if self.is_chat else ("cmpl", "text_completion")
+        )
+        return {
+            "id": f"{prefix}-{self.id}",
+            "object": f"{kind}.chunk" if is_chunk and self.is_chat else kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "system_fingerprint": self.fingerprint,
+            **({"usage": None} if is_chunk and self.wants_usage else {}),
+        }
+
+
+def message(answer: Output) -> dict[str, Any]:
+    """Return a whole completion as a message; its content is null if it has calls and no text."""
+    fields: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.thought:
+        fields["reasoning_content"] = answer.thought
+    if answer.calls:
+        fields["content"] = answer.text or None
+        fields["tool_calls"] = [call_fields(call) for call in answer.calls]
+    return fields
+
+
+def usage(answers: Sequence[Output], num_prompt: int) -> dict[str, int]:
+    """Return the token counts of a request."""
+    new = sum(answer.num_tokens for answer in answers)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": new,
+        "total_tokens": num_prompt + new,
+    }
+
+
+def event(fields: Mapping[str, Any] | None) -> str:
+    """Return a server-sent event; None: the last event."""
+    return f"data: {'[DONE]' if fields is None else json.dumps(fields, ensure_ascii=False)}\n\n"
+
+
+async def whole_answers(
+    request: Request, generations: Sequence[Generation], queue: OutputQueue
+) -> list[Output]:
+    """Return the whole completions, in order; cancel them if the client disconnects."""
+    outputs: list[list[Output]] = [[] for _ in generations]
+    disconnected = asyncio.create_task(_disconnected(request))
+    try:
+        while not all(parts and parts[-1].reason for parts in outputs):
+            coming = asyncio.create_task(queue.get())
+            await asyncio.wait((coming, disconnected), return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                coming.cancel()
+                raise RequestError("the client disconnected.", status=499)
+            index, output = coming.result()
+            if isinstance(output, Exception):
+                raise output
+            outputs[index].append(output)
+    finally:
+        disconnected.cancel()
+        for generation in generations:
+            generation.cancel()
+    return [
+        replace(
+            parts[-1],
+            text="".join(part.text for part in parts),
+            thought="".join(part.thought for part in parts),
+            calls=tuple(call for part in parts for call in part.calls),
+            chosen=tuple(token for part in parts for token in part.chosen),
+        )
+        for parts in outputs
+    ]
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client disconnects; the request's body has been read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def streamed(
+    form: ReplyFormat,
+    generations: Sequence[Generation],
+    queue: OutputQueue,
+    num_prompt: int,
+) -> AsyncIterator[str]:
+    """Yield the events of a streamed response; errors after the first event are events, too."""
+    ended: list[Output] = []
+    try:
+        for index in range(len(generations)):
+            for chunk in form.first_chunks(index):
+                yield event(chunk)
+        while len(ended) < len(generations):
+            index, output = await queue.get()
+            if isinstance(output, Exception):
+                error = output if isinstance(output, PeftkitError) else RunError(str(output))
+                yield event(error_fields(error))
+                return
+            for chunk in form.chunks(index, output):
+                yield event(chunk)
+            ended += [output] if output.reason else []
+        if form.wants_usage:
+            yield event(form.usage_chunk(ended, num_prompt))
+        yield event(None)
+    finally:
+        for generation in generations:
+            generation.cancel()

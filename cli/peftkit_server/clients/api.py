@@ -1,0 +1,118 @@
+"""Routes of the further chat APIs; they share the server's prompts, limits and worker."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from peftkit.errors import PeftkitError
+from peftkit_server.body import bounded_body
+from peftkit_server.clients.kept_responses import KeptResponses
+from peftkit_server.clients.messages_body import CountBody, MessagesBody
+from peftkit_server.clients.messages_reply import MessagesReply, message_error
+from peftkit_server.clients.responses_body import ResponsesBody
+from peftkit_server.clients.responses_reply import ResponsesReply
+from peftkit_server.limits import Limits
+from peftkit_server.parsed_request import ParsedRequest
+from peftkit_server.refusals import status_of
+from peftkit_server.requests import ChatBody, read_body
+
+T = TypeVar("T")
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class ChatService(Protocol):
+    """The endpoints of chats, which prepare prompts and generate completions."""
+
+    def chat_request(self, body: ChatBody, owner: str) -> ParsedRequest:
+        """Render the prompt of a chat."""
+
+    async def in_turn(self, function: Callable[[], T]) -> T:
+        """Return the result of a function in the thread that prepares prompts."""
+
+    async def respond(
+        self, request: Request, parse: Callable[[bytes, str], ParsedRequest]
+    ) -> Response:
+        """Return the response to a request that `parse` reads from its body and its owner."""
+
+
+def client_routes(service: ChatService, limits: Limits, num_keys: int) -> Sequence[BaseRoute]:
+    """Return the routes of /v1/responses and /v1/messages."""
+    size = limits.response_bytes
+    responses = _Responses(service, KeptResponses(size, limits.share(size, num_keys)))
+    messages = _Messages(service, limits)
+    return [
+        Route("/v1/responses", responses.create, methods=["POST"]),
+        Route("/v1/responses/{id}", responses.retrieve),
+        Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
+        Route("/v1/messages", _in_format(messages.create), methods=["POST"]),
+        Route("/v1/messages/count_tokens", _in_format(messages.count), methods=["POST"]),
+    ]
+
+
+class _Responses:
+    def __init__(self, service: ChatService, kept: KeptResponses) -> None:
+        self._service, self._kept = service, kept
+
+    async def create(self, request: Request) -> Response:
+        return await self._service.respond(request, self._parsed)
+
+    def _parsed(self, data: bytes, owner: str) -> ParsedRequest:
+        body = read_body(data, ResponsesBody)
+        before = body.previous_response_id
+        earlier = self._kept.messages(owner, before) if before is not None else []
+        chat = body.chat(earlier)
+
+        def keep(response: dict[str, Any], message: dict[str, Any]) -> None:
+            if body.store is not False:
+                self._kept.put(owner, response, [*earlier, *body.turns(), message])
+
+        return self._service.chat_request(chat, owner)._replace(reply=ResponsesReply(body, keep))
+
+    async def retrieve(self, request: Request) -> Response:
+        return JSONResponse(self._kept.response(request.state.owner, request.path_params["id"]))
+
+    async def delete(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        self._kept.delete(request.state.owner, id)
+        return JSONResponse({"id": id, "object": "response", "deleted": True})
+
+
+class _Messages:
+    def __init__(self, service: ChatService, limits: Limits) -> None:
+        self._service, self._limits = service, limits
+
+    async def create(self, request: Request) -> Response:
+        return await self._service.respond(request, self._parsed)
+
+    def _parsed(self, data: bytes, owner: str) -> ParsedRequest:
+        body = read_body(data, MessagesBody)
+        parsed = self._service.chat_request(body.chat(), owner)
+        return parsed._replace(reply=MessagesReply(body.model))
+
+    async def count(self, request: Request) -> Response:
+        data = await bounded_body(request, self._limits.max_body)
+        number = await self._service.in_turn(partial(self._counted, data, request.state.owner))
+        return JSONResponse({"input_tokens": number})
+
+    def _counted(self, data: bytes, owner: str) -> int:
+        body = read_body(data, CountBody)
+        return len(self._service.chat_request(body.chat(), owner).prompts[0])
+
+
+def _in_format(endpoint: Endpoint) -> Endpoint:
+    """Return an endpoint whose errors have Anthropic's format."""
+
+    async def respond(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except PeftkitError as error:
+            headers = {"Retry-After": "1"} if status_of(error) == 429 else None
+            return JSONResponse(message_error(error), status_of(error), headers)
+
+    return respond

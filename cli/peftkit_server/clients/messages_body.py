@@ -1,0 +1,257 @@
+"""Request bodies of /v1/messages, and their translation into a chat.
+
+Source: Anthropic's API reference, /v1/messages and /v1/messages/count_tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from peftkit_server.clients.fields import Strict
+from peftkit_server.requests import MAX_TOKENS, ChatBody, StopText, validated
+from peftkit_server.tool_fields import MAX_TOOLS, closed
+
+
+class _Text(Strict):
+    type: Literal["text"]
+    text: str
+    cache_control: Any = None
+    citations: Any = None
+
+
+_Texts = Annotated[list[_Text], Field(fail_fast=True)]
+
+
+def _text(content: str | list[_Text] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(block.text for block in content)
+
+
+class _Thinking(Strict):
+    type: Literal["thinking"]
+    thinking: str
+    signature: Any = None
+
+
+class _RedactedThinking(Strict):
+    type: Literal["redacted_thinking"]
+    data: Any = None
+
+
+class _ToolUse(Strict):
+    type: Literal["tool_use"]
+    id: Annotated[str, Field(min_length=1)]
+    name: str
+    input: dict[str, Any]
+    cache_control: Any = None
+    caller: Any = None
+
+
+class _ToolResult(Strict):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | _Texts | None = None
+    is_error: bool | None = None
+    """Ignored: chat templates have no field for it."""
+    cache_control: Any = None
+
+
+def _block_type(block: Any) -> str:
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", "")
+    return kind if isinstance(kind, str) else ""
+
+
+_Block = Annotated[
+    Annotated[_Text, Tag("text")]
+    | Annotated[_Thinking, Tag("thinking")]
+    | Annotated[_RedactedThinking, Tag("redacted_thinking")]
+    | Annotated[_ToolUse, Tag("tool_use")]
+    | Annotated[_ToolResult, Tag("tool_result")],
+    Discriminator(_block_type),
+]
+_BLOCKS = {
+    "user": (_Text, _ToolResult),
+    "assistant": (_Text, _Thinking, _RedactedThinking, _ToolUse),
+}
+
+
+class _Message(Strict):
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[_Block], Field(fail_fast=True)]
+
+    @model_validator(mode="after")
+    def _has_blocks_of_its_role(self) -> _Message:
+        for block in () if isinstance(self.content, str) else self.content:
+            if not isinstance(block, _BLOCKS[self.role]):
+                raise ValueError(f"messages of the role {self.role} have no {block.type} blocks")
+        return self
+
+    def turns(self) -> list[dict[str, Any]]:
+        """Return the message as turns of a chat: the results of tools come first."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        blocks = self.content
+        turns: list[dict[str, Any]] = [
+            {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
+            for block in blocks
+            if isinstance(block, _ToolResult)
+        ]
+        texts = [block.text for block in blocks if isinstance(block, _Text)]
+        thoughts = [block.thinking for block in blocks if isinstance(block, _Thinking)]
+        calls = [_call(block) for block in blocks if isinstance(block, _ToolUse)]
+        if texts or not turns:
+            turn: dict[str, Any] = {"role": self.role, "content": "".join(texts)}
+            if thoughts:
+                turn["reasoning_content"] = "".join(thoughts)
+            turns.append(turn | ({"tool_calls": calls} if calls else {}))
+        return turns
+
+
+def _call(block: _ToolUse) -> dict[str, Any]:
+    arguments = json.dumps(block.input, ensure_ascii=False)
+    function = {"name": block.name, "arguments": arguments}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+class _Tool(Strict):
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: Any = None
+    eager_input_streaming: Any = None
+
+    def plain(self) -> dict[str, Any]:
+        function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
+        optional: dict[str, Any] = {"description": self.description, "strict": self.strict}
+        function |= {name: value for name, value in optional.items() if value is not None}
+        return {"type": "function", "function": function}
+
+
+class _ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_a_tool(self) -> _ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("the type tool, and no other, has a name")
+        return self
+
+    def plain(self) -> Any:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class _Thoughts(Strict):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Any = None
+    """Ignored: `max_tokens` bounds the completion with its reasoning."""
+    display: Any = None
+
+
+class _Format(Strict):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class _OutputConfig(Strict):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: _Format | None = None
+
+
+class _Edit(Strict):
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class _ContextManagement(Strict):
+    edits: Annotated[list[_Edit], Field(max_length=8)] | None = None
+
+
+class CountBody(Strict):
+    """A request to /v1/messages/count_tokens."""
+
+    UNSUPPORTED: ClassVar[frozenset[str]] = frozenset({"container", "mcp_servers"})
+
+    model: str
+    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
+    system: str | _Texts | None = None
+    thinking: _Thoughts | None = None
+    tool_choice: _ToolChoice | None = None
+    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS)] | None = None
+    output_config: _OutputConfig | None = None
+    context_management: _ContextManagement | None = None
+    # they do not affect messages
+    cache_control: Any = None
+    speed: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
+
+    @model_validator(mode="after")
+    def _ends_with_the_user(self) -> CountBody:
+        if self.messages[-1].role != "user":
+            raise ValueError("the last message must have the role user")
+        return self
+
+    def chat(self) -> ChatBody:
+        """Return the request as a chat.
+
+        Raises:
+            RequestError: A tool, a call or the choice of tools is invalid.
+        """
+        system = _text(self.system)
+        turns = [{"role": "system", "content": system}] if system else []
+        choice, output = self.tool_choice, self.output_config or _OutputConfig()
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*turns, *(turn for each in self.messages for turn in each.turns())],
+            "tools": [tool.plain() for tool in self.tools or ()] or None,
+            "tool_choice": choice.plain() if choice else None,
+            "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
+            # "high" is the same as no effort by Anthropic's reference
+            "reasoning_effort": None if output.effort == "high" else output.effort,
+        }
+        if output.format is not None:
+            schema = {"name": "output", "schema": closed(output.format.schema_)}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.type == "enabled"}
+        return validated({**fields, **self._sampling()}, ChatBody)
+
+    def _sampling(self) -> dict[str, Any]:
+        """Return the fields that affect the completion alone."""
+        return {}
+
+
+class MessagesBody(CountBody):
+    """A request to /v1/messages; None: the server's default."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    stop_sequences: Annotated[list[StopText], Field(max_length=4)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    # they do not affect messages
+    diagnostics: Any = None
+    inference_geo: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+
+    def _sampling(self) -> dict[str, Any]:
+        return {
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            "stream": self.stream,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+        }

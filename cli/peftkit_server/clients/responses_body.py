@@ -1,0 +1,263 @@
+"""Request bodies of /v1/responses, and their translation into a chat.
+
+Source: OpenAI's API reference, /v1/responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from peftkit_server.clients.fields import Strict, check_schema
+from peftkit_server.requests import MAX_TOKENS, ChatBody, validated
+from peftkit_server.tool_fields import MAX_TOOLS
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class _Text(Strict):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Any = None
+    logprobs: Any = None
+    prompt_cache_breakpoint: Any = None
+
+
+class _Refusal(Strict):
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+_Part = Annotated[_Text | _Refusal, Field(discriminator="type")]
+_Parts = Annotated[list[_Part], Field(fail_fast=True)]
+
+
+def _text(content: str | list[Any]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class _Turn(Strict):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | _Parts
+    id: Any = None
+    phase: Any = None
+    status: Any = None
+
+
+class _Call(Strict):
+    type: Literal["function_call"]
+    call_id: Annotated[str, Field(min_length=1)]
+    name: str
+    arguments: str
+    id: Any = None
+    status: Any = None
+
+
+class _CallOutput(Strict):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | _Parts
+    id: Any = None
+    status: Any = None
+
+
+class _Thought(Strict):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class _Reasoning(Strict):
+    type: Literal["reasoning"]
+    content: Annotated[list[_Thought], Field(fail_fast=True)] | None = None
+    encrypted_content: Any = None
+    id: Any = None
+    status: Any = None
+    summary: Any = None
+
+
+def _item_type(item: Any) -> str:
+    kind = item.get("type") or "message" if isinstance(item, dict) else getattr(item, "type", "")
+    return kind if isinstance(kind, str) else ""
+
+
+Item = Annotated[
+    Annotated[_Turn, Tag("message")]
+    | Annotated[_Call, Tag("function_call")]
+    | Annotated[_CallOutput, Tag("function_call_output")]
+    | Annotated[_Reasoning, Tag("reasoning")],
+    Discriminator(_item_type),
+]
+
+
+class _Tool(Strict):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def plain(self) -> dict[str, Any]:
+        function = self.model_dump(exclude={"type"}, exclude_none=True)
+        return {"type": "function", "function": function}
+
+
+class _NamedTool(Strict):
+    type: Literal["function"]
+    name: str
+
+    def plain(self) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class _AllowedTools(Strict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[_NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+    def plain(self) -> dict[str, Any]:
+        tools = [tool.plain() for tool in self.tools]
+        return {"type": self.type, "allowed_tools": {"mode": self.mode, "tools": tools}}
+
+
+class _TextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> _TextFormat:
+        check_schema(self.type, self.schema_, "schema")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        if self.type != "json_schema":
+            return {"type": self.type}
+        fields = self.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
+        return {"type": self.type, "json_schema": fields}
+
+
+class _TextOptions(Strict):
+    format: _TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class _ReasoningOptions(Strict):
+    effort: Effort | None = None
+    generate_summary: Any = None
+    summary: Any = None
+
+
+class ResponsesBody(Strict):
+    """A request to /v1/responses; None: the server's default."""
+
+    UNSUPPORTED: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("access_programs", "background_options", "context_management", "conversation"),
+            *("image", "moderation", "prompt"),
+        }
+    )
+
+    model: str
+    input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: Annotated[str, Field(max_length=256)] | None = None
+    reasoning: _ReasoningOptions | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    text: _TextOptions | None = None
+    tool_choice: Literal["none", "auto", "required"] | _NamedTool | _AllowedTools | None = None
+    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    # only their default values are accepted
+    background: Literal[False] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    truncation: Literal["disabled"] | None = None
+    # they do not affect responses: the server has no built-in tools and no paid tiers
+    client_metadata: Any = None
+    include: (
+        list[
+            Literal[
+                "reasoning.encrypted_content",
+                "code_interpreter_call.outputs",
+                "computer_call_output.output.image_url",
+                "file_search_call.results",
+                "message.input_image.image_url",
+                "web_search_call.action.sources",
+                "web_search_call.results",
+            ]
+        ]
+        | None
+    ) = None
+    max_tool_calls: Any = None
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    stream_options: Any = None
+    user: Any = None
+
+    def turns(self) -> list[dict[str, Any]]:
+        """Return the input as messages of a chat, without the instructions."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        turns: list[dict[str, Any]] = []
+        thought: dict[str, Any] = {}
+        for item in self.input:
+            if isinstance(item, _Reasoning):
+                text = "".join(part.text for part in item.content or ())
+                thought = {"reasoning_content": text} if text else {}
+            elif isinstance(item, _CallOutput):
+                content = _text(item.output)
+                turns.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+            elif isinstance(item, _Call):
+                if thought or not turns or turns[-1]["role"] != "assistant":
+                    turns.append({"role": "assistant", "content": "", **thought})
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                turns[-1].setdefault("tool_calls", []).append(call)
+                thought = {}
+            else:
+                turns.append({"role": item.role, "content": _text(item.content), **thought})
+                thought = {}
+        return turns
+
+    def chat(self, earlier: Sequence[dict[str, Any]]) -> ChatBody:
+        """Return the request as a chat.
+
+        Args:
+            earlier: Messages of the conversation that `previous_response_id` continues.
+
+        Raises:
+            RequestError: A tool, a call or the choice of tools is invalid.
+        """
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        choice = self.tool_choice
+        format = self.text.format if self.text else None
+        fields = {
+            "model": self.model,
+            "messages": [*system, *earlier, *self.turns()],
+            "max_completion_tokens": self.max_output_tokens,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "response_format": format.plain() if format else None,
+            "stream": self.stream,
+            "temperature": self.temperature,
+            "tool_choice": choice if choice is None or isinstance(choice, str) else choice.plain(),
+            "tools": [tool.plain() for tool in self.tools or ()] or None,
+            "top_p": self.top_p,
+        }
+        return validated(fields, ChatBody)

@@ -1,0 +1,177 @@
+"""Constrained decoding by llguidance: JSON with a schema, forced tool calls.
+
+Schemas come from clients, and some take exponential time and memory to compile, such as `allOf`
+over patterns. llguidance's own limits do not bound that. A grammar is therefore compiled in a
+subprocess with limits first, and in this process only if that succeeded.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from peftkit.inference.sampling import Constraint
+from peftkit_server.limits import DEFAULTS, Limits
+from peftkit_server.refusals import RequestError
+
+KEPT = 256
+"""Grammars whose check is remembered."""
+WALL_SECONDS = 10
+"""Wall-clock limit of a check, in multiples of its CPU limit: the machine may be busy."""
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+"""White space between the tokens of JSON; without a bound, small models write nothing else."""
+_FIX = "Use another schema."
+_CHILD = """
+import json, sys
+seconds, size, states, folder = *map(int, sys.argv[1:4]), sys.argv[4]
+try:
+    import resource
+except ImportError:  # Windows
+    pass
+else:
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+sys.path.append(folder)
+from llguidance import LLMatcher, LLParserLimits
+is_lark, text = json.load(sys.stdin)
+try:
+    grammar = (LLMatcher.grammar_from_lark if is_lark else LLMatcher.grammar_from_json_schema)(text)
+    problem = LLMatcher.validate_grammar(grammar, limits=LLParserLimits(max_lexer_states=states))
+except ValueError as error:
+    problem = str(error)
+json.dump(problem, sys.stdout)
+"""
+
+
+class Grammars:
+    """Factory of the constraints of completions (the extra `json`).
+
+    Args:
+        vocab_size: Size of the model's logits.
+        ends: Tokens that may end a completion.
+    """
+
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, ends: list[int], limits: Limits = DEFAULTS
+    ) -> None:
+        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, ends
+        self._limits = limits
+        self._guidance_tokenizer: Any = None  # slow to build: created on first use
+
+    def of_json(self, schema: Mapping[str, Any], param: str = "response_format") -> Constraint:
+        """Return the constraint of one completion to a JSON schema.
+
+        Args:
+            param: The request field with the schema, for errors.
+
+        Raises:
+            RequestError: llguidance is not installed, or refuses the schema or the tokenizer; or
+                the schema is too large, or takes too much time or memory.
+        """
+        return self._constraint(schema_text(schema), param, is_lark=False)
+
+    def of_lark(self, grammar: str, param: str) -> Constraint:
+        """Return the constraint of one completion to a Lark grammar; errors as in `of_json`."""
+        return self._constraint(grammar, param, is_lark=True)
+
+    def _constraint(self, text: str, param: str, *, is_lark: bool) -> Constraint:
+        check_grammar(text, param, self._limits, is_lark=is_lark)  # remembered
+        from llguidance import LLMatcher, LLParserLimits
+        from llguidance.hf import from_tokenizer
+
+        limits = LLParserLimits(max_lexer_states=self._limits.lexer_states)
+        try:
+            if self._guidance_tokenizer is None:
+                self._guidance_tokenizer = from_tokenizer(
+                    self._tokenizer, n_vocab=len(self._tokenizer), eos_token=self._ends
+                )
+            of_text = LLMatcher.grammar_from_lark if is_lark else LLMatcher.grammar_from_json_schema
+            matcher = LLMatcher(self._guidance_tokenizer, of_text(text), limits=limits)
+        except ValueError as problem:
+            raise _no_grammar(str(problem).splitlines()[0], _FIX, param) from None
+        if matcher.is_error():
+            raise _no_grammar(matcher.get_error().splitlines()[0], _FIX, param)
+        return Constraint(matcher, self._vocab_size)
+
+
+def schema_text(schema: Mapping[str, Any]) -> str:
+    """Return a JSON schema for llguidance, with bounded white space."""
+    return json.dumps({"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **schema})
+
+
+_checked: OrderedDict[tuple[bool, str, Limits], str] = OrderedDict()
+_lock = threading.Lock()
+
+
+def check_grammar(
+    text: str, param: str, limits: Limits = DEFAULTS, *, is_lark: bool = False
+) -> None:
+    """Compile a grammar or a JSON schema in a subprocess with limits; any thread may call this.
+
+    Raises:
+        RequestError: llguidance is not installed or refuses the grammar, or a limit is exceeded.
+    """
+    spec = find_spec("llguidance")
+    if spec is None or spec.origin is None:
+        reason = "llguidance is not installed on the server."
+        raise _no_grammar(reason, "pip install 'peftkit[json]'", param)
+    if len(text) > limits.schema_bytes:
+        reason = f"It has {len(text):,} characters; the limit is {limits.schema_bytes:,}."
+        raise _no_grammar(reason, "Use a smaller schema.", param)
+    key = is_lark, text, limits
+    with _lock:
+        problem = _checked.get(key)
+    if problem is None:
+        folder = str(Path(spec.origin).parents[1])
+        try:
+            problem = _compiled(text, folder, limits, is_lark=is_lark)
+        except TimeoutError as error:
+            raise _no_grammar(str(error), _FIX, param) from None
+        with _lock:
+            _checked[key] = problem
+            while len(_checked) > KEPT:
+                _checked.popitem(last=False)
+    if problem:
+        raise _no_grammar(problem.splitlines()[0], _FIX, param)
+
+
+def _compiled(text: str, folder: str, limits: Limits, *, is_lark: bool) -> str:
+    """Return what is wrong with a grammar; "": nothing.
+
+    Raises:
+        TimeoutError: It takes too long, perhaps because the machine is busy.
+    """
+    numbers = limits.grammar_seconds, limits.grammar_bytes, limits.lexer_states
+    too_slow = f"It takes more than {limits.grammar_seconds} seconds to compile."
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _CHILD, *map(str, numbers), folder],
+            input=json.dumps([is_lark, text]),
+            capture_output=True,
+            text=True,
+            timeout=limits.grammar_seconds * WALL_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(too_slow) from None
+    if done.returncode in (-24, -9):  # SIGXCPU, SIGKILL: `signal` has neither on Windows
+        raise TimeoutError(too_slow)
+    if done.returncode > 0 and "MemoryError" not in done.stderr:
+        return done.stderr.strip().rpartition("\n")[2] or "llguidance failed."
+    if done.returncode:
+        return f"It takes more than {limits.grammar_bytes >> 20} MiB to compile."
+    problem: str = json.loads(done.stdout)
+    return problem
+
+
+def _no_grammar(reason: str, fix: str, param: str) -> RequestError:
+    return RequestError(
+        f"the completion cannot be constrained to this {param}.", found=reason, fix=fix, param=param
+    )

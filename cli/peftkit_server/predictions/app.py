@@ -1,0 +1,213 @@
+"""The application that serves one predictor: routes, answers, limits and access."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from peftkit.errors import PeftkitError
+from peftkit_server.access import Gate
+from peftkit_server.body import bounded_body
+from peftkit_server.handlers import refuse, refuse_route, wrong_routes
+from peftkit_server.limits import Limits
+from peftkit_server.predictions.bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
+from peftkit_server.predictions.predictor import Predictor
+from peftkit_server.predictions.transcriptions import read_audio
+from peftkit_server.quotas import Intake
+from peftkit_server.refusals import RequestError
+from peftkit_server.requests import read_body
+from peftkit_server.threads import DaemonThreads
+
+T = TypeVar("T")
+
+
+def make_predictor_app(
+    predictor: Predictor, name: str, *, keys: Sequence[str] = (), limits: Limits | None = None
+) -> Starlette:
+    """Return the application that serves a predictor under a model name.
+
+    Args:
+        keys: Accepted keys, as in `make_app`.
+    """
+    service = _Service(predictor, name, limits or Limits())
+    endpoints = {
+        "/v1/embeddings": service.embed,
+        "/v1/rerank": service.rerank,
+        "/v1/score": service.score,
+        "/v1/classify": service.classify,
+    }
+    return Starlette(
+        routes=[
+            Route("/health", service.health),
+            Route("/v1/models", service.models),
+            Route("/v1/models/{name:path}", service.model),
+            *(
+                Route(path, partial(service.respond, parse=endpoints[path]), methods=["POST"])
+                for path in predictor.endpoints
+                if path in endpoints
+            ),
+            *(
+                Route(path, service.transcribe, methods=["POST"])
+                for path in predictor.endpoints
+                if path not in endpoints
+            ),
+            *wrong_routes(predictor.endpoints),
+        ],
+        middleware=[
+            Middleware(Gate, keys=keys),
+            Middleware(Intake, limits=service.limits),
+        ],
+        exception_handlers={PeftkitError: refuse, HTTPException: refuse_route},
+    )
+
+
+class _Service:
+    def __init__(self, predictor: Predictor, name: str, limits: Limits) -> None:
+        self._predictor, self._name, self.limits = predictor, name, limits
+        self._began, self._num_waiting = int(time.time()), 0
+        self._thread = DaemonThreads(1, "peftkit-predictions")
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", "fallbacks": []})
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check(request.path_params["name"])
+        return JSONResponse(self._described())
+
+    async def respond(self, request: Request, parse: Callable[[bytes], dict[str, Any]]) -> Response:
+        """Return the response to a request; requests wait for each other."""
+        data = await bounded_body(request, self.limits.max_body)
+        answer = await self._in_thread(partial(parse, data))
+        return JSONResponse({"id": uuid.uuid4().hex, "model": self._name, **answer})
+
+    async def transcribe(self, request: Request) -> Response:
+        """Return the transcript of the audio file of a form."""
+        with TemporaryDirectory(prefix="peftkit-") as folder:
+            path = Path(folder, "audio")
+            with path.open("wb") as file:
+                body = await read_audio(request, file, self.limits.upload_bytes)
+            self._check(body.model)
+            text = await self._in_thread(partial(self._predictor.transcribe, path))
+        if body.response_format == "text":
+            return PlainTextResponse(f"{text}\n")
+        return JSONResponse({"text": text})
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        """Return the result of a function in the thread of the model.
+
+        Raises:
+            RequestError: Too many requests wait.
+        """
+        if self._num_waiting >= self.limits.max_waiting:
+            raise RequestError(
+                f"{self._num_waiting} requests wait already.",
+                fix="Send the request again later.",
+                status=429,
+            )
+        self._num_waiting += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, function)
+        finally:
+            self._num_waiting -= 1
+
+    def embed(self, data: bytes) -> dict[str, Any]:
+        body = read_body(data, EmbeddingsBody)
+        number = self._counted(body.model, body.texts)
+        vectors = self._predictor.embed(body.texts, body.dimensions)
+        encode = _base64 if body.encoding_format == "base64" else list
+        return {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": encode(vector)}
+                for index, vector in enumerate(vectors)
+            ],
+            "usage": _usage(number),
+        }
+
+    def rerank(self, data: bytes) -> dict[str, Any]:
+        body = read_body(data, RerankBody)
+        number = self._counted(body.model, body.pairs)
+        scores = self._predictor.rank(body.pairs)
+        results: list[dict[str, Any]] = []
+        for index in sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]:
+            document = {"document": {"text": body.pairs[index][1]}} if body.return_documents else {}
+            results.append({"index": index, "relevance_score": scores[index], **document})
+        return {"object": "list", "results": results, "usage": _usage(number)}
+
+    def score(self, data: bytes) -> dict[str, Any]:
+        body = read_body(data, ScoreBody)
+        number = self._counted(body.model, body.pairs)
+        scores = self._predictor.rank(body.pairs)
+        return {
+            "object": "list",
+            "created": int(time.time()),
+            "data": [
+                {"object": "score", "index": index, "score": score}
+                for index, score in enumerate(scores)
+            ],
+            "usage": _usage(number),
+        }
+
+    def classify(self, data: bytes) -> dict[str, Any]:
+        body = read_body(data, ClassifyBody)
+        number = self._counted(body.model, body.texts)
+        answers: list[dict[str, Any]] = []
+        for index, classes in enumerate(self._predictor.classify(body.texts)):
+            label, score = next(iter(classes.items()))
+            listed = [{"label": name, "score": value} for name, value in classes.items()]
+            answer = {"prediction": label, "score": score, "predictions": listed}
+            answers.append({"object": "classification", "index": index, **answer})
+        return {"object": "list", "data": answers, "usage": _usage(number)}
+
+    def _counted(self, model: str, prompts: Sequence[str | tuple[str, str]]) -> int:
+        self._check(model)
+        return self._predictor.count(prompts)
+
+    def _check(self, model: str) -> None:
+        if model != self._name:
+            raise RequestError(
+                f"there is no model '{model[:80]}'.",
+                found=f"The model is: {self._name}.",
+                status=404,
+                code="model_not_found",
+                param="model",
+            )
+
+    def _described(self) -> dict[str, Any]:
+        return {
+            "id": self._name,
+            "object": "model",
+            "created": self._began,
+            "owned_by": "peftkit",
+            "root": self._predictor.base_name,
+            "task": self._predictor.kind,
+            "endpoints": list(self._predictor.endpoints),
+        }
+
+
+def _usage(number: int) -> dict[str, int]:
+    return {"prompt_tokens": number, "total_tokens": number}
+
+
+def _base64(vector: Sequence[float]) -> str:
+    """Return a vector as little-endian float32 in base64, as in OpenAI's API."""
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

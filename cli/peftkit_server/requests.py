@@ -1,0 +1,366 @@
+"""Request bodies of OpenAI's completion endpoints, validated field by field.
+
+Unsupported fields are an error that names them; the server ignores only fields that do not affect
+completions. Source: OpenAI's API reference, /v1/completions and /v1/chat/completions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from peftkit.errors import did_you_mean, first_few
+from peftkit.files.strict_json import parse_json
+from peftkit.inference.call_formats import CallFormat
+from peftkit_server.clients.fields import Strict, check_schema
+from peftkit_server.refusals import RequestError
+from peftkit_server.sampling_fields import SamplingFields
+from peftkit_server.tool_fields import (
+    MAX_TOOLS,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolUse,
+    closed,
+    with_calls,
+)
+
+MAX_TOKENS = 1 << 20
+StopText = Annotated[str, Field(max_length=256)]
+"""A stop text; its length is limited because the server searches for it at each token."""
+MAX_ERRORS = 100
+"""Invalid fields of a request that are reported individually."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _Part(_Strict):
+    type: Annotated[str, Field(pattern="^text$")]
+    text: str
+
+
+class _Message(Strict):
+    role: Annotated[str, Field(pattern="^(system|developer|user|assistant|tool)$")]
+    content: str | Annotated[list[_Part], Field(fail_fast=True)] = ""
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    # fields of responses that clients send back; they do not affect completions
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    parsed: Any = None
+    provider_specific_fields: Any = None
+    refusal: Annotated[str, Field(max_length=0)] | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> _Message:
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("messages of the role tool, and no others, have a tool_call_id")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only messages of the role assistant have tool_calls")
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("content is missing")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message in the format of chat templates, without its calls."""
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        names = ("name", "reasoning_content", "tool_call_id")
+        optional = {name: getattr(self, name) for name in names}
+        non_null = {key: value for key, value in optional.items() if value is not None}
+        return {"role": self.role, "content": text, **non_null}
+
+
+class _StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+def _refuse(value: Any) -> Any:
+    if value is not None:
+        raise ValueError("unsupported")
+    return value
+
+
+class _Unsupported(_Strict):
+    """Unsupported fields; only their default values are accepted."""
+
+    audio: Annotated[Any, AfterValidator(_refuse)] = None
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    echo: Literal[False] | None = None
+    function_call: Literal["none", "auto"] | None = None
+    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    modalities: list[Literal["text"]] | None = None
+    moderation: Annotated[Any, AfterValidator(_refuse)] = None
+    suffix: Annotated[str, Field(max_length=0)] | None = None
+    verbosity: Literal["medium"] | None = None
+    web_search_options: Annotated[Any, AfterValidator(_refuse)] = None
+
+
+class _Ignored(_Strict):
+    """Fields that do not affect completions."""
+
+    metadata: Any = None
+    prediction: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+    user: Any = None
+
+
+class Body(_Unsupported, _Ignored, SamplingFields):
+    """Fields of chat and text completions; None: the server's default."""
+
+    UNSUPPORTED: ClassVar[frozenset[str]] = frozenset(_Unsupported.model_fields)
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    n: Annotated[int, Field(ge=1, le=1024)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 62), le=1 << 62)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=4)] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unknown_nulls(cls, fields: Any) -> Any:
+        """Drop unknown fields that are null: clients send unset options this way."""
+        if not isinstance(fields, dict):
+            return fields
+        known = cls.model_fields
+        return {name: value for name, value in fields.items() if value is not None or name in known}
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """Texts that end a completion."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def num_top(self) -> int | None:
+        """Number of top tokens to report with each token; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompts of the request."""
+        return 1
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The JSON schema of the completion, if any."""
+        return None
+
+    @property
+    def keeps_end(self) -> bool:
+        """Whether the reported tokens include the end token."""
+        return False
+
+    @property
+    def stop_ids(self) -> Sequence[int]:
+        """End tokens in addition to the model's."""
+        return ()
+
+    @property
+    def num_likeliest(self) -> int:
+        """Number of top tokens to sample from (top_k); 0: all tokens."""
+        return max(self.top_k or 0, 0)
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Maximum length of a completion, if the client set one."""
+        return self.max_tokens
+
+
+class _JsonSchema(_Strict):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class _ResponseFormat(_Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> _ResponseFormat:
+        check_schema(self.type, self.json_schema, "json_schema")
+        return self
+
+
+class ChatBody(Body):
+    """A request to /v1/chat/completions."""
+
+    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: _ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    """Variables of the chat template; by default, the adapter's from training."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+
+    @model_validator(mode="after")
+    def _requests_log_probs(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_constraint(self) -> ChatBody:
+        use = self.tool_use
+        if use is not None and use.forced and self.schema_of_answer is not None:
+            raise ValueError("response_format and a forced tool call exclude each other")
+        return self
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """The tools of the request; None: it has no tools."""
+        return ToolUse.of(self.tools or (), self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def num_top(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        if self.response_format is None or self.response_format.type == "text":
+            return None
+        form = self.response_format.json_schema
+        if form is None:
+            return {"type": "object"}
+        schema: dict[str, Any] = closed(form.schema_) if form.strict else form.schema_
+        return schema
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Maximum length of a completion; `max_tokens` is the older name."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the conversation has tool calls."""
+        return any(message.tool_calls for message in self.messages)
+
+    def conversation(self, form: CallFormat | None = None) -> list[dict[str, Any]]:
+        """Return the messages in the format of chat templates.
+
+        Args:
+            form: Call format of the template; None: it has none.
+
+        Raises:
+            RequestError: The template has no call format, or a tool message refers to no call.
+        """
+        turns = [message.plain() for message in self.messages]
+        try:
+            return with_calls(turns, [message.tool_calls or () for message in self.messages], form)
+        except ValueError as problem:
+            raise RequestError(f"{problem}.", param="messages") from None
+
+
+class TextBody(Body):
+    """A request to /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[int], Field(fail_fast=True)]
+        | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+
+    @property
+    def num_top(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts())
+
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Return the prompts, as texts or token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if prompt and isinstance(prompt[0], int):
+            return [prompt]
+        return prompt  # type: ignore[return-value]
+
+
+B = TypeVar("B", bound=BaseModel)
+
+
+def read_body(data: bytes, kind: type[B]) -> B:
+    """Return the validated body of a request.
+
+    Raises:
+        RequestError: The body is not a JSON object, or a field is missing, invalid, unknown or
+            unsupported.
+    """
+    fields = parse_json(data, "the request's body cannot be read.", error=RequestError)
+    return validated(fields, kind)
+
+
+def validated(fields: Any, kind: type[B]) -> B:
+    """Return the fields of a request as a body.
+
+    Raises:
+        RequestError: A field is missing, invalid, unknown or unsupported.
+    """
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as problem:
+        raise _request_error(problem, kind) from None
+
+
+def errors_of(problem: ValidationError) -> list[Any]:
+    """Return the errors of a request's fields.
+
+    Raises:
+        RequestError: There are more than `MAX_ERRORS`.
+    """
+    if (number := problem.error_count()) > MAX_ERRORS:
+        raise RequestError("the request has invalid fields.", found=f"There are {number:,} errors.")
+    return problem.errors(include_url=False, include_input=False, include_context=False)
+
+
+def _request_error(problem: ValidationError, kind: type[BaseModel]) -> RequestError:
+    lines: dict[str, None] = {}
+    unsupported: frozenset[str] = getattr(kind, "UNSUPPORTED", frozenset())
+    errors = errors_of(problem)
+    fields = [str(error["loc"][0]) if error["loc"] else "" for error in errors]
+    for field, error in zip(fields, errors, strict=True):
+        # pydantic adds the types of a union's branches: keep fields and indices only
+        path = [part for part in error["loc"] if isinstance(part, int) or part.isidentifier()]
+        message = error["msg"]
+        if field in unsupported:
+            message = "this server does not support the field; remove it."
+        elif error["type"] == "extra_forbidden":
+            hint = did_you_mean(field, kind.model_fields) if len(path) == 1 else ""
+            message = f"unknown field. {hint}"
+        lines[f"{'.'.join(map(str, path))}: {message}".rstrip()] = None
+    return RequestError(
+        "the request has invalid fields.",
+        found=first_few(lines, 5),
+        param=fields[0] or None,
+        code="unsupported_parameter" if fields[0] in unsupported else None,
+    )

@@ -1,0 +1,239 @@
+"""Routes and request handlers of Tinker's API, /api/v1.
+
+No handler returns a 5xx status: Tinker's clients would retry such a request for minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from peftkit.errors import PeftkitError
+from peftkit_server.body import bounded_body
+from peftkit_server.limits import Limits
+from peftkit_server.refusals import RequestError, refusal
+from peftkit_server.tinker import bodies
+from peftkit_server.tinker.bodies import Body, RequestContext, checked, digest_of, fields_of
+from peftkit_server.tinker.service import Service
+from peftkit_server.tinker.wire import parsed
+from peftkit_server.training import Dialect, Training
+
+HOLD_SECONDS = 20.0
+"""Seconds of a poll before the reply `try_again`; clients give up after 45."""
+FLAGS = {
+    "pjwt_auth_enabled": False,
+    "parallel_fwdbwd_chunks": True,
+    "proto_compress_fwdbwd": False,
+    "fwdbwd_max_chunk_len": 1024,
+    "fwdbwd_max_chunk_bytes_count": 5_000_000,
+    "sample_use_retrieve_futures": False,
+    "custom_loss_server_side": False,
+    "sample_join_sampling_session": False,
+    "create_model_via_load_weights": True,
+}
+"""Feature flags for clients; tinker 0.25 reads the last one."""
+
+_LOG = logging.getLogger(__name__)
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def dialect(training: Training) -> Dialect:
+    """Return Tinker's API."""
+    return Dialect(_routes(Service(training)))
+
+
+def _routes(service: Service) -> list[BaseRoute]:
+    runs, limits = service.runs, service.limits
+    fixed = partial(_fixed, limits=limits)
+    json = partial(_json, limits=limits, lock=asyncio.Lock())
+    posts: dict[str, Handler] = {
+        **{path: fixed({}) for path in ("client/dynamic_config", "sessions/{id}/finish")},
+        "client/config": fixed(FLAGS),
+        "telemetry": fixed({"status": "accepted"}),
+        "create_session": json(bodies.NewSession, service.sessions.create),
+        "session_heartbeat": json(bodies.OfSession, service.sessions.heartbeat),
+        "create_model": json(bodies.NewModel, service.create_model),
+        "load_weights": json(bodies.Load, service.load_weights),
+        "get_info": json(bodies.OfModel, service.get_info),
+        "unload_model": json(bodies.OfModel, service.unload),
+        "weights_info": json(bodies.OfPath, service.runs.weights_info),
+        "create_sampling_session": json(bodies.NewSampler, service.create_sampler),
+        "asample": json(bodies.Sample, service.samplers.sample),
+        "cancel_future": json(bodies.OfFuture, service.cancel),
+        "retrieve_future": _retrieve(service),
+        "forward_backward": _forward_backward(service),
+        "optim_step": _operation(service, bodies.Step, service.step),
+        "save_weights": _operation(service, bodies.Save, service.save),
+        "save_weights_for_sampler": _operation(
+            service, bodies.SaveForSampler, service.save_for_sampler
+        ),
+    }
+    gets: dict[str, Handler] = {
+        "healthz": fixed({"status": "ok"}),
+        "get_server_capabilities": _bodiless(service.capabilities),
+        "samplers/{id}": _bodiless(service.samplers.get),
+        "training_runs": _bodiless(runs.all, "training_runs"),
+        "training_runs/{id}": _bodiless(runs.get),
+        "training_runs/{id}/checkpoints": _bodiless(runs.checkpoints, "checkpoints"),
+        "checkpoints": _bodiless(runs.checkpoints, "checkpoints"),
+    }
+    deletes = {"training_runs/{id}/checkpoints/{use}/{name}": _bodiless(runs.delete_checkpoint)}
+    return [
+        Route(f"/api/v1/{path}", _guarded(handler), methods=[method])
+        for method, handlers in (("POST", posts), ("GET", gets), ("DELETE", deletes))
+        for path, handler in handlers.items()
+    ]
+
+
+def _fixed(reply: dict[str, Any], limits: Limits) -> Handler:
+    """Return a handler with a constant reply."""
+
+    async def handle(request: Request) -> Response:
+        await bounded_body(request, limits.tinker_body)
+        return JSONResponse(reply)
+
+    return handle
+
+
+def _json(
+    kind: type[Body],
+    of: Callable[[Any, RequestContext], dict[str, Any]],
+    limits: Limits,
+    lock: asyncio.Lock,
+) -> Handler:
+    """Return a handler of a JSON body."""
+
+    async def handle(request: Request) -> Response:
+        context = await _context(request, limits)
+        body = await run_in_threadpool(checked, context.fields, kind)
+        async with lock:  # off the loop, since the store waits for the disk; one after the other
+            return JSONResponse(await run_in_threadpool(of, body, context))
+
+    return handle
+
+
+def _operation(
+    service: Service, kind: type[bodies.OperationBody], of: Callable[[Any, Any], Callable[[], Any]]
+) -> Handler:
+    """Return a handler of a model's operation; an invalid body fails the operation.
+
+    The request succeeds then, and the operation uses up its number.
+    """
+
+    async def handle(request: Request) -> Response:
+        context = await _context(request, service.limits)
+        place = {name: context.fields.get(name) for name in ("model_id", "seq_id")}
+
+        def prepare(model: Any) -> Callable[[], Any]:
+            return of(checked(context.fields, kind), model)
+
+        ordered = checked(place, bodies.OperationBody)
+        return JSONResponse(await run_in_threadpool(service.submit, ordered, context, prepare))
+
+    return handle
+
+
+def _forward_backward(service: Service) -> Handler:
+    async def handle(request: Request) -> Response:
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise RequestError("the server does not support compressed bodies.", status=415)
+        if "json" in request.headers.get("content-type", ""):
+            fix = "Use tinker 0.25 or newer."
+            raise RequestError("forward_backward requires protobuf.", fix=fix, status=415)
+        data = await bounded_body(request, service.limits.tinker_datums)
+        message = await run_in_threadpool(parsed, "ForwardBackward", data)
+        place = checked(
+            {"model_id": message.model_id, "seq_id": message.seq_id}, bodies.OperationBody
+        )
+        digest = digest_of(message.SerializeToString(deterministic=True))
+        context = RequestContext(_owner(request), digest, len(data))
+        return JSONResponse(
+            await run_in_threadpool(
+                service.submit, place, context, lambda model: service.forward(message, model)
+            )
+        )
+
+    return handle
+
+
+def _retrieve(service: Service) -> Handler:
+    async def handle(request: Request) -> Response:
+        context = await _context(request, service.limits)
+        body = await run_in_threadpool(checked, context.fields, bodies.OfFuture)
+        pending = service.pending(body, context)
+        pending.check()
+        await asyncio.wait([asyncio.wrap_future(pending.future)], timeout=HOLD_SECONDS)
+        result = pending.future.result() if pending.future.done() else None
+        if result is None:
+            reply = {"type": "try_again", "request_id": pending.id, "queue_state": "active"}
+            return JSONResponse(reply, 408)
+        if isinstance(result, bytes):
+            return Response(result, media_type="application/x-protobuf")
+        return JSONResponse(result)
+
+    return handle
+
+
+def _bodiless(of: Callable[..., Any], name: str = "") -> Handler:
+    """Return a handler of requests without a body.
+
+    Args:
+        name: Field of a paginated list; "": the reply is not a list.
+    """
+
+    async def handle(request: Request) -> Response:
+        result = await run_in_threadpool(of, _owner(request), **request.path_params)
+        return JSONResponse(_page(request, name, result) if name else result)
+
+    return handle
+
+
+def _page(request: Request, name: str, items: list[Any]) -> dict[str, Any]:
+    numbers = {}
+    for key, default in (("offset", 0), ("limit", 100)):
+        text = request.query_params.get(key, str(default))
+        if not (text.isascii() and text.isdigit() and len(text) < 10):
+            raise RequestError(f"{key} is {text[:20]!r}.", fix="Use a number.")
+        numbers[key] = int(text)
+    page = items[numbers["offset"] :][: min(numbers["limit"], 1000)]
+    return {name: page, "cursor": {**numbers, "total_count": len(items)}}
+
+
+def _owner(request: Request) -> str:
+    return str(request.state.owner)
+
+
+async def _context(request: Request, limits: Limits) -> RequestContext:
+    data = await bounded_body(request, limits.tinker_body)
+    key = request.headers.get("x-idempotency-key", "")
+
+    def read() -> RequestContext:
+        fields = fields_of(data)
+        return RequestContext(_owner(request), digest_of(fields), len(data), fields, key[:200])
+
+    return await run_in_threadpool(read)  # parsing does not block the event loop
+
+
+def _guarded(handler: Handler) -> Handler:
+    """Return a handler that returns a 4xx status for every exception."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except RequestError:
+            raise
+        except PeftkitError as error:
+            return refusal(RequestError(str(error)))
+        except Exception as error:
+            _LOG.exception("%s failed", request.url.path)
+            return refusal(RequestError(f"the server failed: {type(error).__name__}: {error}"))
+
+    return handle

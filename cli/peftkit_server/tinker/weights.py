@@ -1,0 +1,168 @@
+"""Saved weights: PEFT folders under generated names, and their metadata."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from peftkit_server.quotas import MODEL, WEIGHTS
+from peftkit_server.refusals import RequestError
+from peftkit_server.store import new_id
+from peftkit_server.tinker.bodies import PATH
+from peftkit_server.training import Training
+
+KIND = WEIGHTS
+TYPES = {"weights": "training", "sampler_weights": "sampler"}
+MAX_UNNAMED = 16
+"""Most unnamed weights of one model; the oldest are deleted first."""
+
+
+class Weights:
+    """All saved weights, by path: tinker://MODEL/weights/NAME, .../sampler_weights/NAME."""
+
+    def __init__(self, training: Training) -> None:
+        self._store, self._models = training.store, training.models
+        self._folder = training.folder / "tinker" / "weights"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for saved in self._store.all(KIND):
+            if saved["is_unnamed"]:  # their samplers do not survive a restart
+                self._remove(saved)
+        complete = {saved["folder"] for saved in self._store.all(KIND)}
+        for folder in self._folder.iterdir():
+            if folder.name not in complete:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def save(
+        self,
+        path: str,
+        owner: str,
+        write: Callable[[Path], None],
+        metadata: dict[str, Any],
+        *,
+        ttl: int | None,
+        overwrite: bool = False,
+        is_unnamed: bool = False,
+    ) -> None:
+        """Save weights and publish them as a model.
+
+        Args:
+            write: Writes the adapter into a folder.
+            metadata: Fields of their document: the base, the adapter's settings, the client's.
+            ttl: Seconds until they expire; None: never.
+
+        Raises:
+            RequestError: The path exists, and `overwrite` is False.
+        """
+        previous = self.find(path, owner)
+        if previous is not None and not overwrite:
+            raise RequestError(f"the weights {path} exist already.", fix="Use another name.")
+        folder, now = self._folder / new_id("weights-"), time.time()
+        try:
+            write(folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        model_id, use, name = path.removeprefix("tinker://").split("/")
+        body = {
+            **metadata,
+            "path": path,
+            "model_id": model_id,
+            "use": use,
+            "name": name,
+            "folder": folder.name,
+            "time": now,
+            "expires": None if ttl is None else now + ttl,
+            "size": sum(file.stat().st_size for file in folder.iterdir()),
+            "is_unnamed": is_unnamed,
+        }
+        with self._store.transaction():
+            self._store.put(KIND, path, body, owner=owner, parent=model_id)
+            self._models.publish(path, folder, owner, expires=body["expires"])
+        if previous is not None:
+            shutil.rmtree(self._folder / previous["folder"], ignore_errors=True)
+        if is_unnamed:
+            self.drop_unnamed(owner, model_id, keep=MAX_UNNAMED)
+
+    def find(self, path: str, owner: str) -> dict[str, Any] | None:
+        """Return a document; None: the weights do not exist, or have another owner."""
+        saved = self._store.get(KIND, path, owner)
+        if saved is not None and saved["expires"] is not None and saved["expires"] < time.time():
+            self._remove(saved)
+            return None
+        return saved
+
+    def get(self, path: str, owner: str, *, with_optimizer: bool = False) -> dict[str, Any]:
+        """Return the document of weights.
+
+        Raises:
+            RequestError: The path is invalid, or the weights do not exist, or have no optimizer
+                state.
+        """
+        if PATH.fullmatch(path) is None:
+            raise RequestError(
+                f"{path[:80]!r} is not a path of weights.", fix="Use tinker://MODEL/weights/NAME."
+            )
+        saved = self.find(path, owner)
+        if saved is None:
+            raise RequestError(f"there are no weights {path}.", status=404)
+        if with_optimizer and saved["use"] != "weights":
+            raise RequestError(
+                f"{path} has no optimizer state.",
+                found="Weights for samplers are saved without an optimizer.",
+                fix="Load weights of save_state(NAME), or load these without the optimizer.",
+            )
+        return saved
+
+    def folder(self, saved: dict[str, Any]) -> Path:
+        return self._folder / saved["folder"]
+
+    def all(self, owner: str, model_id: str | None = None) -> list[dict[str, Any]]:
+        """Return the documents of all weights of an owner, or of a model, oldest first."""
+        documents = sorted(self._store.all(KIND, owner, model_id), key=lambda saved: saved["time"])
+        return [saved for saved in documents if self.find(saved["path"], owner) is not None]
+
+    def delete(self, path: str, owner: str) -> None:
+        """Delete weights.
+
+        Raises:
+            RequestError: As `get`.
+        """
+        self._remove(self.get(path, owner))
+
+    def drop_unnamed(self, owner: str, model_id: str, *, keep: int = 0) -> None:
+        """Delete the unnamed weights of a model, except the newest `keep`."""
+        unnamed = [saved for saved in self.all(owner, model_id) if saved["is_unnamed"]]
+        for saved in unnamed[: max(len(unnamed) - keep, 0)]:
+            self._remove(saved)
+
+    def _remove(self, saved: dict[str, Any]) -> None:
+        folder = self._folder / saved["folder"]
+        documents = [(KIND, saved["path"]), (MODEL, saved["path"])]
+        self._store.discard(documents, lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def described(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return weights as an entry of Tinker's checkpoint lists."""
+    return {
+        "checkpoint_id": f"{saved['use']}/{saved['name']}",
+        "checkpoint_type": TYPES[saved["use"]],
+        "time": iso(saved["time"]),
+        "tinker_path": saved["path"],
+        "size_bytes": saved["size"],
+        "user_metadata": texts(saved["metadata"]),
+        "expires_at": None if saved["expires"] is None else iso(saved["expires"]),
+    }
+
+
+def iso(seconds: float) -> str:
+    """Return a time in ISO 8601, UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def texts(metadata: dict[str, Any]) -> dict[str, str]:
+    """Return metadata with all values as texts."""
+    return {str(key): str(value) for key, value in metadata.items()}

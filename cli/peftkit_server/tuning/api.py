@@ -1,0 +1,235 @@
+"""Routes of OpenAI's fine-tuning API."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from peftkit.data.generation import prompt_ids, stop_ids
+from peftkit.data.style import Style
+from peftkit.errors import PeftkitError, RunError
+from peftkit.inference.engine import Request as EngineRequest
+from peftkit.inference.sampling import Sampling, seed_of
+from peftkit.tasks.rewards.grading import Answered, Grading
+from peftkit_server.generation import Generation, Output
+from peftkit_server.refusals import RequestError, status_of
+from peftkit_server.threads import DaemonThreads
+from peftkit_server.training import Dialect, Training
+from peftkit_server.tuning.bodies import GraderBody, GraderRun, JobBody
+from peftkit_server.tuning.documents import CHECKPOINT, JOB
+from peftkit_server.tuning.files import Files
+from peftkit_server.tuning.grader_process import ProcessCode
+from peftkit_server.tuning.jobs import ACTIONS, Jobs
+from peftkit_server.tuning.pages import Page, body_of
+from peftkit_server.tuning.recipes import grader_of
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+JOBS = "/v1/fine_tuning/jobs"
+GRADERS = "/v1/fine_tuning/alpha/graders"
+
+
+def dialect(training: Training) -> Dialect:
+    """Return OpenAI's fine-tuning API."""
+    files = Files(training)
+    jobs = Jobs(training, files)
+
+    def on_start() -> None:
+        files.tidy()
+        jobs.resume()
+
+    api = _Api(training, jobs)
+    return Dialect(_routes(files, api), on_start, api.close)
+
+
+def _routes(files: Files, api: _Api) -> list[BaseRoute]:
+    return [
+        Route("/v1/files", files.upload, methods=["POST"]),
+        Route("/v1/files", files.listed),
+        Route("/v1/files/{id}", files.retrieve),
+        Route("/v1/files/{id}", files.delete, methods=["DELETE"]),
+        Route("/v1/files/{id}/content", files.content),
+        Route(JOBS, api.create, methods=["POST"]),
+        Route(JOBS, api.jobs),
+        Route(JOBS + "/{id}", api.job),
+        Route(JOBS + "/{id}/events", api.events),
+        Route(JOBS + "/{id}/checkpoints", api.checkpoints),
+        *(Route(f"{JOBS}/{{id}}/{action}", api.change, methods=["POST"]) for action in ACTIONS),
+        Route(GRADERS + "/validate", api.validate, methods=["POST"]),
+        Route(GRADERS + "/run", api.grade, methods=["POST"]),
+    ]
+
+
+class _Api:
+    def __init__(self, training: Training, jobs: Jobs) -> None:
+        self._training, self._store, self._jobs = training, training.store, jobs
+        self._limits = training.limits
+        # not asyncio's threads: uploads and the end of the server need those
+        self._graders = DaemonThreads(training.limits.graders, "peftkit-graders")
+        self._num_graders = 0
+
+    def close(self) -> None:
+        """Drop graders that wait."""
+        self._graders.shutdown()
+
+    async def create(self, request: Request) -> Response:
+        body = await body_of(request, JobBody, self._limits)
+        job = await asyncio.to_thread(self._jobs.create, body, request.state.owner)
+        return JSONResponse(job)
+
+    def jobs(self, request: Request) -> Response:
+        jobs = [job["response"] for job in self._store.all(JOB, request.state.owner)]
+        return Page.of(request).response(jobs[::-1])
+
+    def job(self, request: Request) -> Response:
+        return JSONResponse(self._job(request))
+
+    def events(self, request: Request) -> Response:
+        page, id = Page.of(request), self._job(request)["id"]
+        return page.response(self._store.entries(id)[::-1])
+
+    def checkpoints(self, request: Request) -> Response:
+        page, id = Page.of(request, default=10), self._job(request)["id"]
+        checkpoints = [each["response"] for each in self._store.all(CHECKPOINT, parent=id)]
+        return page.response(checkpoints[::-1])
+
+    def change(self, request: Request) -> Response:
+        action = request.url.path.rpartition("/")[2]
+        id = request.path_params["id"]
+        return JSONResponse(self._jobs.change(id, request.state.owner, action))
+
+    def _job(self, request: Request) -> dict[str, Any]:
+        job = self._jobs.get(request.path_params["id"], request.state.owner)
+        response: dict[str, Any] = job["response"]
+        return response
+
+    # Graders.
+
+    async def validate(self, request: Request) -> Response:
+        body = await body_of(request, GraderBody, self._limits)
+        await self._in_thread(self._check_grader, body.grader)
+        return JSONResponse({"grader": body.grader})
+
+    def _check_grader(self, grader: dict[str, Any]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            grader_of(grader, self._training, Path(folder))
+
+    async def grade(self, request: Request) -> Response:
+        body = await body_of(request, GraderRun, self._limits)
+        return JSONResponse(await self._in_thread(partial(self._graded, request.state.owner), body))
+
+    async def _in_thread(self, work: Callable[[T], R], body: T) -> R:
+        """Return the result of a function in a thread for graders.
+
+        Raises:
+            RequestError: 429: too many graders wait.
+        """
+        if self._num_graders >= 2 * self._limits.graders:
+            raise RequestError(
+                "too many graders wait.",
+                found=f"{self._num_graders} wait or run; the server's limit is graders.",
+                fix="Try again later.",
+                status=429,
+                code="graders",
+            )
+        self._num_graders += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await asyncio.shield(loop.run_in_executor(self._graders, work, body))
+        finally:
+            self._num_graders -= 1
+
+    def _graded(self, owner: str, body: GraderRun) -> dict[str, Any]:
+        """Return the grade of an answer in OpenAI's format."""
+        began = time.monotonic()
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                grader = grader_of(body.grader, self._training, Path(folder))
+                seconds = float(self._limits.grader_seconds)
+                complete = partial(self._complete, owner=owner, until=began + seconds)
+                grading = Grading(grader, complete, seconds, ProcessCode())
+                (grade,) = grading.grades([Answered(body.model_sample, body.item, "the item")])
+        except RunError as error:
+            raise RequestError(error.problem, found=error.found, fix=error.fix) from None
+        scores = dict(grade.parts)
+        metadata = {
+            "errors": {name: name == grade.problem for name in PROBLEMS},
+            "execution_time": time.monotonic() - began,
+            "name": grader.name,
+            "sampled_model_name": None,
+            "scores": scores,
+            "token_usage": None,
+            "type": grader.type,
+        }
+        return {
+            "reward": grade.value or 0.0,
+            "sub_rewards": scores,
+            "metadata": metadata,
+            "model_grader_token_usage_per_model": {},
+        }
+
+    def _complete(
+        self, conversations: Any, settings: Any, *, owner: str, until: float
+    ) -> list[str]:
+        """Return the base's completion of a conversation, from the worker's shared batch.
+
+        Args:
+            until: When `time.monotonic()` ends it.
+        """
+        (turns,), worker = conversations, self._training.worker
+        tokenizer, style = self._training.bank.base.tokenizer, Style("chat")
+        prompt = worker.call(lambda: prompt_ids(tokenizer, turns, style))
+        try:
+            ids = prompt.result(max(0.0, until - time.monotonic()))
+        except FutureTimeout:
+            prompt.cancel()
+            raise self._too_slow() from None
+        sampling = Sampling(**settings, stops=stop_ids(tokenizer, style))
+        outputs: SimpleQueue[Output | Exception] = SimpleQueue()
+        request = EngineRequest(ids, sampling, seed_of(sampling, 0))
+        generation = Generation(request, outputs.put, owner=owner)
+        worker.submit([generation])
+        text, has_ended = "", False
+        while not has_ended:
+            try:
+                output = outputs.get(timeout=max(0.0, until - time.monotonic()))
+            except Empty:
+                generation.cancel()
+                raise self._too_slow() from None
+            if isinstance(output, Exception):  # an error of the model, not of the grader
+                assert isinstance(output, PeftkitError)
+                raise RequestError(
+                    output.problem, found=output.found, fix=output.fix, status=status_of(output)
+                )
+            text, has_ended = text + output.text, output.reason is not None
+        return [text]
+
+    def _too_slow(self) -> RequestError:
+        return RequestError(
+            "the grader took too long.",
+            found=f"It may take {self._limits.grader_seconds} seconds; the server may be busy.",
+            fix="Try again later.",
+            status=429,
+            code="grader_seconds",
+        )
+
+
+PROBLEMS = (
+    *("formula_parse_error", "invalid_variable_error", "model_grader_parse_error"),
+    *("model_grader_refusal_error", "model_grader_server_error", "other_error"),
+    *("python_grader_runtime_error", "python_grader_server_error", "sample_parse_error"),
+    *("truncated_observation_error", "unresponsive_reward_error"),
+)
+"""Error flags of OpenAI's response; this server reports most of them as request errors."""

@@ -1,0 +1,160 @@
+"""Clients' files: uploaded rows, and the results of jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from peftkit.files.disk import is_disk_full, replacing, sha256_of, write_bytes_atomic
+from peftkit_server.body import uploaded_form
+from peftkit_server.quotas import FILE
+from peftkit_server.refusals import RequestError
+from peftkit_server.store import new_id
+from peftkit_server.training import Training
+from peftkit_server.tuning.documents import JOB
+from peftkit_server.tuning.pages import Page
+from peftkit_server.tuning.rows import JobError
+
+KIND, PURPOSE, RESULTS = FILE, "fine-tune", "fine-tune-results"
+
+
+class Files:
+    """The files of a server, in a folder; a file's name is its id."""
+
+    def __init__(self, training: Training) -> None:
+        self._store, self.folder = training.store, training.folder.resolve() / "files"
+        self._quotas, self._max_bytes = training.quotas, training.limits.upload_bytes
+        self.folder.mkdir(exist_ok=True)
+
+    def tidy(self) -> None:
+        """Remove incomplete uploads of a killed server."""
+        ids = {file["id"] for file in self._store.all(KIND)}
+        for path in self.folder.iterdir():
+            if path.stem not in ids:
+                path.unlink()
+
+    def path(self, id: str) -> Path:
+        return self.folder / f"{id}.jsonl"
+
+    def get(self, id: str, owner: str, param: str | None = None) -> dict[str, Any]:
+        """Return a file's document, as clients receive it.
+
+        Raises:
+            RequestError: The file does not exist, or has another owner.
+        """
+        file = self._store.get(KIND, id, owner)
+        if file is None or not self.path(id).is_file():
+            raise RequestError(
+                f"there is no file '{id[:80]}'.", status=404, code="file_not_found", param=param
+            )
+        return file
+
+    def add(self, content: bytes, name: str, purpose: str, owner: str) -> str:
+        """Write a file; return its id."""
+        id = new_id("file-")
+        write_bytes_atomic(content, self.path(id))
+        self._put(id, len(content), name, purpose, owner)
+        return id
+
+    def check(self, id: str) -> None:
+        """Compare a file with its hash.
+
+        Raises:
+            JobError: The file is damaged or missing.
+        """
+        file, path = self._store.get(KIND, id), self.path(id)
+        digest = (file or {}).get("sha256")  # files of older servers have none
+        if not path.is_file() or digest not in (None, sha256_of(path)):
+            problem = "damaged" if path.is_file() else "missing"
+            raise JobError("file_damaged", f"The file {id} is {problem} on the server.")
+
+    def _put(self, id: str, size: int, name: str, purpose: str, owner: str) -> dict[str, Any]:
+        """Store the document of a file that is on the disk."""
+        body = {
+            "sha256": sha256_of(self.path(id)),
+            "id": id,
+            "object": "file",
+            "bytes": size,
+            "created_at": int(time.time()),
+            "filename": name,
+            "purpose": purpose,
+            "status": "processed",
+        }
+        self._store.put(KIND, id, body, owner=owner)
+        return body
+
+    # HTTP handlers.
+
+    async def upload(self, request: Request) -> Response:
+        owner = request.state.owner
+        await asyncio.to_thread(self._quotas.check_file, owner)
+        id = new_id("file-")
+        with _report_full_disk(), ExitStack() as stack:
+            file = stack.enter_context(replacing(self.path(id), self._max_bytes))
+            form = await uploaded_form(request, file, self._max_bytes)
+            _check_fields(form.fields)
+            await asyncio.to_thread(self._quotas.check_bytes, owner, form.num_bytes)
+            await asyncio.to_thread(stack.close)  # syncs the file to the disk
+        file_fields = form.num_bytes, form.filename or "", PURPOSE, owner
+        return JSONResponse(await asyncio.to_thread(self._put, id, *file_fields))
+
+    def listed(self, request: Request) -> Response:
+        page = Page.of(request, max_limit=10_000, default=10_000)
+        purpose = request.query_params.get("purpose")
+        files = self._store.all(KIND, request.state.owner)
+        files = [file for file in files if purpose in (None, file["purpose"])]
+        if request.query_params.get("order", "desc") != "asc":
+            files.reverse()
+        return page.response(files)
+
+    def retrieve(self, request: Request) -> Response:
+        return JSONResponse(self.get(request.path_params["id"], request.state.owner))
+
+    def content(self, request: Request) -> Response:
+        file = self.get(request.path_params["id"], request.state.owner)
+        try:
+            self.check(file["id"])
+        except JobError as error:
+            raise RequestError(error.problem, fix="Upload it again.", status=500) from None
+        return FileResponse(self.path(file["id"]), media_type="application/octet-stream")
+
+    def delete(self, request: Request) -> Response:
+        id = self.get(request.path_params["id"], request.state.owner)["id"]
+        for document in self._store.all(JOB, request.state.owner):
+            job = document["response"]
+            if id in (job["training_file"], job["validation_file"]) and not job["finished_at"]:
+                text = f"the file is in use by the job {job['id']}."
+                raise RequestError(text, fix="Cancel the job first.", code="file_in_use")
+        self._store.discard([(KIND, id)], lambda: self.path(id).unlink(missing_ok=True))
+        return JSONResponse({"id": id, "object": "file", "deleted": True})
+
+
+@contextmanager
+def _report_full_disk() -> Iterator[None]:
+    """Report a full disk to the client, without the server's paths."""
+    try:
+        yield
+    except Exception as problem:
+        if not is_disk_full(problem):
+            raise
+        fix = "Try again later."
+        raise RequestError("the server's disk is full.", fix=fix, status=503) from None
+
+
+def _check_fields(fields: dict[str, str]) -> None:
+    """Refuse unsupported purposes and fields."""
+    purpose = fields.pop("purpose", "")
+    if purpose != PURPOSE:
+        text = f"the purpose '{purpose[:40]}' is not supported."
+        raise RequestError(text, fix=f"Use the purpose {PURPOSE}.", param="purpose")
+    for name in fields:
+        raise RequestError(
+            "the field is not supported.", fix="Files do not expire.", param=name[:80]
+        )

@@ -1,0 +1,111 @@
+"""A request that would take too much time or memory is refused, and the others are served."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from peftkit_server.app import make_app
+from peftkit_server.grammars import Grammars
+from peftkit_server.limits import Limits
+from peftkit_server.refusals import RequestError
+from peftkit_server.threads import DaemonThreads
+from tests.helpers.serving import HERE
+
+CHAT = "/v1/chat/completions"
+ASKED: Any = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+def patterns(number: int) -> dict[str, Any]:
+    """Return a schema whose compile time doubles with each pattern."""
+    return {"allOf": [{"type": "string", "pattern": f"x{i}y"} for i in range(number)]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "limits", "message"),
+    [
+        (patterns(40), Limits(grammar_seconds=1), "more than 1 seconds"),
+        (patterns(40), Limits(grammar_bytes=300 << 20, grammar_seconds=30), "more than 300 MiB"),
+        ({"enum": ["a" * 70_000]}, Limits(), "the limit is 65,536"),
+        ({"type": "nothing"}, Limits(), "nothing"),
+    ],
+)
+def test_a_costly_schema_is_refused(schema, limits, message, tokenizer):
+    pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
+    began = time.monotonic()
+    with pytest.raises(RequestError, match="cannot be constrained") as refused:
+        Grammars(tokenizer, 384, [2], limits).of_json(schema)
+    assert message in str(refused.value)
+    assert time.monotonic() - began < 30
+
+
+def test_a_costly_schema_delays_nobody(bank):
+    pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
+    json_schema = {"name": "x", "schema": patterns(40)}
+    costly = {**ASKED, "response_format": {"type": "json_schema", "json_schema": json_schema}}
+    statuses: list[int] = []
+    ended: list[str] = []
+    app = make_app(bank, limits=Limits(grammar_seconds=1))
+    with TestClient(app, base_url=HERE) as client:
+
+        def send(name: str, body: dict[str, Any]) -> None:
+            statuses.append(client.post(CHAT, json=body).status_code)
+            ended.append(name)
+
+        first = threading.Thread(target=send, args=("costly", costly))
+        first.start()
+        time.sleep(0.3)
+        send("other", ASKED)
+        first.join()
+    assert ended == ["other", "costly"]
+    assert statuses == [200, 400]
+
+
+def test_a_grammar_beyond_the_parser_fails_its_completion_only(bank):
+    pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
+    properties = {f"p{i}": {"type": "string"} for i in range(1000)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {**ASKED, "max_tokens": 60, "response_format": form}
+    application = make_app(bank)
+    with (
+        TestClient(application, base_url=HERE) as client,
+        DaemonThreads(1, "other") as threads,
+    ):
+        other = threads.submit(client.post, CHAT, json={**ASKED, "max_tokens": 60})
+        failed = client.post(CHAT, json=body)
+        assert other.result().status_code == 200
+    assert failed.status_code == 500
+    assert "by its grammar" in failed.json()["error"]["message"]
+
+
+def test_white_space_of_json_is_bounded(tokenizer):
+    pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
+    constraint = Grammars(tokenizer, 384, [2]).of_json({"type": "object"})
+    (space,) = tokenizer(" ", add_special_tokens=False)["input_ids"][-1:]
+    (brace,) = tokenizer("{", add_special_tokens=False)["input_ids"][-1:]
+    constraint.take(brace)
+    number = 0
+    while constraint.allowed()[space]:
+        constraint.take(space)
+        number += 1
+        assert number <= 64
+    assert number
+
+
+def test_requests_of_an_executor_never_keep_the_process():
+    threads = DaemonThreads(1, "test-daemon")
+    assert threads.submit(pow, 2, 3).result() == 8
+    started, release = threading.Event(), threading.Event()
+    running = threads.submit(lambda: started.set() or release.wait(30))
+    waiting = threads.submit(pow, 2, 4)
+    assert started.wait(30)
+    threads.shutdown(wait=False)
+    assert waiting.cancelled()
+    assert all(t.daemon for t in threading.enumerate() if t.name == "test-daemon")
+    release.set()
+    assert running.result()
