@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """Bottom first: peftkit/<name>.py, or a package `x/`. Modules of a layer may import each other.
 The applications in cli/ stand above peftkit."""
 
-APPLICATIONS = {"peftkit_server": "server", "peftkit_cli": "cli"}
+APPLICATIONS = {"peftkit_server": "server", "peftkit_studio": "studio", "peftkit_cli": "cli"}
 """The packages in cli/, with their names in LAYERS and IMPORTERS."""
 
 ONE_WAY = (("inference/", "tasks/"),)
@@ -179,7 +179,7 @@ WITHOUT_TORCH = (
     "peftkit.events",
     "peftkit.model.roles",
     "peftkit.report.page",
-    "peftkit.studio.app",
+    "peftkit_studio.app",
 )
 
 

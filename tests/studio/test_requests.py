@@ -10,11 +10,11 @@ import time
 import pytest
 
 from peftkit.errors import PeftkitError
-from peftkit.studio import app as studio_app
-from peftkit.studio import drafting, processes
-from peftkit.studio.app import make_studio
-from peftkit.studio.assets import ASSETS
-from peftkit.studio.drafting import Drafting
+from peftkit_studio import app as studio_app
+from peftkit_studio import drafting, processes
+from peftkit_studio.app import make_studio
+from peftkit_studio.assets import ASSETS
+from peftkit_studio.drafting import Drafting
 from tests.helpers.serving import served_app
 from tests.helpers.studio import KEY, Client, append_steps, write_run
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from peftkit.files.disk import LOCKS, write_json
-from peftkit.studio.folder import Folder
 from peftkit_server.refusals import RequestError
+from peftkit_studio.folder import Folder
 
 MAX_PROCESSES = 8
 LOG_BYTES, SHORT_LOG_BYTES = 64_000, 1_000

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from peftkit.studio.drafting import end_with_parent
 from peftkit_server.refusals import RequestError
+from peftkit_studio.drafting import end_with_parent
 
 MAX_HEAD = 1 << 16
 CONNECT_SECONDS = 10.0

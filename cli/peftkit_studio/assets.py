@@ -77,7 +77,7 @@ class SameOrigin:
 def _assets() -> dict[str, tuple[bytes, str, str]]:
     """Return the content, media type and ETag of each file of the page."""
     found = {}
-    for file in files("peftkit.studio").joinpath("static").iterdir():
+    for file in files("peftkit_studio").joinpath("static").iterdir():
         if media_type := MEDIA_TYPES.get(Path(file.name).suffix):
             content = file.read_bytes()
             etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'

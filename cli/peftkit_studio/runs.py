@@ -23,7 +23,7 @@ from peftkit.report.history import (
     differing,
     row_of,
 )
-from peftkit.studio.processes import trainer_of
+from peftkit_studio.processes import trainer_of
 
 SCAN_SECONDS = 5.0
 """Interval between two searches for new folders; known runs are read in each poll."""
