@@ -79,7 +79,6 @@ if TYPE_CHECKING:
     from peftkit.run import run as run_recipe
     from peftkit.settings import DataConfig as DataConfig
     from peftkit.settings import TrainConfig as TrainConfig
-    from peftkit.sweeps import sweep as sweep
     from peftkit.tasks.classes.sequence_classification import (
         SequenceClassification as SequenceClassification,
     )

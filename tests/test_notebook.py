@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from peftkit.start.recipes import recipes_folder
+from peftkit_cli.start.recipes import recipes_folder
 
 NOTEBOOK = recipes_folder() / "start.ipynb"
 NO_SMOLLM2 = pytest.mark.skipif(

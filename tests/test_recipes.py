@@ -14,9 +14,9 @@ from peftkit import Answer
 from peftkit.base.locate import KNOWN
 from peftkit.model.roles import GROUPS, ROLES
 from peftkit.recipe import load
-from peftkit.start.recipes import recipes_folder
 from peftkit.tasks.distill.rows import read_prompt
 from peftkit_cli.about import headline
+from peftkit_cli.start.recipes import recipes_folder
 
 RECIPES = sorted(recipes_folder().glob("*.yaml"))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from peftkit.data.tokens import tokens
-from peftkit.start.recipes import recipes_folder
+from peftkit_cli.start.recipes import recipes_folder
 from tests.helpers.chat_templates import TOOLS
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Lima"}}\n</tool_call>'

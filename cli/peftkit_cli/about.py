@@ -15,8 +15,8 @@ import typer
 
 from peftkit.data.readers import READERS
 from peftkit.errors import ConfigError, OutputError, neighbours
-from peftkit.start.recipes import recipe_file, recipes_folder
 from peftkit_cli.arguments import Json, note
+from peftkit_cli.start.recipes import recipe_file, recipes_folder
 
 recipes = typer.Typer(help="List, show or copy ready-made recipes.", no_args_is_help=False)
 base = typer.Typer(help="List, remove or add quantised bases in the cache.", no_args_is_help=True)

@@ -12,7 +12,7 @@ import typer
 from peftkit_cli.arguments import Json, note
 
 if TYPE_CHECKING:
-    from peftkit.start.survey import Survey
+    from peftkit_cli.start.survey import Survey
 
 
 def data(
@@ -46,7 +46,7 @@ def data(
             raise typer.BadParameter("--hard-negatives needs --out FILE")
         _write_hard_negatives(file, hard_negatives, out, candidates, negatives, margin, kind)
         return
-    from peftkit.start.survey import splits_of, survey
+    from peftkit_cli.start.survey import splits_of, survey
 
     splits = splits_of(Path(file)) if Path(file).is_dir() else {}
     summary = survey(splits.get("train", file))

@@ -93,7 +93,7 @@ def _recipe(prompt: Path, base: str, data: str, out: Path, overrides: list[str])
     from peftkit.defaults import learning_rate_of
     from peftkit.files.disk import write_text
     from peftkit.recipe import Recipe, load
-    from peftkit.start.draft import size_of
+    from peftkit_cli.start.draft import size_of
 
     base_size = size_of(base)
     if base_size.notice:

@@ -90,7 +90,7 @@ def export(
 
     with Renderer() as on_event:
         if is_model:
-            from peftkit.deploy.export import export_model
+            from peftkit_cli.deploy.export import export_model
 
             done: Any = export_model(
                 adapter,

@@ -241,7 +241,7 @@ def flat_mlx_lm(theirs: Settings) -> Settings:
 
 def mlx_lm_data(theirs: Settings, folder: Path, ours: Settings) -> Settings:
     """Put mlx-lm's data folder or data set into `ours`; all of it has a counterpart."""
-    from peftkit.start.survey import splits_of, survey
+    from peftkit_cli.start.survey import splits_of, survey
 
     place = folder / str(theirs.get("data", "data"))
     splits = splits_of(place) if place.is_dir() else {}

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from peftkit.errors import ConfigError, OutputError, PeftkitError
-from peftkit.start.draft import (
+from peftkit_cli.about import write_recipe
+from peftkit_cli.arguments import note
+from peftkit_cli.start.draft import (
     checked_task,
     draft,
     field_names,
@@ -21,12 +23,10 @@ from peftkit.start.draft import (
     usual_fields,
     usual_model,
 )
-from peftkit.start.goals import GOALS
-from peftkit_cli.about import write_recipe
-from peftkit_cli.arguments import note
+from peftkit_cli.start.goals import GOALS
 
 if TYPE_CHECKING:
-    from peftkit.start.survey import Survey
+    from peftkit_cli.start.survey import Survey
 
 FEW = 50
 Parsed = TypeVar("Parsed")
@@ -63,7 +63,7 @@ def init(
     """
     if out.exists():
         raise OutputError(f"'{out}' exists already.", fix="Choose another name with --out.")
-    from peftkit.start.survey import only_data_file, splits_of, survey
+    from peftkit_cli.start.survey import only_data_file, splits_of, survey
 
     def read_data(where: str) -> tuple[str, Survey]:
         path = Path(where)

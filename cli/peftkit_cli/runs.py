@@ -54,11 +54,11 @@ def sweep(
             fix="For example: peftkit sweep RECIPE.yaml --over method.rank=8,16 --out runs/sweep",
         )
     check_recipe_exists(recipe)
-    from peftkit import sweeps
     from peftkit.recipe import load
     from peftkit.report.page import REPORT
-    from peftkit.sweeps import BEST
+    from peftkit_cli import sweeps
     from peftkit_cli.render import Renderer
+    from peftkit_cli.sweeps import BEST
 
     settings = overrides or ()
     if out is None:

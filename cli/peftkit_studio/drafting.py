@@ -123,17 +123,16 @@ def _call(function: Function, arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 def warm_up() -> dict[str, Any]:
     """Import torch before it is needed, which takes seconds."""
-    import peftkit.planning.plan
-    import peftkit.start.survey  # noqa: F401
+    import peftkit_cli.start.survey  # noqa: F401
 
     return {}
 
 
 def survey_file(file: str) -> dict[str, Any]:
     """Return the survey of a file, and the tasks that accept its rows."""
-    from peftkit.start.draft import suited_tasks
-    from peftkit.start.goals import GOALS
-    from peftkit.start.survey import survey
+    from peftkit_cli.start.draft import suited_tasks
+    from peftkit_cli.start.goals import GOALS
+    from peftkit_cli.start.survey import survey
 
     summary, no_task = survey(file), ""
     try:
@@ -151,8 +150,8 @@ def draft_recipe(file: str, task: str, model: str, memory: str) -> dict[str, Any
         memory: GPU memory such as "24GB", or "cpu"; "" for this machine.
     """
     from peftkit.execution.environment import this_machine
-    from peftkit.start import draft as drafts
-    from peftkit.start.survey import survey
+    from peftkit_cli.start import draft as drafts
+    from peftkit_cli.start.survey import survey
 
     summary = survey(file)
     task = drafts.checked_task(task, drafts.suited_tasks(summary), summary)
@@ -279,7 +278,7 @@ def estimate(text: str, memory: str) -> dict[str, Any]:
 
 def preview(text: str) -> dict[str, Any]:
     """Return the first rows, token by token."""
-    from peftkit.start.preview import first_rows
+    from peftkit_cli.start.preview import first_rows
 
     rows, notices = first_rows(read_recipe(text), NUM_ROWS)
     return {"rows": [asdict(row) for row in rows], "notices": notices}

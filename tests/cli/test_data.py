@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from peftkit.start.survey import survey
 from peftkit_cli.app import app
+from peftkit_cli.start.survey import survey
 from tests.helpers.folders import write_rows
 
 ROWS = [

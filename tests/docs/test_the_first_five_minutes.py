@@ -69,7 +69,7 @@ def test_the_guide_applies_the_adapter(here, capsys):
     (anew,) = [call for call in commands("continue.md", "train") if "--from" in call]
     merge = commands("use.md", "merge")[0]
     ask = commands("use.md", "generate")[0]
-    # merged exports run llama.cpp's converter: tests/deploy
+    # merged exports run llama.cpp's converter: tests/cli/deploy
     exports = [
         call for call in commands("use.md", "export") if not {"--merged", "ollama"} & {*call}
     ]

@@ -10,7 +10,7 @@ import pytest
 from peftkit.defaults import PREFERENCE_RATE, learning_rate_of
 from peftkit.recipe import Recipe, load
 from peftkit.settings import BaseConfig
-from peftkit.start.recipes import recipe_file
+from peftkit_cli.start.recipes import recipe_file
 from peftkit_server.tuning.bodies import JobBody, Kind
 from peftkit_server.tuning.recipes import (
     ANSWER_TOKENS,

@@ -29,12 +29,12 @@ from peftkit.data.generation import prompt_ids, stop_ids
 from peftkit.data.prompts import read_prompts
 from peftkit.data.records import iterate_records
 from peftkit.data.style import ALPACA, Style
-from peftkit.deploy.programs import environment
 from peftkit.errors import PeftkitError, RunError
 from peftkit.events import Listener, Notice, Table
 from peftkit.formats.folders import RECIPE
 from peftkit.formats.open_adapter import Opened
 from peftkit.inference.generate import decoded, generate_ids
+from peftkit_cli.deploy.programs import environment
 
 NUM_PROMPTS, NUM_TOKENS = 6, 64
 START_SECONDS, ANSWER_SECONDS = 600, 600

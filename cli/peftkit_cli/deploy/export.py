@@ -23,25 +23,6 @@ from torch import Tensor
 from peftkit.base.load import Base, load_base
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.data.style import Style
-from peftkit.deploy.compare import (
-    Answered,
-    Comparison,
-    answered_by_llama_cpp,
-    answered_by_ollama,
-    answered_here,
-    compared,
-    prompts_of,
-    report,
-)
-from peftkit.deploy.modelfile import Untranslatable, modelfile, template_for
-from peftkit.deploy.programs import (
-    INSTALL_CONVERTER,
-    INSTALL_QUANTIZER,
-    INSTALL_RUNNER,
-    Programs,
-    find_programs,
-    run_program,
-)
 from peftkit.errors import AdapterError, ConfigError, OutputError
 from peftkit.events import Event, Listener, Notice, Saved, Stage, ignore
 from peftkit.files import disk
@@ -55,6 +36,25 @@ from peftkit.merging.fold import check_mergeable
 from peftkit.merging.merge import merge
 from peftkit.merging.prompt_format import set_added_tokens
 from peftkit.merging.quantized import gguf_codes
+from peftkit_cli.deploy.compare import (
+    Answered,
+    Comparison,
+    answered_by_llama_cpp,
+    answered_by_ollama,
+    answered_here,
+    compared,
+    prompts_of,
+    report,
+)
+from peftkit_cli.deploy.modelfile import Untranslatable, modelfile, template_for
+from peftkit_cli.deploy.programs import (
+    INSTALL_CONVERTER,
+    INSTALL_QUANTIZER,
+    INSTALL_RUNNER,
+    Programs,
+    find_programs,
+    run_program,
+)
 
 TARGETS = ("gguf", "ollama", "lmstudio")
 FLOATS = ("f32", "f16", "bf16")

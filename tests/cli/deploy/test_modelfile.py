@@ -8,7 +8,7 @@ import pytest
 
 from peftkit.data.chat import Chat
 from peftkit.data.style import ALPACA, Style
-from peftkit.deploy.modelfile import Untranslatable, modelfile, template_for
+from peftkit_cli.deploy.modelfile import Untranslatable, modelfile, template_for
 from tests.helpers.chat_templates import TEMPLATES
 
 TURNS = [

@@ -9,9 +9,9 @@ from peftkit.errors import ConfigError, did_you_mean
 
 def recipes_folder() -> Path:
     """Return the folder of the recipes in the installed package or a checkout."""
-    top = Path(__file__).resolve().parents[2]
-    installed = top / "peftkit_cli" / "recipes"
-    return installed if installed.is_dir() else top / "recipes"
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parents[1] / "recipes"
 
 
 def recipe_file(name: str) -> Path:

@@ -20,7 +20,7 @@ from peftkit.formats.peft.load import named_tensors
 from peftkit.inference.bank import check_name
 from peftkit.recipe import load
 from peftkit.run import run
-from peftkit.sweeps import Outcome, _write, check_members, grid, pick, sweep
+from peftkit_cli.sweeps import Outcome, _write, check_members, grid, pick, sweep
 from tests.helpers.families import FAMILIES, tiny_tokenizer
 from tests.helpers.folders import write_rows
 

