@@ -6,7 +6,7 @@ from typing import BinaryIO
 
 from starlette.requests import ClientDisconnect, Request
 
-from peftkit.files.multipart import Form, FormError
+from peftkit_server.multipart import Form, FormError
 from peftkit_server.refusals import RequestError
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from peftkit.files.multipart import MAX_FIELD, MAX_HEAD, Form, FormError
+from peftkit_server.multipart import MAX_FIELD, MAX_HEAD, Form, FormError
 
 KIND = "multipart/form-data; boundary=xYz"
 ROWS = b'{"a": 1}\r\n--xY\r\n\r\n--x--\r\n{"b": 2}\n'
