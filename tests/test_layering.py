@@ -38,6 +38,32 @@ The applications in cli/ stand above peftkit."""
 APPLICATIONS = {"peftkit_server": "server", "peftkit_studio": "studio", "peftkit_cli": "cli"}
 """The packages in cli/, with their names in LAYERS and IMPORTERS."""
 
+PUBLIC = """
+    adapter defaults errors events figures recipe settings base/load base/locate base/new_tokens
+    base/pretrained base/purpose base/skeleton base/store base/stored config/schema
+    config/strict_yaml data/chat data/chat_template data/examples data/format data/generation
+    data/media/files data/messages data/pack data/preferences data/prompts data/readers
+    data/records data/style evaluation/drift evaluation/evaluate evaluation/make_rows
+    evaluation/predict execution/environment execution/out_of_memory execution/plan execution/rng
+    execution/signals files/disk files/strict_json files/tensors formats/find_adapter
+    formats/folders formats/gguf/requantize formats/guard formats/open_adapter formats/peft/folder
+    formats/peft/load formats/peft/low_rank formats/serving forward/attention forward/blocks
+    forward/compiler forward/fused forward/loss forward/probes forward/row_lengths inference/bank
+    inference/call_formats inference/call_style inference/calls inference/engine
+    inference/fallbacks inference/generate inference/harness inference/open_engine
+    inference/penalties inference/sampling kernels/cross_entropy kernels/device merging/advice
+    merging/fold merging/prompt_format merging/quantized methods/prefix methods/table model/blocks
+    model/lift model/modes model/places model/roles model/targets planning/memory planning/plan
+    planning/resolve report/chart report/history report/page tasks/batches tasks/distill/rows
+    tasks/media/media_text tasks/rewards/graders tasks/rewards/grading tasks/tokens
+    tasks/user_code train/checkpoint_files train/fitting train/metrics train/optim
+    train/saved_bytes train/start train/trackers
+""".split()
+"""Modules of peftkit from which applications import names that peftkit does not export."""
+
+MAX_PUBLIC = 103
+"""Maximum length of PUBLIC. A commit may only lower it."""
+
 ONE_WAY = (("inference/", "tasks/"), ("server/", "cli/"), ("cli/start/", "server/"))
 """Packages of one layer: the first never imports the second."""
 
@@ -409,6 +435,21 @@ def test_the_library_leads_to_no_application():
         if name.startswith("peftkit.")
     }
     assert not {name: words for name, words in found.items() if words}
+
+
+def test_applications_import_what_peftkit_exports_and_what_is_public():
+    sources = modules()
+    public = imports({"peftkit.__init__": sources["peftkit.__init__"]})
+    exported = {(each.target, name) for each in public for name in each.names}
+    used = set()
+    for found in imports(sources):
+        if found.importer.startswith("peftkit.") or found.target.split(".")[0] != "peftkit":
+            continue
+        names = tuple(name for name in found.names if (found.target, name) not in exported)
+        if names or not found.names:
+            used |= {*map(short_name, _own_targets(found._replace(names=names), sources))}
+    assert used == set(PUBLIC), sorted(used ^ set(PUBLIC))
+    assert len(PUBLIC) <= MAX_PUBLIC
 
 
 def test_the_main_path_names_no_leaf():
