@@ -42,11 +42,16 @@ MEANING = f"{STALE} The code that it measures has changed since."
 SUMMARY = ("benchmark", f"result ({STALE}: the code has changed since)", "machine", "command")
 
 
+def place(name: str) -> Path:
+    """Return a file or folder of peftkit/, or an application in cli/."""
+    return ROOT / ("cli" if name.startswith("peftkit_") else "peftkit") / name
+
+
 def digest(measures: tuple[str, ...]) -> str:
-    """Return a digest of the code of files and folders of peftkit/."""
+    """Return a digest of the code of files and folders of peftkit/ and cli/."""
     found = hashlib.sha256()
     for name in sorted(set(measures)):
-        path = ROOT / "peftkit" / name
+        path = place(name)
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             found.update(f"{file.relative_to(ROOT).as_posix()}\n{code_of(file)}\n".encode())
     return found.hexdigest()[:16]

@@ -56,7 +56,7 @@ class Benchmark:
     Attributes:
         commands: Shell commands in order, environment variables first, with the placeholders of
             `PEERS`.
-        measures: Files and folders of peftkit/; figures are stale if they change.
+        measures: Files and folders of peftkit/ and cli/; figures are stale if they change.
         what, tells: The first two cells of a summary row; {names} are figures.
         shown_rows: Pattern that selects the table rows of a page; by default, all rows.
         reads: Name of a figure -> pattern in the output; several matches are joined by commas.
@@ -238,7 +238,7 @@ ENTRIES: Mapping[str, Benchmark] = {
     ),
     "serving": Benchmark(
         ("OMP_NUM_THREADS=1 python -m benchmarks.serving --requests 1 --longest 16 --peers PEERS",),
-        (*ANSWERS, "serve"),
+        (*ANSWERS, "peftkit_server"),
     ),
     "encoding": Benchmark(
         ("python -m benchmarks.encoding --rows 10000 --against map trl --peers PEERS",),

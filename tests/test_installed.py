@@ -81,7 +81,11 @@ def test_a_wheel_has_the_packages_recipes_types_and_extras(built):
         (about,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(wheel.read(about))
     recipes = {f"peftkit_cli/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
-    code = {path.relative_to(ROOT).as_posix() for path in (ROOT / "peftkit").rglob("*.py")}
+    code = {
+        path.relative_to(top).as_posix()
+        for top in (ROOT, ROOT / "cli")
+        for path in top.glob("peftkit*/**/*.py")
+    }
     assert names >= recipes | code | {"peftkit/py.typed", "peftkit_cli/recipes/quickstart.py"}
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
     assert {"gguf", "images", "serve"} <= set(metadata.get_all("Provides-Extra"))

@@ -78,7 +78,7 @@ def test_a_file_says_what_ran_where_but_not_on_whose_machine(path):
 def test_what_is_measured_is_there():
     for name, known in ENTRIES.items():
         for part in known.measures:
-            assert (figures.ROOT / "peftkit" / part).exists(), (name, part)
+            assert figures.place(part).exists(), (name, part)
 
 
 NO_FIGURE = {

@@ -48,7 +48,7 @@ ASKED = {"_local_scalar_dense", "equal", "is_nonzero"}
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 COMPOSED = ("torch/autograd/graph.py", "torch/nn/functional.py", "torch/nn/utils/rnn.py")
 """Files of torch from which C++ is called that makes tensors of its own."""
-PACKAGES = ("/peftkit/", "/transformers/", "/accelerate/")
+PACKAGES = ("/peftkit/", "/peftkit_server/", "/transformers/", "/accelerate/")
 OURS = tuple(str(Path(__file__).with_name(name)) for name in ("tensors.py", "simulation.py"))
 
 
