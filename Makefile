@@ -55,7 +55,7 @@ docs: .venv-docs/installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs $(DOCS) --strict
 
 quickstart: $(VENV)/runtime $(VENV)/smollm2
-	$(BIN)/python recipes/quickstart.py
+	$(BIN)/python recipes/examples/quickstart.py
 
 # Each stamp is newer than what it was installed from, or is made again.
 $(VENV)/python:

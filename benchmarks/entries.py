@@ -82,7 +82,7 @@ def _trained(options: str) -> Benchmark:
 
 ENTRIES: Mapping[str, Benchmark] = {
     "quickstart": Benchmark(
-        ("python recipes/quickstart.py",),
+        ("python recipes/examples/quickstart.py",),
         (*RECIPE, "inference"),
         "Quickstart: exact match on 64 held-out orders",
         "{before} before training, {after} after; {minutes} minutes in total",
@@ -93,7 +93,7 @@ ENTRIES: Mapping[str, Benchmark] = {
         },
     ),
     "preferences-recipe": Benchmark(
-        ("python recipes/preferences.py",),
+        ("python recipes/examples/preferences.py",),
         (*RECIPE, "inference", *PAIRS),
         "DPO on the quickstart's adapter to omit empty fields: 144 training pairs; 16 pairs and 32 "
         "orders held out",
@@ -108,7 +108,7 @@ ENTRIES: Mapping[str, Benchmark] = {
         },
     ),
     "hear-digits": Benchmark(
-        tuple(f"python recipes/hear_digits.py --seed {seed}" for seed in range(3)),
+        tuple(f"python recipes/examples/hear_digits.py --seed {seed}" for seed in range(3)),
         (*CLASSES, *_tasks("media/ctc", "media/speech")),
         "CTC model adapted from one voice to another: 6,704 trained parameters, 80 held-out "
         "sentences",
@@ -116,7 +116,7 @@ ENTRIES: Mapping[str, Benchmark] = {
         {"before": r"other voice: WER (\S+) ->", "after": r"other voice: WER \S+ -> ([^\s,]+)"},
     ),
     "calculator": Benchmark(
-        ("python recipes/calculator.py",),
+        ("python recipes/examples/calculator.py",),
         (*RECIPE, *REWARDS, *_tasks("rewards/grpo_tools", "user_code")),
         "GRPO with a calculator tool, SmolLM2-135M, after SFT on six plain products: 32 held-out "
         "word problems",
@@ -282,14 +282,14 @@ ENTRIES: Mapping[str, Benchmark] = {
     ),
     "simulate": Benchmark(("python -m benchmarks.simulate",), CAUSAL),
     "intents": Benchmark(
-        ("python recipes/intents.py",),
+        ("python recipes/examples/intents.py",),
         (*CLASSES, *_tasks("classes/sequence_classification", "classes/token_classification")),
         "MiniLM-L6: 7 intents, 160 held-out texts; entity tagging",
         "accuracy {accuracy}; entity F1 {f1}",
         {"accuracy": r": accuracy (\S+ -> \S+)", "f1": r": \S*f1 (\S+ -> \S+)"},
     ),
     "digits": Benchmark(
-        ("python recipes/digits.py",),
+        ("python recipes/examples/digits.py",),
         (*CLASSES, *_tasks("media/media_classification", "media/speech")),
         "Small ViT trained on upright digits, adapted to rotated and inverted ones",
         "accuracy {before} -> {after}",
@@ -299,7 +299,7 @@ ENTRIES: Mapping[str, Benchmark] = {
         },
     ),
     "read-digits": Benchmark(
-        ("python recipes/read_digits.py",),
+        ("python recipes/examples/read_digits.py",),
         (*CAUSAL, "tasks/media/media_text.py"),
         "SmolLM2-135M with a small vision tower reads three-digit numbers: 32 held-out images",
         "{before} before; {tower} after training projector and tower; {after} after LoRA on the "

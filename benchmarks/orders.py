@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.helpers.folders import write_rows
 
-QUICKSTART = Path(__file__).parent.parent / "recipes" / "quickstart.py"
+QUICKSTART = Path(__file__).parent.parent / "recipes" / "examples" / "quickstart.py"
 MEAN_SENTENCES = 9
 LONGEST = 45
 

@@ -86,7 +86,8 @@ def test_a_wheel_has_the_packages_recipes_types_and_extras(built):
         for top in (ROOT, ROOT / "cli")
         for path in top.glob("peftkit*/**/*.py")
     }
-    assert names >= recipes | code | {"peftkit/py.typed", "peftkit_cli/recipes/quickstart.py"}
+    assert names >= recipes | code | {"peftkit/py.typed"}
+    assert "peftkit_cli/recipes/examples/quickstart.py" in names
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
     assert {"gguf", "images", "serve"} <= set(metadata.get_all("Provides-Extra"))
 

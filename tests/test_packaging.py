@@ -28,7 +28,10 @@ def test_every_package_is_packed(pyproject):
         for top in (ROOT / "peftkit", *(ROOT / "cli").glob("peftkit_*"))
         for init in top.rglob("__init__.py")
     }
-    assert set(pyproject["tool"]["setuptools"]["packages"]) == found | {"peftkit_cli.recipes"}
+    assert set(pyproject["tool"]["setuptools"]["packages"]) == found | {
+        "peftkit_cli.recipes",
+        "peftkit_cli.recipes.examples",
+    }
 
 
 def test_every_file_that_code_reads_is_packed(pyproject):

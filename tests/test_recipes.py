@@ -19,6 +19,7 @@ from peftkit_cli.about import headline
 from peftkit_cli.start.recipes import recipes_folder
 
 RECIPES = sorted(recipes_folder().glob("*.yaml"))
+EXAMPLES = recipes_folder() / "examples"
 
 
 def test_there_are_recipes_at_the_top_of_the_tree():
@@ -66,7 +67,7 @@ def test_no_two_recipes_write_to_the_same_folder():
 
 
 def test_held_out_rows_of_the_intents_share_no_phrase_with_the_training_rows(tmp_path):
-    train, held_out = runpy.run_path(str(recipes_folder() / "intents.py"))["make_data"](tmp_path)
+    train, held_out = runpy.run_path(str(EXAMPLES / "intents.py"))["make_data"](tmp_path)
     rows = [[json.loads(line) for line in f.read_text().splitlines()] for f in (train, held_out)]
     assert [len(part) for part in rows] == [480, 160]
     texts = [{row["text"] for row in part} for part in rows]
@@ -78,7 +79,7 @@ def test_held_out_rows_of_the_intents_share_no_phrase_with_the_training_rows(tmp
 
 
 def test_pictures_of_numbers_hold_the_digits_that_their_rows_name(tmp_path):
-    made = runpy.run_path(str(recipes_folder() / "read_digits.py"))
+    made = runpy.run_path(str(EXAMPLES / "read_digits.py"))
     digits = [(np.full((8, 8), 20 * (label + 1), dtype="uint8"), label) for label in range(10)]
     made["write_pictures"](digits, tmp_path, 5)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
@@ -91,7 +92,7 @@ def test_pictures_of_numbers_hold_the_digits_that_their_rows_name(tmp_path):
 
 
 def test_sentences_to_be_heard_are_in_no_two_parts():
-    parts = runpy.run_path(str(recipes_folder() / "hear_digits.py"))["choose"](0)
+    parts = runpy.run_path(str(EXAMPLES / "hear_digits.py"))["choose"](0)
     assert {name: len(part) for name, part in parts.items()} == {
         "base": 480,
         "train": 320,
@@ -101,7 +102,7 @@ def test_sentences_to_be_heard_are_in_no_two_parts():
 
 
 def test_pairs_of_orders_differ_in_the_extras_alone(tmp_path):
-    files = runpy.run_path(str(recipes_folder() / "preferences.py"))["make_data"](tmp_path)
+    files = runpy.run_path(str(EXAMPLES / "preferences.py"))["make_data"](tmp_path)
     rows = {
         name: [json.loads(line) for line in file.read_text().splitlines()]
         for name, file in files.items()
@@ -119,7 +120,7 @@ def test_pairs_of_orders_differ_in_the_extras_alone(tmp_path):
 
 
 def test_orders_of_the_distilled_prompt_are_not_its_examples(tmp_path):
-    files = runpy.run_path(str(recipes_folder() / "distill.py"))["make_data"](tmp_path)
+    files = runpy.run_path(str(EXAMPLES / "distill.py"))["make_data"](tmp_path)
     train, held_out = (
         [json.loads(line) for line in files[name].read_text().splitlines()]
         for name in ("train", "held_out")
@@ -134,13 +135,13 @@ def test_orders_of_the_distilled_prompt_are_not_its_examples(tmp_path):
 
 
 def test_an_answer_counts_as_lean_if_it_is_json_without_empty_fields():
-    is_lean = runpy.run_path(str(recipes_folder() / "preferences.py"))["is_lean"]
+    is_lean = runpy.run_path(str(EXAMPLES / "preferences.py"))["is_lean"]
     said = ['{"a": 0}', '{"a": []}', '{"a": ""}', '{"a"', "[1]", "NaN"]
     assert [is_lean(Answer("", text, "", "")) for text in said] == [True] + 5 * [False]
 
 
 @pytest.mark.parametrize(
-    "file", sorted((recipes_folder() / "verifiers").glob("*.py")), ids=lambda file: file.stem
+    "file", sorted((EXAMPLES / "verifiers").glob("*.py")), ids=lambda file: file.stem
 )
 def test_what_programs_of_another_environment_take_of_peftkit_is_there(file):
     tree = ast.parse(file.read_text(encoding="utf-8"))

@@ -28,7 +28,7 @@ def renderer(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name, module in {"base": base, "configs": configs}.items():
         monkeypatch.setitem(sys.modules, f"renderers.{name}", module)
     monkeypatch.setitem(sys.modules, "renderers", ModuleType("renderers"))
-    made = runpy.run_path(str(recipes_folder() / "verifiers" / "renderer.py"))
+    made = runpy.run_path(str(recipes_folder() / "examples" / "verifiers" / "renderer.py"))
     return made["TemplateRenderer"](tokenizer, SimpleNamespace(template="chatml"))
 
 

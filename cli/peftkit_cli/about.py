@@ -214,7 +214,7 @@ def quickstart() -> None:
 
     Prints scores before and after, and replaces the run in runs/quickstart.
     """
-    script = recipes_folder() / "quickstart.py"
+    script = recipes_folder() / "examples" / "quickstart.py"
     runpy.run_path(str(script))["main"]()
 
 

@@ -5,12 +5,13 @@ from peftkit_cli import about
 
 def test_it_trains_and_measures_before_and_after(peftkit, model_folder, tmp_path, monkeypatch):
     small = tmp_path / "recipes"
-    small.mkdir()
+    (small / "examples").mkdir(parents=True)
     shipped = about.recipes_folder()
-    script = (shipped / "quickstart.py").read_text(encoding="utf-8")
+    script = (shipped / "examples" / "quickstart.py").read_text(encoding="utf-8")
     recipe = (shipped / "quickstart.yaml").read_text(encoding="utf-8")
     few = "NUM_TRAIN, NUM_HELD_OUT = 8, 2"
-    (small / "quickstart.py").write_text(script.replace("NUM_TRAIN, NUM_HELD_OUT = 640, 64", few))
+    copy = small / "examples" / "quickstart.py"
+    copy.write_text(script.replace("NUM_TRAIN, NUM_HELD_OUT = 640, 64", few))
     model = f"{{model: {model_folder}, quantize: none}}"
     (small / "quickstart.yaml").write_text(
         recipe.replace("{model: smollm2-135m, quantize: nf4}", model)
@@ -18,7 +19,7 @@ def test_it_trains_and_measures_before_and_after(peftkit, model_folder, tmp_path
         .replace("max_length: 256", "max_length: 128")
         .replace("batch_size: 8", "batch_size: 2")
     )
-    assert few in (small / "quickstart.py").read_text()
+    assert few in copy.read_text()
     assert str(model_folder) in (small / "quickstart.yaml").read_text()
     monkeypatch.setattr(about, "recipes_folder", lambda: small)
     for _ in range(2):  # again, over the first

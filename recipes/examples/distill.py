@@ -65,7 +65,7 @@ def main(seed: int = 0) -> None:
     began = time.monotonic()
     files = make_data(OUT / "data")
     settings = load_recipe(
-        HERE / "distill.yaml",
+        HERE.parent / "distill.yaml",
         [
             f"task.teacher.prompt={files['prompt']}",
             f"data.train={files['train']}",

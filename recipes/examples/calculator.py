@@ -124,7 +124,7 @@ def recipes(files: dict[str, Path], seed: int) -> tuple[Recipe, Recipe]:
         "train.compile=false",
     ]
     first = load_recipe(
-        HERE.parent / "quickstart.yaml",
+        HERE.parents[1] / "quickstart.yaml",
         [
             *common,
             "method={type: lora, rank: 8, alpha: 16, targets: all-linear}",
@@ -137,7 +137,7 @@ def recipes(files: dict[str, Path], seed: int) -> tuple[Recipe, Recipe]:
         ],
     )
     then = load_recipe(
-        HERE.parent / "grpo.yaml",
+        HERE.parents[1] / "grpo.yaml",
         [
             *common,
             f"task.rewards=[{{use: {HERE}:right}}, {{use: {HERE}:called, weight: 0.5}}]",

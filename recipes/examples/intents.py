@@ -148,7 +148,7 @@ def main() -> None:
     for name, metric in RUNS.items():
         began = time.monotonic()
         settings = load_recipe(
-            HERE / f"{name}.yaml", [f"data.train={train}", f"data.eval={held_out}"]
+            HERE.parent / f"{name}.yaml", [f"data.train={train}", f"data.eval={held_out}"]
         )
         with Renderer() as on_event:
             ready = prepare_recipe(settings, on_event=on_event)

@@ -195,7 +195,7 @@ def main() -> None:
         write_pictures(parts[name], OUT / name, count)
     say(f"Base and images are ready after {time.monotonic() - began:.0f} s.")
 
-    settings = load_recipe(HERE / "read-digits.yaml")
+    settings = load_recipe(HERE.parent / "read-digits.yaml")
     held_out, task, scores = OUT / "held_out" / "rows.jsonl", ImageTextConfig(), []
     with Renderer() as on_event:
         base = load_base(str(OUT / "base"), purpose=task.purpose, on_event=on_event)

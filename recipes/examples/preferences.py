@@ -4,8 +4,8 @@ The quickstart adapter writes "extras": [] for orders without extras. For these 
 answer omits the empty field. The data also has orders with extras, whose chosen answers keep the
 field; otherwise the model would learn to omit it everywhere.
 
-Needs: the adapter of recipes/quickstart.py in runs/quickstart, 2 CPU cores or a GPU, 3 GB of
-memory, 5 minutes. Without that adapter, training starts from the base, which writes no JSON.
+Needs: the adapter of recipes/examples/quickstart.py in runs/quickstart, 2 CPU cores or a GPU, 3 GB
+of memory, 5 minutes. Without that adapter, training starts from the base, which writes no JSON.
 Gives: metrics on held-out orders before and after, and an adapter in runs/preferences.
 """
 
@@ -134,7 +134,7 @@ def main() -> None:
     start = START if continues else f"the base ({START} does not exist)"
     print(f"Training starts from {start}.", flush=True)
     settings = load_recipe(
-        HERE / "preference.yaml",
+        HERE.parent / "preference.yaml",
         [
             f"base.model={BASE}",
             f"method.start_from={START if continues else 'null'}",

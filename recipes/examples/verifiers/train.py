@@ -1,7 +1,7 @@
 """Train SmolLM2-135M in an environment of verifiers 0.4, through peftkit's training server.
 
     peftkit serve smollm2-135m --train runs/verifiers --port 8001     # peftkit's Python environment
-    ENV/bin/python recipes/verifiers/train.py --tokenizer FOLDER      # the environment of verifiers
+    ENV/bin/python recipes/examples/verifiers/train.py --tokenizer FOLDER  # its environment
 
 The environment runs unmodified, with its harness, its tool over MCP and its reward. Completions
 come from /inference/v1/generate as tokens with log-probabilities. Each branch of an episode is a

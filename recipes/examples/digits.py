@@ -94,7 +94,7 @@ def main() -> None:
     write_images(digits[NUM_BASE + NUM_TRAIN :], OUT / "held_out")
     say(f"Base and images are ready after {time.monotonic() - began:.0f} s.")
 
-    settings = load_recipe(HERE / "image-classification.yaml")
+    settings = load_recipe(HERE.parent / "image-classification.yaml")
     task = ImageClassificationConfig().resolve(settings.data)
     with Renderer() as on_event:
         base = load_base(settings.base.model, purpose=task.purpose, on_event=on_event)

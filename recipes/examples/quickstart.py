@@ -92,7 +92,7 @@ def main() -> None:
     began = time.monotonic()
     train, held_out = make_data(OUT / "data")
     settings = load_recipe(
-        HERE / "quickstart.yaml",
+        HERE.parent / "quickstart.yaml",
         [f"data.train={train}", f"data.eval={held_out}", f"train.output_dir={OUT}"],
     )
     with Renderer() as on_event:

@@ -57,7 +57,7 @@ def main(seed: int = 0) -> None:
     shown, tried, held_out = make_data(OUT / "data")
     start = OUT / "start"
     first = load_recipe(
-        HERE / "quickstart.yaml",
+        HERE.parent / "quickstart.yaml",
         [
             f"data.train={shown}",
             "data.eval=null",
@@ -69,7 +69,7 @@ def main(seed: int = 0) -> None:
         ],
     )
     then = load_recipe(
-        HERE / "grpo.yaml",
+        HERE.parent / "grpo.yaml",
         [
             "task.rewards=[{use: json_fields}]",
             "task.max_new_tokens=32",

@@ -139,7 +139,7 @@ def main() -> None:
     }
     say(f"Base and sounds are ready after {time.monotonic() - began:.0f} s.")
 
-    settings = load_recipe(HERE / "hear-digits.yaml")
+    settings = load_recipe(HERE.parent / "hear-digits.yaml")
     settings = settings.model_copy(
         update={"train": settings.train.model_copy(update={"seed": seed})}
     )
