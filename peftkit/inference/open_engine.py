@@ -77,6 +77,8 @@ LENGTHS = (9, 6)
 """Of the prompts that a model is tried with, in pieces."""
 PADDED_LENGTHS = (9, 6, 1)
 """Of the prompts that a model with states is tried with, in one padded pass."""
+NEW_TOKENS = 6
+"""Tokens after each prompt: with fewer, no step would decode two rows together."""
 TOP = 16
 """Likeliest tokens that are compared."""
 
@@ -262,7 +264,7 @@ def why_plain_class(model: Any) -> str | None:
 def _by_trying(model: Any, tokenizer: Any, config: Any) -> str | None:
     """Return why the likeliest tokens of `CachedEngine` and of the model itself differ, if so."""
     parts = "states and attention" if has_states(config) else "attention"
-    sampling = Sampling(max_new_tokens=2, top_logprobs=TOP)
+    sampling = Sampling(max_new_tokens=NEW_TOKENS, top_logprobs=TOP)
     trials: list[tuple[Sequence[int], Limits]] = [(LENGTHS, Limits(prefill=4))]
     if has_states(config):
         trials.append((PADDED_LENGTHS, Limits()))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.forward.loss import accepted
-from peftkit.forward.noise import FACTOR, noise_of, rms_difference, rounded
+from peftkit.forward.noise import is_noise, noise_of, rounded, sizes_of
 from peftkit.kernels.device import forked_generators
 from peftkit.model.modes import evaluating
 from peftkit.model.places import is_linear
@@ -62,8 +62,8 @@ def _are_joined(
     per_row, rest = divmod(len(together), NUM_ROWS)
     if rest or per_row % NUM_TOKENS or [len(part) for part in parts] != [per_row] * NUM_ROWS:
         return False
-    error = rms_difference([torch.cat(list(parts))], [together])
-    return error <= FACTOR * noise_of(moved, [together])
+    sizes = sizes_of([torch.cat(list(parts))], [together])
+    return is_noise(sizes, noise_of(moved, [together]))
 
 
 def _inputs(model: Any, ids: Tensor) -> Mapping[str, Tensor]:
