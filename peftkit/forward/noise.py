@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from peftkit.model.lift import eager
+from peftkit.model.modes import eager
 
 FACTOR = 2.0
 """Largest difference that counts as rounding, in units of the noise."""

@@ -39,7 +39,7 @@ CASES = [
         depth,
         dtype,
         id=f"{family}-{depth}-{str(dtype)[6:]}",
-        marks=[pytest.mark.slow] if family != "llama" and depth > 4 else [],
+        marks=[pytest.mark.slow] if depth > 4 else [],
     )
     for family in FAMILIES
     for depth in (4, 32)
