@@ -26,8 +26,8 @@ from peftkit.execution.signals import stop_here
 from peftkit.forward.attention import original_attention
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.engine import AnswerTooLarge, Engine, Limits, room_left
-from peftkit.model.lift import eager, lifted
-from peftkit.model.modes import evaluating
+from peftkit.model.lift import lifted
+from peftkit.model.modes import eager, evaluating
 from peftkit_server.fairness import Share, admissible, check_owner
 from peftkit_server.generation import Generation, failure
 from peftkit_server.refusals import RequestError

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from peftkit.forward.attention import TrainingAttention
 from peftkit.forward.mixers import Mixers, grid_of_spans, map_tokens
+from peftkit.forward.noise import Trial
 from peftkit.kernels.varlen import Grid, Spans
 from peftkit.model.places import FrozenWrapper, is_linear
 
@@ -24,8 +25,6 @@ WAYS: tuple[tuple[str, ...], ...] = (("cu_seq_lens_q", "seq_idx"), ("cu_seqlens"
 transformers raises an error; a mixer that ignores a name does not isolate the documents."""
 MAX_ROUNDS = 3
 """Mixers inside and around other mixers (RWKV, RG-LRU) are found in later rounds."""
-TOLERANCE, NARROW_TOLERANCE = 1e-4, 1e-2
-"""Relative change of a document's output above which a module mixes; the second one in 16 bits."""
 
 
 def isolate_mixers(
@@ -140,22 +139,17 @@ def _mixes(module: nn.Module, args: Any, named: Any, out: Any, layout: Grid | Sp
         has_changed = True
         return torch.where(others.view(*shape, *[1] * (x.dim() - 2)).to(x.device), 0.7 - x, x)
 
+    def outputs(output: Any) -> list[Tensor]:
+        return [x[0, document].float() for x in _token_outputs(output, shape)]
+
     try:
-        args, named = map_tokens((args, named), shape, change)
+        changed, named_changed = map_tokens((args, named), shape, change)
         if not has_changed:
             return False
-        before, after = (
-            _token_outputs(output, shape) for output in (out, module.forward(*args, **named))
-        )
+        trial = Trial(module, lambda: outputs(module(*args, **named)), outputs(out))
+        return not trial.accepts(outputs(module.forward(*changed, **named_changed)))
     except RuntimeError:  # it has masks of pairs of tokens
         return False
-    for old, new in zip(before, after, strict=True):
-        is_wide = old.dtype in (torch.float32, torch.float64)
-        a, b = old[0, document].float(), new[0, document].float()
-        bound = (TOLERANCE if is_wide else NARROW_TOLERANCE) * float(a.abs().max())
-        if not float((a - b).abs().max()) <= bound:  # or NaN
-            return True
-    return False
 
 
 def _token_outputs(output: Any, shape: torch.Size) -> list[Tensor]:

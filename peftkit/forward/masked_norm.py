@@ -71,7 +71,7 @@ def _normalised(norm: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
     mean = (grouped * mask).sum((2, 3), keepdim=True) / count
     centred = grouped - mean
     variance = (centred.square() * mask).sum((2, 3), keepdim=True) / count
-    result = (centred * (variance + norm.eps).rsqrt()).view(x.shape)
+    result = (centred * (variance + norm.eps).rsqrt()).reshape(x.shape)
     if norm.affine:
         result = result * norm.weight.float()[:, None] + norm.bias.float()[:, None]
     return result.to(output.dtype)

@@ -215,10 +215,12 @@ class BankLinear(FrozenWrapper):
         assert routing.rows is not None
         # (M, T, ...), from (M, ..., in) or (M * T, in)
         flat_x, flat_out = (t.reshape(len(routing.rows), -1, t.shape[-1]) for t in (x, out))
-        changed = add_lora_by_row(flat_out, flat_x, stack.a, stack.b, stack.ranks).view(out.shape)
+        changed = add_lora_by_row(flat_out, flat_x, stack.a, stack.b, stack.ranks).reshape(
+            out.shape
+        )
         if stack.gain is None:
             return changed
-        return changed + self._grown(flat_out, stack.gain).view(out.shape)
+        return changed + self._grown(flat_out, stack.gain).reshape(out.shape)
 
     def _grown(self, out: Tensor, gain: Tensor) -> Tensor:
         """Return gain * W x, without the bias."""

@@ -231,14 +231,14 @@ class Decode:
         blocks = [self._block(layer, query, layer_mask, scores, *block) for block in self._blocks]
         if not self.prefixes and (scores.are_plain or blocks[0][-1]):
             out = [decode_attention(*block) for block in blocks]
-            return (out[0] if len(out) == 1 else torch.cat(out)).view((*query.shape[:3], -1))
+            return (out[0] if len(out) == 1 else torch.cat(out)).reshape(*query.shape[:3], -1)
         parts = [partial_attention(*block) for block in blocks]
         partial = PartialAttention(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
         grouped = query.view(len(query), partial.top.shape[1], -1, query.shape[-1])
         for span, rows in self.prefixes.items():
             over_prefix = self._over_prefix(layer, grouped[rows], rows, span, layer_mask, scores)
             partial.add(rows, over_prefix)
-        return partial.normalised(scores.sinks).to(query.dtype).view((*query.shape[:3], -1))
+        return partial.normalised(scores.sinks).to(query.dtype).reshape(*query.shape[:3], -1)
 
     def _block(
         self,
@@ -288,7 +288,7 @@ class Decode:
         parts = num_parts(query.device, heads, span.filled)
         part = partial_attention(q, keys, values, mask, scores, parts)
         return PartialAttention(
-            *(t.view(heads, count, group, t.shape[-1]).transpose(0, 1) for t in part)
+            *(t.reshape(heads, count, group, t.shape[-1]).transpose(0, 1) for t in part)
         )
 
 

@@ -45,6 +45,7 @@ from peftkit.execution.environment import Environment, free_now
 from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.execution.plan import ExecutionPlan, compute_dtype
 from peftkit.forward.compat import missing_arguments
+from peftkit.forward.noise import Trial
 from peftkit.forward.row_lengths import limits_of
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import (
@@ -72,13 +73,12 @@ from peftkit.model.places import num_virtual
 CACHE_SHARE = {"cpu": 0.5, "cuda": 0.8}
 """Share of the free memory for keys and values. Prompts and sampling need the rest, and on a CPU
 also unpacked weights (`ready.COPY_SHARE`)."""
-TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
-TOLERANCE_16_BIT = 0.1
-"""Difference of logits, as a share of their standard deviation; a wrong mask makes it about 1."""
 LENGTHS = (9, 6)
 """Of the prompts that a model is tried with, in pieces."""
 PADDED_LENGTHS = (9, 6, 1)
 """Of the prompts that a model with states is tried with, in one padded pass."""
+NEW_TOKENS = 6
+"""Tokens after each prompt: with fewer, no step would decode two rows together."""
 TOP = 16
 """Likeliest tokens that are compared."""
 
@@ -264,7 +264,7 @@ def why_plain_class(model: Any) -> str | None:
 def _by_trying(model: Any, tokenizer: Any, config: Any) -> str | None:
     """Return why the likeliest tokens of `CachedEngine` and of the model itself differ, if so."""
     parts = "states and attention" if has_states(config) else "attention"
-    sampling = Sampling(max_new_tokens=2, top_logprobs=TOP)
+    sampling = Sampling(max_new_tokens=NEW_TOKENS, top_logprobs=TOP)
     trials: list[tuple[Sequence[int], Limits]] = [(LENGTHS, Limits(prefill=4))]
     if has_states(config):
         trials.append((PADDED_LENGTHS, Limits()))
@@ -293,18 +293,19 @@ def _by_trying(model: Any, tokenizer: Any, config: Any) -> str | None:
 def _have_right_logits(
     model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Completion]
 ) -> bool:
-    """Return whether the likeliest tokens of completions equal the ones of full forward passes."""
-    tolerance = TOLERANCE.get(compute_dtype(model), TOLERANCE_16_BIT)
-    for ids, completion in zip(prompts, answers, strict=True):
-        for number, chosen in enumerate(completion.chosen):
-            with on_device(model.device), evaluating(model):
-                so_far = torch.tensor([[*ids, *completion.ids[:number]]], device=model.device)
-                logits = model(input_ids=so_far, use_cache=False).logits[0, -1].float()
-            expected = logits.log_softmax(-1).tolist()
-            error = max(abs(expected[token] - log_prob) for token, log_prob in chosen.top)
-            if not error <= tolerance * float(logits.std()):
-                return False
-    return True
+    """Return whether the likeliest tokens of completions have the logits of full forward passes."""
+    tops = [torch.tensor([chosen.top for chosen in one.chosen]) for one in answers]  # (T, TOP, 2)
+
+    def full() -> list[Tensor]:
+        rows = []
+        for ids, completion, top in zip(prompts, answers, tops, strict=True):
+            so_far = torch.tensor([[*ids, *completion.ids[:-1]]], device=model.device)
+            logits = model(input_ids=so_far, use_cache=False).logits[0, len(ids) - 1 :]
+            rows.append(logits.float().log_softmax(-1).cpu().gather(-1, top[..., 0].long()))
+        return rows
+
+    with on_device(model.device), evaluating(model):
+        return Trial(model, full).accepts([top[..., 1] for top in tops])
 
 
 class PlainEngine(Engine):

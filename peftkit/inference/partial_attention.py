@@ -170,6 +170,6 @@ def full_attention(
     assert mask is not None
     flat = grouped.reshape(1, heads, group * length, -1)
     part = partial_attention(flat, keys, values, mask.repeat(group, 1), scores)
-    part = PartialAttention(*(t.view(1, heads * group, length, -1) for t in part))
+    part = PartialAttention(*(t.reshape(1, heads * group, length, -1) for t in part))
     sinks = None if scores.sinks is None else scores.sinks.view(-1, 1).expand(-1, length)
     return part.normalised(sinks).to(q.dtype)

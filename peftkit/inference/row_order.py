@@ -9,7 +9,7 @@ Shapes: B rows, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.forward.loss import accepted
+from peftkit.forward.noise import is_noise, noise_of, rounded, sizes_of
 from peftkit.kernels.device import forked_generators
 from peftkit.model.modes import evaluating
 from peftkit.model.places import is_linear
 
 NUM_ROWS, NUM_TOKENS = 3, 5
 """B and T of the probe."""
-TOLERANCE = 0.25
-"""Difference of a layer's inputs, as a share of them; another order makes it about 1."""
 
 
 @torch.no_grad()
@@ -33,7 +32,7 @@ def rows_in_order(model: Any) -> dict[str, bool]:
 
     True: the flattened input is that of the first row, then that of the second, and so on, with the
     same number of vectors for each row. Layers that do not run on tokens alone are missing. Runs
-    the model four times on a few tokens.
+    the model seven times on a few tokens.
     """
     vocab = model.config.get_text_config().vocab_size
     count = torch.arange(NUM_ROWS * NUM_TOKENS, device=model.device)
@@ -42,23 +41,29 @@ def rows_in_order(model: Any) -> dict[str, bool]:
         with evaluating(model), forked_generators(model.device):
             together = _inputs(model, ids)
             alone = [_inputs(model, row[None]) for row in ids]
+            moved = list(rounded(model, lambda: _inputs(model, ids)))
     except Exception as error:  # whatever a model raises that needs more than tokens
         if is_out_of_memory(error):
             raise
         return {}
     return {
-        path: _are_joined(found, [row.get(path) for row in alone])
+        path: _are_joined(
+            found,
+            [row[path] for row in alone if path in row],
+            [[draw[path]] for draw in moved if path in draw],
+        )
         for path, found in together.items()
     }
 
 
-def _are_joined(together: Tensor, alone: list[Tensor | None]) -> bool:
-    parts = [part for part in alone if part is not None]
+def _are_joined(
+    together: Tensor, parts: Sequence[Tensor], moved: Sequence[Sequence[Tensor]]
+) -> bool:
     per_row, rest = divmod(len(together), NUM_ROWS)
     if rest or per_row % NUM_TOKENS or [len(part) for part in parts] != [per_row] * NUM_ROWS:
         return False
-    joined = torch.cat(parts)
-    return bool((together - joined).norm() <= TOLERANCE * joined.norm())
+    sizes = sizes_of([torch.cat(list(parts))], [together])
+    return is_noise(sizes, noise_of(moved, [together]))
 
 
 def _inputs(model: Any, ids: Tensor) -> Mapping[str, Tensor]:

@@ -72,7 +72,7 @@ def grouped_attention(
         probs = functional.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :keys]
     probs = probs.reshape(pairs, rows.shape[1], keys)
     out = torch.bmm(probs, value.reshape(pairs, keys, value.shape[-1]))
-    return out.view(batch, heads, length, value.shape[-1])
+    return out.reshape(batch, heads, length, value.shape[-1])
 
 
 def is_short(query: Tensor, key: Tensor) -> bool:

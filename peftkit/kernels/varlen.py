@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -119,7 +119,6 @@ def spans_attention(
         spans.longest.shape[1],
         scale=scale,
         window_size=(left, 0) if is_causal else (-1, -1),
-        enable_gqa=query.shape[1] != key.shape[1],
     )
     return out[None]
 
@@ -145,28 +144,28 @@ def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
+@cache
 def kernel() -> Callable[..., Any] | None:
-    """Return torch's kernel, whose module is slow to import; None before torch 2.10."""
+    """Return torch's kernel for grouped heads, whose module is slow to import; None before 2.10."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
     attend: Callable[..., Any] = varlen_attn
-    return attend
+    # before 2.12 the kernel takes grouped heads without the argument
+    has_argument = "enable_gqa" in inspect.signature(attend).parameters
+    return partial(attend, enable_gqa=True) if has_argument else attend
 
 
 @cache
 def is_available(device: torch.device) -> bool:
-    """Return whether device and torch support the kernel; its arguments changed up to 2.13."""
+    """Return whether device and torch support the kernel; its arguments changed up to 2.12."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     run = kernel()
     parameters = {} if run is None else inspect.signature(run).parameters
-    return {
-        "scale",
-        "window_size",
-        "enable_gqa",
-    } <= parameters.keys() and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+    has_arguments = {"scale", "window_size"} <= parameters.keys()
+    return has_arguments and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
 @cache

@@ -80,7 +80,7 @@ class BottleneckModule(AdapterModule):
         x, self.input = (self.input if self.parallel else hidden), None
         assert x is not None, f"{self.site.path} ran before the input of its sublayer was read"
         # experts may return (tokens, features) for an input of (batch, time, features)
-        hidden = hidden + self.update(x, hidden.dtype).view(hidden.shape)
+        hidden = hidden + self.update(x, hidden.dtype).reshape(hidden.shape)
         return hidden if rest is None else (hidden, *rest)
 
     def update(self, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -38,19 +38,6 @@ def lifted(model: nn.Module) -> Iterator[None]:
             setattr(parent, name, wrapper)
 
 
-@contextmanager
-def eager(model: nn.Module) -> Iterator[None]:
-    """Run a model's compiled modules eagerly within the context."""
-    compiled = [(module, module._compiled_call_impl) for module in model.modules()]
-    try:
-        for module, _ in compiled:
-            module._compiled_call_impl = None
-        yield
-    finally:
-        for module, call in compiled:
-            module._compiled_call_impl = call
-
-
 def _outermost(module: nn.Module) -> Iterator[tuple[nn.Module, str, FrozenWrapper]]:
     """Yield the outermost wrappers; a shared module is yielded at each of its places."""
     visited, waiting = {module}, [module]

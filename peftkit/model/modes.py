@@ -1,4 +1,4 @@
-"""The mode of a model: training or evaluation, with or without its adapters."""
+"""The mode of a model: training or evaluation, with or without its adapters, compiled or not."""
 
 from __future__ import annotations
 
@@ -53,3 +53,16 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     finally:
         for module, enabled in zip(modules, before, strict=True):
             module.enabled = enabled
+
+
+@contextmanager
+def eager(model: nn.Module) -> Iterator[None]:
+    """Run a model's compiled modules eagerly within the context."""
+    compiled = [(module, module._compiled_call_impl) for module in model.modules()]
+    try:
+        for module, _ in compiled:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call

@@ -15,11 +15,8 @@ def reference_varlen_attn(
     *,
     scale: float,
     window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
 ) -> Tensor:
-    """Return what `varlen_attn` does, (N, H, D)."""
-    if not enable_gqa and query.shape[1] != key.shape[1]:
-        raise ValueError("queries and keys have another number of heads")
+    """Return what `varlen.kernel()` does, (N, H, D), with the arguments of every version."""
     groups = query.shape[1] // key.shape[1]
     out = []
     limits = zip(*(x.tolist() for x in (cu_seq_q, cu_seq_k)), strict=True)

@@ -1,5 +1,6 @@
 """Documents of one row, each attended to by itself: where they are, and what becomes of them."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -138,7 +139,36 @@ def test_torch_has_the_arguments_that_are_given(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     varlen.is_available.cache_clear()
     assert varlen.is_available(torch.device("cuda", 0))
+    given = inspect.signature(reference_varlen_attn).parameters
+    kernel: Any = varlen.kernel()
+    assert given.keys() <= inspect.signature(kernel).parameters.keys()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     varlen.is_available.cache_clear()
     assert not varlen.is_available(torch.device("cuda", 0))
     varlen.is_available.cache_clear()
+
+
+def of_2_11(query: Tensor, *rest: Any, scale: float, window_size: Any) -> Any:
+    return "grouped without the argument"
+
+
+def of_2_12(
+    query: Tensor, *rest: Any, scale: float, window_size: Any, enable_gqa: bool = False
+) -> Any:
+    return enable_gqa
+
+
+@pytest.mark.parametrize(
+    ("theirs", "answer"), [(of_2_11, "grouped without the argument"), (of_2_12, True)]
+)
+def test_grouped_heads_are_requested_where_torch_has_the_argument(theirs, answer, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", theirs)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for cached in (varlen.kernel, varlen.is_available):
+        cached.cache_clear()
+    assert varlen.is_available(torch.device("cuda", 0))
+    run: Any = varlen.kernel()
+    assert run(torch.zeros(16, 4, 8), scale=1.0, window_size=(-1, 0)) == answer
+    for cached in (varlen.kernel, varlen.is_available):
+        cached.cache_clear()

@@ -1,0 +1,137 @@
+"""How far rounding moves a model's outputs: the tolerance by which trials of a fast path decide.
+
+Two correct computations of the same outputs differ in where they round: in other kernels, other
+batch sizes and another order of sums. How much that moves the outputs depends on the dtype, the
+depth and the weights, so a trial measures it on the model: it repeats a computation with the first
+output of each module moved at random by up to a unit in the last place (`rounded`). A difference is
+rounding if it is at most `FACTOR` times the resulting change. Rounding once more after each module
+moves the outputs of 40 architectures by 1.5 to 5 times as much as products summed in other parts
+(bfloat16, a CPU); a lost key, a hidden token or a position off by one moves them further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.model.modes import eager
+
+FACTOR = 2.0
+"""Largest difference that counts as rounding, in units of the noise."""
+DRAWS = 3
+"""Computations with random roundings. In a mixture of experts some reach other experts."""
+MIN_STEP = 2.0**-14
+"""Smallest relative change by a rounding, many units in the last place of float32 and float64:
+other algorithms (a scan in chunks, TF32 in a convolution) then count as rounding, too."""
+
+Result = TypeVar("Result")
+
+
+def step_of(dtype: torch.dtype) -> float:
+    """Return the largest relative change by one rounding."""
+    return max(torch.finfo(dtype).eps, MIN_STEP)
+
+
+class Trial:
+    """Outputs of a model and their noise, to decide whether other outputs differ by rounding alone.
+
+    Args:
+        model: The modules whose roundings are repeated.
+        compute: Returns the outputs, deterministically.
+        expected: The outputs, if they are computed already.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compute: Callable[[], Sequence[Tensor]],
+        expected: Sequence[Tensor] | None = None,
+    ) -> None:
+        self._model, self._compute = model, compute
+        self.expected = compute() if expected is None else expected
+
+    @cached_property
+    def noise(self) -> tuple[float, float]:
+        """See `noise_of`."""
+        return noise_of(rounded(self._model, self._compute), self.expected)
+
+    def accepts(
+        self, found: Sequence[Tensor], expected: Sequence[Tensor] | None = None, share: float = 1.0
+    ) -> bool:
+        """Return whether outputs differ from the expected ones by rounding alone; NaN: no.
+
+        Args:
+            share: Share of the noise that two computations of the same shapes may have.
+        """
+        sizes = sizes_of(found, self.expected if expected is None else expected)
+        return sizes == (0.0, 0.0) or is_noise(sizes, self.noise, share)
+
+
+def sizes_of(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float, float]:
+    """Return the root mean square of the differences, and the median of each vector's.
+
+    In a mixture of experts rounding may send a few tokens to other experts: they dominate the
+    first, an error that moves all tokens also shows in the second. Outputs of other shapes are
+    skipped: an expert may have received other tokens.
+    """
+    pairs = zip(outputs, expected, strict=True)
+    squares = [(a - b).square().mean(-1).flatten() for a, b in pairs if a.shape == b.shape]
+    if not squares:
+        return 0.0, 0.0
+    size = torch.cat(squares)
+    return size.mean().sqrt().item(), size.median().sqrt().item()
+
+
+def noise_of(draws: Iterable[Sequence[Tensor]], expected: Sequence[Tensor]) -> tuple[float, float]:
+    """Return `sizes_of` the outputs of all draws."""
+    outputs = list(draws)
+    return sizes_of([one for draw in outputs for one in draw], [*expected] * len(outputs))
+
+
+def is_noise(sizes: tuple[float, float], noise: tuple[float, float], share: float = 1.0) -> bool:
+    """Return whether differences are at most FACTOR times as large as (a share of) the noise."""
+    return all(size <= share * FACTOR * one for size, one in zip(sizes, noise, strict=True))
+
+
+def is_last_rounding(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether two results of one product differ by their rounding to a dtype alone."""
+    (error, _), (size, _) = (
+        sizes_of([found], [one]) for one in (expected, torch.zeros_like(found))
+    )
+    return error <= FACTOR * step_of(dtype) * 3**-0.5 * size
+
+
+def rounded(model: nn.Module, compute: Callable[[], Result]) -> Iterator[Result]:
+    """Yield the results of a computation with different random roundings in a model's modules."""
+    for draw in range(DRAWS):
+        with _rounding(model, draw):
+            result = compute()
+        yield result
+
+
+@contextmanager
+def _rounding(model: nn.Module, draw: int) -> Iterator[None]:
+    """Move the first output of each module at random within the context."""
+    generator = torch.Generator().manual_seed(draw)
+
+    def move(_: nn.Module, __: Any, output: Any) -> Any:
+        if type(output) in (tuple, list) and output:
+            return type(output)([move(_, __, output[0]), *output[1:]])
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        share = torch.rand(output.shape, generator=generator).to(output.device)
+        wide = output.to(torch.promote_types(output.dtype, torch.float32))
+        return (wide * (1 + step_of(output.dtype) * (2 * share - 1))).to(output.dtype)
+
+    with eager(model):  # compiled code has no hooks
+        handles = [module.register_forward_hook(move) for module in model.modules()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
