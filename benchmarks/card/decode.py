@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.card_job import (
+from benchmarks.card.job import (
     LIMITS,
     Job,
     Line,

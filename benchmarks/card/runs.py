@@ -16,8 +16,8 @@ from xml.etree import ElementTree
 import torch
 from torch import Tensor
 
-from benchmarks.card_decode import NO_END
-from benchmarks.card_job import (
+from benchmarks.card.decode import NO_END
+from benchmarks.card.job import (
     LIMITS,
     Heard,
     Job,

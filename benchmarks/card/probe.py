@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.card_job import Job, Line, left_clean, made, verdict
-from benchmarks.card_operators import attention
+from benchmarks.card.job import Job, Line, left_clean, made, verdict
+from benchmarks.card.operators import attention
 from benchmarks.gpu import peak_of
 from benchmarks.plan import Measured
 from benchmarks.report import versions

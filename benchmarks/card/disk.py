@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.card_job import (
+from benchmarks.card.job import (
     Heard,
     Job,
     Line,

@@ -25,41 +25,33 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import (
-    card_decode,
-    card_disk,
-    card_operators,
-    card_peers,
-    card_probe,
-    card_products,
-    card_runs,
-    shapes,
-)
-from benchmarks.card_carry import PACKAGES, carry, carry_run
-from benchmarks.card_job import Job, Line, Part, left_clean
-from benchmarks.card_process import STATUS_BAD, STATUS_WELL, command, run_apart
+from benchmarks import shapes
+from benchmarks.card import decode, disk, operators, peers, probe, products, runs
+from benchmarks.card.carry import PACKAGES, carry, carry_run
+from benchmarks.card.job import Job, Line, Part, left_clean
+from benchmarks.card.process import STATUS_BAD, STATUS_WELL, command, run_apart
 from benchmarks.report import table
 from peftkit.execution.environment import as_current
 
 PARTS: dict[str, Part] = {
-    "environment": card_probe.environment,
-    "operators": card_operators.operators,
-    "products": card_products.products,
-    "large": card_runs.large,
-    "packed": card_disk.packed,
-    "peers": card_peers.peers,
-    "grpo": card_disk.grpo,
-    "split": card_decode.split,
-    "growth": card_decode.growth,
-    "engines": card_decode.engines,
-    "caps": card_disk.caps,
-    "attention": card_operators.attention,
-    "activations": card_runs.activations,
-    "training": card_runs.training,
-    "decoding": card_runs.decoding,
-    "memory": card_runs.memory,
-    "compiled": card_runs.compiled,
-    "suite": card_runs.suite,
+    "environment": probe.environment,
+    "operators": operators.operators,
+    "products": products.products,
+    "large": runs.large,
+    "packed": disk.packed,
+    "peers": peers.peers,
+    "grpo": disk.grpo,
+    "split": decode.split,
+    "growth": decode.growth,
+    "engines": decode.engines,
+    "caps": disk.caps,
+    "attention": operators.attention,
+    "activations": runs.activations,
+    "training": runs.training,
+    "decoding": runs.decoding,
+    "memory": runs.memory,
+    "compiled": runs.compiled,
+    "suite": runs.suite,
 }
 """The first hour first."""
 SECONDS = {"environment": 180, "packed": 1200, "peers": 3600, "growth": 1200, "suite": 1800}

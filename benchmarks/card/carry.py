@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from benchmarks.card_disk import checkpoint_of, rows_of_chat, write_rows
-from benchmarks.card_job import Job
+from benchmarks.card.disk import checkpoint_of, rows_of_chat, write_rows
+from benchmarks.card.job import Job
 
 PACKAGES = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "bitsandbytes")
 """Packages that training imports and a machine with torch and transformers often lacks."""

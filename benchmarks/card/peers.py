@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.card_disk import DTYPES, RANK, checkpoint_of, rows_of_chat
-from benchmarks.card_job import Job, Line, verdict
+from benchmarks.card.disk import DTYPES, RANK, checkpoint_of, rows_of_chat
+from benchmarks.card.job import Job, Line, verdict
 from benchmarks.report import Spread, disagreement
 from benchmarks.train import LOSS_TOLERANCE, tokens_of_steps
 from benchmarks.workers import WorkerFailed, work
