@@ -26,10 +26,10 @@ from peftkit.execution.gpu_support import SEGMENTS, allocator_variables, gpu_fal
 from peftkit.execution.out_of_memory import one_line
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.kernels.device import (
-    LAUNCH_SECONDS,
     PINNING,
     free_bytes,
     gpu_of,
+    launch_seconds,
     pinned_empty,
     product_rate,
 )
@@ -178,7 +178,7 @@ def _rates(job: Job) -> Iterator[tuple[str, str]]:
         measured = Measured.around(made(job, device, "none", job.dtype), device)
         with measured.steps("keep", HOST_TOKENS) as step:
             seconds = _seconds(step, device) / job.layers
-        planned = f"{1e3 * LAUNCH_SECONDS:.1f} ms"
+        planned = f"{1e3 * launch_seconds():.1f} ms"
         name = f"micro-batch of {HOST_TOKENS} tokens, host time per block"
         yield name, f"{1e3 * seconds:.1f} ms, planned with {planned}"
 
