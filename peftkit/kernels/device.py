@@ -135,8 +135,8 @@ ASSUMED_LAUNCH_SECONDS = 5e-3
 """Time in which Python launches a block's forward and backward pass, on a machine without CUDA. A
 virtual machine with an H100 took 10 ms."""
 LAYERS_OF_BLOCK, TIMED_LAYERS, TIMED_TRIALS = 80, 40, 5
-"""A block of a Llama takes as long as about 80 of the layers that `launch_seconds` times: between 40
-and 95 on a busy CPU, with tensors so small that only Python and torch's dispatcher take time."""
+"""A block of a Llama takes as long as about 80 of the small layers that are timed: between 40 and
+95 on a busy CPU, with tensors so small that only Python and torch's dispatcher take time."""
 FEWEST_BUSY, MOST_BUSY = 512, 4096
 """Bounds of `busy_tokens`: below the first, a product waits for its weights on any GPU."""
 
