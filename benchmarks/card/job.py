@@ -48,6 +48,8 @@ class Job:
         checkpoint: Folder of a model of the shape `large`; None: one of random weights is written.
         rows: Lines of JSON with input_ids for runs from the checkpoint; None: random ones.
         peers, unsloth: Pythons of environments with trl, peft and liger-kernel, and with unsloth.
+        sides: Sides of the part `peers`; empty: all.
+        fixed: Whether all rows of runs from the checkpoint have the first of `large_lengths`.
         repeats: Runs of each side of the part `peers`.
         batch_size, num_steps: Of runs from the checkpoint.
         contexts, answer_rows, new_tokens: Tokens of prompts, concurrent answers and tokens of an
@@ -69,6 +71,8 @@ class Job:
     rows: Path | None = None
     peers: str = sys.executable
     unsloth: str | None = None
+    sides: tuple[str, ...] = ()
+    fixed: bool = False
     repeats: int = 3
     batch_size: int = 8
     num_steps: int = 8

@@ -299,7 +299,7 @@ def test_plans_use_the_measured_launch_time_only_with_a_card(monkeypatch):
 
 
 def test_autograds_thread_computes_its_first_kernel_before_a_run(monkeypatch):
-    """Also in inference mode, in which a server loads its base; on the CPU there is no such thread."""
+    """Also in inference mode, in which a server loads its base; a CPU has no such thread."""
     started: list[Any] = []
     start = device_kinds.start_backward_thread.__wrapped__
 
