@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks import shapes
 from peftkit.adapter import attach
@@ -176,6 +177,12 @@ class Heard:
     notices: list[str] = field(default_factory=list)
     plan: str = ""
     paths: str = ""
+    gradients: list[Tensor] = field(default_factory=list)
+
+    def keep_gradients(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Keep the gradients of the last step, as a hook of optimizers before their steps."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        self.gradients = [p.grad.float().cpu() for p in parameters if p.grad is not None]
 
     def __call__(self, event: Event) -> None:
         """Listen."""
@@ -194,11 +201,15 @@ def train(model: Any, rows: Sequence[Row], **settings: Any) -> Heard:
     longest = max(len(row.input_ids) for row in rows)
     data = DataConfig(train="", packing=False, max_length=longest)
     heard = Heard()
+    hook = register_optimizer_step_pre_hook(heard.keep_gradients)
     with tempfile.TemporaryDirectory() as folder:
         given = {"max_steps": 3, "batch_size": 4, "compile": False, "eval_every": None, **settings}
         config = TrainConfig(output_dir=Path(folder), save_every=None, **given)
         task = CausalLM(model, shapes.tokenizer(), data)
-        fit(model, task, rows, (), config, on_event=heard)
+        try:
+            fit(model, task, rows, (), config, on_event=heard)
+        finally:
+            hook.remove()
     return heard
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tarfile
 import time
 import zipfile
 from contextlib import nullcontext
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from benchmarks import shapes
+from benchmarks.all import tables_in
 from benchmarks.card import __main__ as card
-from benchmarks.card import carry, decode, disk, operators, peers, runs
+from benchmarks.card import answers, carry, decode, disk, operators, peers, runs
 from benchmarks.card.job import Job, capped
 from benchmarks.workers import checkpoint, ours
 from peftkit.execution.environment import free_now, this_machine
@@ -47,6 +49,8 @@ def in_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         if worker == "checkpoint":
             checkpoint.write(job)
             return {}
+        if worker == "peft_answers":
+            return {"speeds": [7.0 for _ in job["prompts"]]}
         assert worker == "ours"
         file, output = folder / "job.json", folder / f"output-{time.monotonic_ns()}"
         file.write_text(json.dumps({**job, "output": str(output), "started": time.time()}))
@@ -59,6 +63,8 @@ def in_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 
     monkeypatch.setattr(disk, "work", work)
     monkeypatch.setattr(peers, "work", work)
+    monkeypatch.setattr(answers, "work", work)
+    monkeypatch.setattr(answers, "missing", lambda *_: "")
 
 
 def run_here(part: str, page: Path, *options: str) -> tuple[int, str]:
@@ -270,9 +276,11 @@ def test_a_bare_machine_gets_only_one_library_of_bitsandbytes(tmp_path, monkeypa
     names = {path.name for path in folder.rglob("*") if path.is_file()}
     assert names == {
         *("libbitsandbytes_cpu.so", "libbitsandbytes_cuda130.so"),
-        *("__init__.py", "core.so", "wheels.txt", "rows.jsonl"),
+        *("__init__.py", "core.so", "wheels.txt", "rows.jsonl", "project.tar.gz"),
     }
     assert (folder / "wheels.txt").read_text().startswith("x.whl\n")
+    with tarfile.open(folder / "project.tar.gz") as code:
+        assert "benchmarks/card/__main__.py" in code.getnames()
     monkeypatch.setattr(carry, "MOST_BYTES", 100)
     with pytest.raises(ValueError, match="Name fewer packages"):
         carry.carry(tmp_path / "again", (), "3.12", "130")
@@ -290,3 +298,34 @@ def test_the_carried_checkpoint_and_rows_are_those_of_the_card(tmp_path):
     before = (tmp_path / "carried/checkpoint/model.safetensors").stat().st_mtime_ns
     assert disk.checkpoint_of(there) == tmp_path / "carried/checkpoint"
     assert (tmp_path / "carried/checkpoint/model.safetensors").stat().st_mtime_ns == before
+
+
+def test_the_first_ten_minutes_are_one_table(tmp_path, monkeypatch, capsys):
+    """Options of the command line precede those of `first`; each part has its own process."""
+    asked: list[list[str]] = []
+
+    def run_apart(words: list[str], name: str, page: Path, seconds: float) -> tuple[str, bool]:
+        asked.append(words)
+        lines = (
+            "| side | tokens/s | note | well |\n| --- | --: | --- | --- |\n| ours | 7 |  | yes |"
+        )
+        return f"## {name}\n\n{lines}\n\n1 s", name != "grpo"
+
+    monkeypatch.setattr(card, "run_apart", run_apart)
+    with simulated():
+        options = ["--part", "first", "--batch-size", "2", "--out", str(tmp_path / "card.md")]
+        assert card.main(options) == 1
+    rows = tables_in(capsys.readouterr().out)
+    assert len(rows) == 1
+    assert rows[0][1:] == [[name, "ours", "tokens/s 7", "yes"] for name in card.FIRST]
+    given = card.arguments(asked[0][3:])
+    assert (given.part, given.batch_size, given.new_tokens) == ([card.FIRST[0]], 2, 128)
+    assert given.fixed
+    job = card.job_of(given, torch.device("cpu"))
+    assert {len(row) for row in disk.rows_of_chat(job)} == {2048}
+
+
+def test_lost_gradients_of_compiled_blocks_are_seen():
+    kept = [torch.tensor([3.0, 4.0]), torch.zeros(2)]
+    assert runs.gradients_apart(kept, kept) == 0
+    assert runs.gradients_apart([torch.zeros(2), torch.zeros(2)], kept) == 1
