@@ -29,8 +29,8 @@ PEER_COMMANDS = (
     "xxhash multiprocess bitsandbytes",
     "# python -m benchmarks.card --carry UNSLOTH --packages unsloth unsloth_zoo trl==1.15.0 peft "
     "datasets==4.8.4 dill xxhash multiprocess bitsandbytes tyro json5 hf_transfer diffusers "
-    "torchao cut_cross_entropy msgspec structlog nest-asyncio docstring_parser shtab typeguard xformers "
-    "pydantic pydantic-core annotated-types typing-inspection",
+    "torchao cut_cross_entropy msgspec structlog nest-asyncio docstring_parser shtab typeguard "
+    "xformers pydantic pydantic-core annotated-types typing-inspection",
 )
 
 
