@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from benchmarks import shapes
 from peftkit import run as story
 from peftkit.config.schema import from_dict
+from peftkit.errors import RunError
 from peftkit.events import Event, Notice
 from peftkit.execution import environment
 from peftkit.execution.environment import Environment, gpu_of_size
@@ -191,6 +192,19 @@ def test_run_on_a_card_that_is_too_small_streams_and_trains(missing, folder, tmp
         story.run(recipe, on_event=heard)
         assert less / 2 < card.peak < memory
     assert any("streamed" in text and "are free" in text for text in told), told
+
+
+def test_an_error_names_the_line_that_streams_the_base(folder, tmp_path):
+    recipe = asked(folder, tmp_path, base={"placement": "device"}, data={"max_length": 512})
+    text = " ".join(["one two three four five"] * 80)
+    Path(recipe.data.train).write_text(f'{{"text": "{text}"}}\n' * 4, encoding="utf-8")
+    train = recipe.train.model_copy(
+        update={"memory": 0.8e-9 * costs_of(recipe).smallest().peak_bytes}
+    )
+    with simulated(), pytest.raises(RunError) as caught:
+        story.run(recipe.model_copy(update={"train": train}))
+    assert "add the line `placement: stream` to the section `base:`" in str(caught.value)
+    assert "quantise" not in str(caught.value)
 
 
 def work(recipe: dict[str, Any], memory: int) -> None:
