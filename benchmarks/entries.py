@@ -47,6 +47,13 @@ PEERS = {"PEERS": "trl and peft", "UNSLOTH": "unsloth"}
 """Placeholders in commands for Pythons of other environments -> their packages."""
 TRAIN = "python -m benchmarks.train --peers PEERS "
 RECIPE = (*CAUSAL, "data", "recipe.py", "run.py")
+CARD_SIDES = {
+    "ours": "ours",
+    "recomputed": "ours-recompute",
+    "unsloth": "unsloth",
+    "trl": "trl-liger",
+}
+"""Names of figures -> sides of the part `peers` of benchmarks.card."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +286,19 @@ ENTRIES: Mapping[str, Benchmark] = {
             "--embeddings nf4",
         ),
         (*CAUSAL, "planning"),
+    ),
+    "card": Benchmark(
+        ("python -m benchmarks.card --part first --peers PEERS --unsloth UNSLOTH",),
+        (*RECIPE, *LOADING, *REWARDS),
+        "QLoRA of an 8B (random weights) on one H100, 4 rows of 2,048 tokens a step",
+        "{ours} tokens/s with all activations kept ({ours_gb} GB), {recomputed} recomputed "
+        "({recomputed_gb} GB); Unsloth {unsloth} ({unsloth_gb} GB), TRL + Liger {trl} "
+        "({trl_gb} GB)",
+        {
+            f"{name}{suffix}": rf"\| +{side} +\| +run all; tokens/s {number}"
+            for name, side in CARD_SIDES.items()
+            for suffix, number in (("", r"(\d+)"), ("_gb", r".*?allocated GB ([\d.]+)"))
+        },
     ),
     "simulate": Benchmark(("python -m benchmarks.simulate",), CAUSAL),
     "intents": Benchmark(

@@ -60,6 +60,7 @@ def settings(job: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {
         "output_dir": job["output"],
         "per_device_train_batch_size": job["batch_size"],
+        "gradient_accumulation_steps": 1,  # Unsloth's default is another one
         "num_train_epochs": 1,
         "learning_rate": job["learning_rate"],
         "lr_scheduler_type": "constant",

@@ -11,13 +11,24 @@ from dataclasses import dataclass, replace
 import torch
 
 from peftkit.errors import ConfigError
-from peftkit.kernels.device import free_bytes, gpu_of, local_gpu, resident_bytes
+from peftkit.kernels.device import (
+    free_bytes,
+    gpu_of,
+    local_gpu,
+    resident_bytes,
+    start_backward_thread,
+)
 
 GPU_SHARE = 0.95
 """Share of a GPU's memory that can be allocated."""
+TRAINING_SHARE = 0.92
+"""Share of a GPU's memory, or of train.memory, that a run plans for; the rest is fragments."""
 AUTO_SHARE = 0.8
 """Share of the free main memory that a run plans for."""
-PROCESS_BYTES = {"cpu": 700_000_000, "cuda": 450_000_000}
+WORKSPACES = 64 << 20
+"""Memory of cuBLAS in the forward and the backward thread, from their first products: 32 MiB each
+on an H100, 8 MiB on older cards."""
+PROCESS_BYTES = {"cpu": 700_000_000, "cuda": 450_000_000 + WORKSPACES}
 """Memory of a process without a model: Python with torch and transformers; the CUDA context."""
 
 
@@ -57,15 +68,10 @@ class Environment:
         """Maximum memory of tensors."""
         return max(self.room - self.process, 0)
 
-    def at_most(self, num_bytes: int) -> Environment:
-        """Return the environment with its memory limited."""
-        memory = num_bytes if self.memory is None else min(self.memory, num_bytes)
-        return replace(self, memory=max(memory, 0))
-
 
 def gpu_of_size(memory: int) -> Environment:
-    """Return the environment of a CUDA GPU with `memory` bytes."""
-    return Environment("cuda", memory, GPU_SHARE, PROCESS_BYTES["cuda"])
+    """Return the environment of a run on a CUDA GPU with `memory` bytes."""
+    return Environment("cuda", memory, TRAINING_SHARE, PROCESS_BYTES["cuda"])
 
 
 def this_machine() -> Environment:
@@ -80,7 +86,7 @@ def this_machine() -> Environment:
         free = free_bytes()
         main_memory = None if free is None else int(AUTO_SHARE * free)
         total = gpu.total(device)
-        return Environment(device.type, total, GPU_SHARE, process, main_memory=main_memory)
+        return Environment(device.type, total, TRAINING_SHARE, process, main_memory=main_memory)
     free = free_bytes()
     if free is None:
         raise ConfigError(
@@ -99,6 +105,25 @@ def free_now(device: torch.device | None = None) -> Environment:
     free = free_bytes()
     share = None if free is None else free // world_size()
     return Environment("cpu", share, world_size=world_size())
+
+
+def free_for_training(device: torch.device, limit: float | None = None) -> Environment:
+    """Return the free memory of this process that a run plans for, before its first product.
+
+    Args:
+        limit: `train.memory` in bytes; None: all of the memory.
+    """
+    here, gpu = free_now(device), gpu_of(device)
+    if limit is not None:
+        free = TRAINING_SHARE * limit - used_bytes(device)
+    elif gpu is not None:
+        free = TRAINING_SHARE * gpu.total(device) - gpu.used(device)
+    elif here.memory is not None:
+        free = AUTO_SHARE * here.memory
+    else:
+        return here
+    process = WORKSPACES if here.kind == "cuda" else 0
+    return replace(here, memory=max(int(free), 0), process=process)
 
 
 def used_bytes(device: torch.device) -> int:
@@ -136,7 +161,7 @@ def select_device() -> torch.device:
 
 
 def as_current(device: torch.device) -> torch.device:
-    """Make a device current, and return it with its index."""
+    """Make a device current, also in autograd's thread, and return it with its index."""
     if device.type != "cuda":
         return device
     from peftkit.execution import gpu_support
@@ -146,4 +171,5 @@ def as_current(device: torch.device) -> torch.device:
     torch.cuda.set_device(index)
     device = torch.device("cuda", index)
     gpu_support.SEGMENTS.check(device)
+    start_backward_thread(device)
     return device

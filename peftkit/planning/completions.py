@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from peftkit.base.skeleton import untraced
-from peftkit.execution.environment import Environment
+from peftkit.execution.environment import GPU_SHARE, Environment
 from peftkit.inference.cache import slot_length
 from peftkit.inference.cached_attention import CachedAttention, registered
 from peftkit.inference.footprint import Footprint, measured
@@ -34,6 +35,8 @@ def num_completions(
     size = _footprint(recipe, config, dtype)
     if size is None:
         return {}
+    if environment.on_gpu:  # generation allocates once: it leaves less for fragments than a run
+        environment = replace(environment, share=GPU_SHARE)
     tokens = cache_tokens(environment, size.token, taken=weights)
     return {length: tokens // (slot_length(length) + size.state_tokens) for length in lengths}
 

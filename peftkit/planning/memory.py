@@ -203,14 +203,12 @@ class MemoryEstimator:
         the requested length. Each strategy has the longest row, estimated from rows of about that
         length.
         """
-        placement, fits = self.recipe.base.placement, False
+        placement = self.recipe.base.placement
         if placement != "stream":
-            for strategy in self.placed("device"):
-                fits |= strategy.longest_row >= self.length
-                yield strategy
+            yield from self.placed("device")
         if placement == "auto" and self.environment.on_gpu:
             free = self.environment.usable
-            may_stream = not fits_device(self.steps.weights, free, lambda: fits)
+            may_stream = not fits_device(self.steps.weights, free, lambda: self.smallest().fits)
         else:
             may_stream = placement == "stream"
         if may_stream and self.can_stream:
@@ -349,8 +347,9 @@ class MemoryEstimator:
         peak["weights"] = peak.get("weights", 0) + self._quantized_bytes
         if footprint is not None:
             peak["weights"] += footprint.at_most - steps.weights
-        if self.recipe.train.gradient_accumulation > 1:  # held during the second batch
-            peak["gradients"] = max(peak["gradients"], sum(p.nbytes for p in steps.trained))
+        trained = sum(p.nbytes for p in steps.trained)
+        # a run reserves all gradients (train/memory.py); accumulated ones are there at the peak
+        peak["gradients"] = max(peak.get("gradients", 0), trained)
         tiles = footprint is None
         slope = max(steps.bytes_per_token(rows, length, activations, tiles=tiles), 1.0)
         left = self.environment.room - sum(peak.values())

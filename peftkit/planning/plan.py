@@ -23,7 +23,7 @@ from peftkit.errors import ConfigError
 from peftkit.execution.environment import gpu_of_size, this_machine
 from peftkit.execution.plan import ExecutionPlan, plan_of
 from peftkit.figures import rough_duration, size
-from peftkit.kernels.device import local_gpu
+from peftkit.kernels.device import launch_seconds, local_gpu
 from peftkit.planning.completions import num_completions
 from peftkit.planning.memory import CARDS, LINK, STEP, DeviceEstimate, MemoryEstimator, Strategy
 from peftkit.planning.resolve import as_continued, config_of
@@ -63,6 +63,8 @@ class Plan:
         answers: Context length to the number of concurrent completions that fit on the device with
             the base (serve, generate, eval); empty if the config lacks the sizes.
         num_rows, num_tokens: Estimated from the data file's size; None without a file.
+        host_seconds: Time in which Python launches the kernels of the run, or of a batch, on a GPU.
+        launch_seconds: Of it, the time of a block: measured if this machine has CUDA.
     """
 
     model: str
@@ -90,6 +92,8 @@ class Plan:
     run_tokens: int | None
     seconds_here: float | None
     seconds_on: Mapping[str, float]
+    host_seconds: float
+    launch_seconds: float
     answers: Mapping[int, int]
 
     def as_json(self) -> dict[str, Any]:
@@ -121,9 +125,17 @@ class Plan:
             if self.run_tokens and seconds < FEW_SECONDS:
                 text = "a few seconds once loaded; launches of kernels dominate"
             else:
-                text = f"{estimate} once loaded, at 40 % of bf16 peak"
+                text = f"{estimate} once loaded, {self._limit(seconds)}"
             facts[f"{work} on {name}"] = text
         return facts
+
+    def _limit(self, seconds: float) -> str:
+        if seconds > self.host_seconds:
+            return "at 40 % of bf16 peak"
+        source = "measured" if torch.cuda.is_available() else "assumed"
+        return (
+            f"limited by Python's launches, {1e3 * self.launch_seconds:.2g} ms a block ({source})"
+        )
 
     def _streamed(self) -> dict[str, str]:
         chosen = self.chosen
@@ -192,6 +204,8 @@ def plan_run(
     work = batches * chosen.step_flops
     adapter = sum(p.nbytes for p in steps.trained)
     state = STATE_BYTES[recipe.train.optimizer] * steps.num_trained
+    launch = launch_seconds()
+    host = batches * steps.num_blocks * launch
     local_rate = 0.7 * measured_rate(steps.dtype) if measure else 0.0
     return Plan(
         model=recipe.base.model,
@@ -225,9 +239,12 @@ def plan_run(
             card.name: max(
                 card.seconds(work, 2 * batches * steps.weights),
                 batches * chosen.moved_bytes / (link * 1e9),
+                host,
             )
             for card in CARDS
         },
+        host_seconds=host,
+        launch_seconds=launch,
     )
 
 

@@ -13,7 +13,7 @@ from peftkit.base.pretrained import is_packed
 from peftkit.base.request import ROOM, compute_dtype, place_weights
 from peftkit.base.skeleton import on_meta, read_config, weight_bytes
 from peftkit.events import Listener, Notice
-from peftkit.execution.environment import free_now, select_device, used_bytes
+from peftkit.execution.environment import free_for_training, select_device
 from peftkit.execution.plan import ExecutionPlan, Shard, plan_of
 from peftkit.execution.world import World
 from peftkit.model.blocks import recomputable_blocks
@@ -31,9 +31,7 @@ def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
     recipe = as_continued(recipe)
     base, train, purpose = recipe.base, recipe.train, recipe.task.plain_purpose
     device = select_device()
-    here = free_now(device)
-    if here.memory is not None and train.memory != "auto":
-        here = here.at_most(int(train.memory * 1e9) - used_bytes(device))
+    here = free_for_training(device, None if train.memory == "auto" else train.memory * 1e9)
     dtype = compute_dtype(base, device)
     plan = plan_of(
         train,
@@ -61,7 +59,7 @@ def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
         # without a count, weights on the device may take a share of its memory
         part = weights if shard == "none" else weights // here.world_size
         counted = smallest_step(recipe, config, here, replace(plan, shard=shard), on_event)
-        return (part / ROOM if counted is None else counted) <= here.usable
+        return (part / ROOM + here.process if counted is None else counted) <= here.room
 
     def agree(holds: bool) -> bool:
         return not World(device).max(int(not holds)) if here.world_size > 1 else holds

@@ -23,7 +23,7 @@ from peftkit.data.rows.lazy import num_tokens, tokens_of_each
 from peftkit.errors import RunError
 from peftkit.events import Notice, Stage
 from peftkit.execution import rng
-from peftkit.execution.environment import AUTO_SHARE, used_bytes
+from peftkit.execution.environment import AUTO_SHARE, free_for_training
 from peftkit.execution.out_of_memory import (
     attempt,
     is_compile_error,
@@ -34,7 +34,7 @@ from peftkit.execution.out_of_memory import (
 from peftkit.execution.plan import ACTIVATIONS_IN_WORDS
 from peftkit.figures import size
 from peftkit.forward.compiler import uncompiled
-from peftkit.kernels.device import free_bytes, gpu_of
+from peftkit.kernels.device import free_bytes
 from peftkit.quant.audit import audit
 from peftkit.settings import TrainConfig
 from peftkit.train.fitting import Costs, choose
@@ -43,9 +43,6 @@ from peftkit.train.step import Trainer
 
 if TYPE_CHECKING:
     from peftkit.train.saved_bytes import ActivationBytes
-
-BUDGET_SHARE = 0.92
-"""Share of the memory budget to plan for; the rest is for fragmentation."""
 
 SAMPLE = 2_000
 """Maximum number of rows whose lengths are measured."""
@@ -161,13 +158,8 @@ def _available(trainer: Trainer) -> float:
     if trainer.plan.is_sharded:  # two blocks are gathered from other processes at the same time
         sizes = [sum(p.nbytes for p in block.parameters()) for block in trainer.blocks.blocks]
         pending += sum(sorted(sizes)[-2:])
-    gpu = gpu_of(device)
-    if config.memory != "auto":
-        free = BUDGET_SHARE * config.memory * 1e9 - used_bytes(device)
-    elif gpu is not None:
-        free = BUDGET_SHARE * gpu.total(device) - gpu.used(device)
-    else:
-        free = AUTO_SHARE * (free_bytes() or 0) / trainer.world.world_size
+    limit = None if config.memory == "auto" else config.memory * 1e9
+    free = free_for_training(device, limit).memory or 0
     return -trainer.world.max(-int(free - pending))
 
 
@@ -198,12 +190,14 @@ def _too_little(
     problem += f" {_in_words([(mode, cost)], longest)}"
     if length and fit > 0:
         problem += f" Rows of {fit:,} tokens would fit."
-    fixes = ["Lower data.max_length", "quantise the base (base.quantize: nf4)"]
+    fixes = ["lower data.max_length", "raise train.memory"]
     if mode == "keep":
-        fixes.append("recompute activations (train.gradient_checkpointing: auto)")
-    if trainer.plan.device == "cuda" and trainer.plan.placement == "device":
-        fixes.append("stream a quantised base (base.placement: stream)")
-    fix = f"{', '.join(fixes)}, or raise train.memory."
+        fixes.insert(0, "recompute activations (train.gradient_checkpointing: auto)")
+    if audit(trainer.model).quantized_as == "none":
+        fixes.insert(0, "quantise the base (base.quantize: nf4)")
+    elif trainer.plan.device == "cuda" and trainer.plan.placement == "device":
+        fixes.insert(0, "stream the base (add the line `placement: stream` to the section `base:`)")
+    fix = f"{fixes[0][0].upper()}{fixes[0][1:]}, {', '.join(fixes[1:-1])} or {fixes[-1]}."
     return RunError("one row alone does not fit into memory", found=problem, fix=fix)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tarfile
 import time
 import zipfile
 from contextlib import nullcontext
@@ -11,17 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import (
-    card,
-    card_carry,
-    card_decode,
-    card_disk,
-    card_operators,
-    card_peers,
-    card_runs,
-    shapes,
-)
-from benchmarks.card_job import Job, capped
+from benchmarks import shapes
+from benchmarks.all import tables_in
+from benchmarks.card import __main__ as card
+from benchmarks.card import answers, carry, decode, disk, operators, peers, runs
+from benchmarks.card.job import Job, capped
 from benchmarks.workers import checkpoint, ours
 from peftkit.execution.environment import free_now, this_machine
 from peftkit.inference.cached_engine import CachedEngine
@@ -54,6 +49,8 @@ def in_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         if worker == "checkpoint":
             checkpoint.write(job)
             return {}
+        if worker == "peft_answers":
+            return {"speeds": [7.0 for _ in job["prompts"]]}
         assert worker == "ours"
         file, output = folder / "job.json", folder / f"output-{time.monotonic_ns()}"
         file.write_text(json.dumps({**job, "output": str(output), "started": time.time()}))
@@ -64,8 +61,10 @@ def in_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         print(before, end="")
         return json.loads(facts)
 
-    monkeypatch.setattr(card_disk, "work", work)
-    monkeypatch.setattr(card_peers, "work", work)
+    monkeypatch.setattr(disk, "work", work)
+    monkeypatch.setattr(peers, "work", work)
+    monkeypatch.setattr(answers, "work", work)
+    monkeypatch.setattr(answers, "missing", lambda *_: "")
 
 
 def run_here(part: str, page: Path, *options: str) -> tuple[int, str]:
@@ -89,11 +88,11 @@ def test_every_part_passes_and_is_written_to_the_page(part, tmp_path, monkeypatc
         job = Job(torch.device("cpu"), "tiny", 2, 16)
         asked = [(kind, torch.float32) for kind in ("none", "nf4", "int8")]
         asked += [(kind, torch.bfloat16) for kind in ("none", "nf4")]
-        known = {each: card_runs.losses_on_cpu(job, *each) for each in asked}
-        monkeypatch.setattr(card_runs, "losses_on_cpu", lambda _, *each: known[each])
+        known = {each: runs.losses_on_cpu(job, *each) for each in asked}
+        monkeypatch.setattr(runs, "losses_on_cpu", lambda _, *each: known[each])
     if part == "operators":
         monkeypatch.setattr(varlen, "kernel", lambda: reference_varlen_attn)
-    monkeypatch.setattr(card_runs, "SUITE", ("tests/simulated_gpu/test_devices.py",))
+    monkeypatch.setattr(runs, "SUITE", ("tests/simulated_gpu/test_devices.py",))
     # the compiler asks torch for a card; what it makes for one is seen in tests/cross_compile
     compiles = part in ("compiled", "packed", "peers")
     eagerly = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
@@ -106,10 +105,10 @@ def test_every_part_passes_and_is_written_to_the_page(part, tmp_path, monkeypatc
 
 def test_a_kernel_that_is_wrong_is_seen(monkeypatch):
     job = Job(torch.device("cpu"), "tiny", 2, 16)
-    (case,) = (case for case in card_operators.cases() if case.name == "gated silu")
-    assert card_operators.difference(case, job.device, torch.float32) < 1e-5
+    (case,) = (case for case in operators.cases() if case.name == "gated silu")
+    assert operators.difference(case, job.device, torch.float32) < 1e-5
     wrong = case._replace(kernel=lambda gate, up: 1.1 * case.kernel(gate, up))
-    assert card_operators.difference(wrong, job.device, torch.float32) > 0.05
+    assert operators.difference(wrong, job.device, torch.float32) > 0.05
 
 
 def test_a_failed_part_keeps_the_lines_before_its_error(tmp_path, monkeypatch):
@@ -210,11 +209,11 @@ def test_an_engine_that_leaves_its_cache_is_seen(tmp_path, monkeypatch):
         return take_back(engine)
 
     monkeypatch.setattr(CachedEngine, "_take_back", keep)
-    monkeypatch.setattr(card_decode, "LEFT_BYTES", 1 << 10)
+    monkeypatch.setattr(decode, "LEFT_BYTES", 1 << 10)
     with simulated():
         code, text = run_here("engines", tmp_path / "card.md")
     assert code == 1
-    assert text.count("NO |") == card_decode.NUM_ENGINES
+    assert text.count("NO |") == decode.NUM_ENGINES
 
 
 def test_peers_are_compared_only_if_their_losses_agree(tmp_path, monkeypatch):
@@ -225,22 +224,22 @@ def test_peers_are_compared_only_if_their_losses_agree(tmp_path, monkeypatch):
         seconds = [9.0, *[100 / speeds[worker]] * 2]
         losses = [5.0, 4.0, 3.0] if worker != "unsloth" else [5.0, 5.0, 5.0]
         if job.get("liger"):
-            raise card_peers.WorkerFailed("trl failed (1):\nno kernel image")
+            raise peers.WorkerFailed("trl failed (1):\nno kernel image")
         memory = {"peak_bytes": 3e9, "peak_reserved_bytes": 4e9}
         return {"step_seconds": seconds, "losses": losses, "num_trainable": 7, **memory}
 
     def missing(python: str, packages: Any) -> str:
         return "not installed" if "flash_attn" in packages else ""
 
-    monkeypatch.setattr(card_peers, "work", work)
-    monkeypatch.setattr(card_peers, "missing", missing)
-    monkeypatch.setattr(card_peers, "checkpoint_of", lambda job: tmp_path)
+    monkeypatch.setattr(peers, "work", work)
+    monkeypatch.setattr(peers, "missing", missing)
+    monkeypatch.setattr(peers, "checkpoint_of", lambda job: tmp_path)
     with simulated():
         job = card.job_of(card.arguments(SMALL), torch.device("cuda", 0))
-        lines = list(card_peers.peers(job))
+        lines = list(peers.peers(job))
     assert all(len(line) == len(lines[0]) for line in lines)
     summaries = {line[0]: line for line in lines if line[1] in ("all", "skipped")}
-    assert summaries.keys() == card_peers.SIDES.keys()
+    assert summaries.keys() == peers.SIDES.keys()
     assert "ours is 2.00 x" in summaries["trl"]
     assert summaries["trl"][3:5] == ("3.00", "4.00")
     assert summaries["unsloth"][-2:] == ("", "NO")
@@ -251,11 +250,11 @@ def test_peers_are_compared_only_if_their_losses_agree(tmp_path, monkeypatch):
 
 
 def test_an_environment_without_a_peer_is_named():
-    assert card_peers.missing(sys.executable, ("torch", "no_such_peer")) == (
+    assert peers.missing(sys.executable, ("torch", "no_such_peer")) == (
         f"not installed in {sys.executable}: no_such_peer"
     )
-    assert "does not run" in card_peers.missing("/no/python", ("torch",))
-    assert "no Python" in card_peers.missing("", ("unsloth",))
+    assert "does not run" in peers.missing("/no/python", ("torch",))
+    assert "no Python" in peers.missing("", ("unsloth",))
 
 
 def test_without_a_card_nothing_is_measured(tmp_path):
@@ -271,29 +270,62 @@ def test_a_bare_machine_gets_only_one_library_of_bitsandbytes(tmp_path, monkeypa
             wheel.writestr("bitsandbytes/__init__.py", "")
             wheel.writestr("pydantic_core/core.so", bytes(50))
 
-    monkeypatch.setattr(card_carry, "download", download)
+    monkeypatch.setattr(carry, "download", download)
     folder = tmp_path / "carried"
     assert card.main(["--carry", str(folder), *SMALL]) == 0
     names = {path.name for path in folder.rglob("*") if path.is_file()}
     assert names == {
         *("libbitsandbytes_cpu.so", "libbitsandbytes_cuda130.so"),
-        *("__init__.py", "core.so", "wheels.txt", "rows.jsonl"),
+        *("__init__.py", "core.so", "wheels.txt", "rows.jsonl", "project.tar.gz"),
     }
     assert (folder / "wheels.txt").read_text().startswith("x.whl\n")
-    monkeypatch.setattr(card_carry, "MOST_BYTES", 100)
+    with tarfile.open(folder / "project.tar.gz") as code:
+        assert "benchmarks/card/__main__.py" in code.getnames()
+    monkeypatch.setattr(carry, "MOST_BYTES", 100)
     with pytest.raises(ValueError, match="Name fewer packages"):
-        card_carry.carry(tmp_path / "again", (), "3.12", "130")
+        carry.carry(tmp_path / "again", (), "3.12", "130")
 
 
 @pytest.mark.usefixtures("in_process")
 def test_the_carried_checkpoint_and_rows_are_those_of_the_card(tmp_path):
     job = card.job_of(card.arguments(SMALL), torch.device("cpu"))
-    options = card_carry.carry_run(tmp_path / "carried", job, with_weights=True)
+    options = carry.carry_run(tmp_path / "carried", job, with_weights=True)
     assert options == ["--rows", "carried/rows.jsonl", "--checkpoint", "carried/checkpoint"]
     files = [str(tmp_path / name) if "/" in name else name for name in options]
     there = card.job_of(card.arguments([*SMALL, *files]), torch.device("cpu"))
-    assert card_disk.rows_of_chat(there) == card_disk.rows_of_chat(job)
-    assert len(card_disk.rows_of_chat(job)) == 6
+    assert disk.rows_of_chat(there) == disk.rows_of_chat(job)
+    assert len(disk.rows_of_chat(job)) == 6
     before = (tmp_path / "carried/checkpoint/model.safetensors").stat().st_mtime_ns
-    assert card_disk.checkpoint_of(there) == tmp_path / "carried/checkpoint"
+    assert disk.checkpoint_of(there) == tmp_path / "carried/checkpoint"
     assert (tmp_path / "carried/checkpoint/model.safetensors").stat().st_mtime_ns == before
+
+
+def test_the_first_ten_minutes_are_one_table(tmp_path, monkeypatch, capsys):
+    """Options of the command line precede those of `first`; each part has its own process."""
+    asked: list[list[str]] = []
+
+    def run_apart(words: list[str], name: str, page: Path, seconds: float) -> tuple[str, bool]:
+        asked.append(words)
+        lines = (
+            "| side | tokens/s | note | well |\n| --- | --: | --- | --- |\n| ours | 7 |  | yes |"
+        )
+        return f"## {name}\n\n{lines}\n\n1 s", name != "grpo"
+
+    monkeypatch.setattr(card, "run_apart", run_apart)
+    with simulated():
+        options = ["--part", "first", "--batch-size", "2", "--out", str(tmp_path / "card.md")]
+        assert card.main(options) == 1
+    rows = tables_in(capsys.readouterr().out)
+    assert len(rows) == 1
+    assert rows[0][1:] == [[name, "ours", "tokens/s 7", "yes"] for name in card.FIRST]
+    given = card.arguments(asked[0][3:])
+    assert (given.part, given.batch_size, given.new_tokens) == ([card.FIRST[0]], 2, 128)
+    assert given.fixed
+    job = card.job_of(given, torch.device("cpu"))
+    assert {len(row) for row in disk.rows_of_chat(job)} == {2048}
+
+
+def test_lost_gradients_of_compiled_blocks_are_seen():
+    kept = [torch.tensor([3.0, 4.0]), torch.zeros(2)]
+    assert runs.gradients_apart(kept, kept) == 0
+    assert runs.gradients_apart([torch.zeros(2), torch.zeros(2)], kept) == 1

@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from benchmarks import shapes
 from peftkit import run as story
 from peftkit.config.schema import from_dict
+from peftkit.errors import RunError
 from peftkit.events import Event, Notice
-from peftkit.execution.environment import GPU_SHARE, Environment, gpu_of_size
+from peftkit.execution import environment
+from peftkit.execution.environment import Environment, gpu_of_size
 from peftkit.methods.lora import LoRA
 from peftkit.planning import memory as planning
 from peftkit.planning import resolve
@@ -61,7 +63,7 @@ def costs_of(recipe: Recipe, *, on_gpu: bool = True) -> MemoryEstimator:
 
 
 def on_a_card(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
-    monkeypatch.setattr(resolve, "free_now", lambda *_: Environment("cuda", memory))
+    monkeypatch.setattr(resolve, "free_for_training", lambda *_: Environment("cuda", memory))
 
 
 def test_base_streams_exactly_if_one_row_does_not_fit(folder, tmp_path, monkeypatch):
@@ -140,7 +142,7 @@ def test_a_base_is_sharded_as_far_as_memory_requires(folder, tmp_path, monkeypat
     monkeypatch.setattr(resolve, "World", Ranks)
     for memory, shard in ((whole, "none"), (spread, "base"), (spread - 1, "offload")):
         here = replace(two, memory=memory)
-        monkeypatch.setattr(resolve, "free_now", lambda *_: here)  # noqa: B023
+        monkeypatch.setattr(resolve, "free_for_training", lambda *_: here)  # noqa: B023
         told: list[Event] = []
         plan = resolve_plan(recipe, told.append)
         assert (plan.shard, plan.placement, plan.num_processes) == (shard, "device", 2)
@@ -163,12 +165,15 @@ def test_what_may_not_be_streamed_stays_and_is_told(folder, tmp_path, monkeypatc
     assert BaseConfig(model="x").placement == "auto"
 
 
-def test_run_on_a_card_that_is_too_small_streams_and_trains(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("missing", [0.1, 0.01])
+def test_run_on_a_card_that_is_too_small_streams_and_trains(missing, folder, tmp_path, monkeypatch):
+    """Also with 1 % missing: the run plans for the same share of the memory."""
+    monkeypatch.setattr(environment, "WORKSPACES", 0)  # larger than this model
     recipe = asked(folder, tmp_path)
     costs = costs_of(recipe)
     needed, less = costs.smallest().peak_bytes, costs.smallest("stream").peak_bytes
     assert less < 0.7 * needed
-    memory = int(0.9 * needed / GPU_SHARE)
+    memory = int((1 - missing) * needed / environment.TRAINING_SHARE)
     told: list[str] = []
 
     def heard(event: Event) -> None:
@@ -189,10 +194,23 @@ def test_run_on_a_card_that_is_too_small_streams_and_trains(folder, tmp_path, mo
     assert any("streamed" in text and "are free" in text for text in told), told
 
 
+def test_an_error_names_the_line_that_streams_the_base(folder, tmp_path):
+    recipe = asked(folder, tmp_path, base={"placement": "device"}, data={"max_length": 512})
+    text = " ".join(["one two three four five"] * 80)
+    Path(recipe.data.train).write_text(f'{{"text": "{text}"}}\n' * 4, encoding="utf-8")
+    train = recipe.train.model_copy(
+        update={"memory": 0.8e-9 * costs_of(recipe).smallest().peak_bytes}
+    )
+    with simulated(), pytest.raises(RunError) as caught:
+        story.run(recipe.model_copy(update={"train": train}))
+    assert "add the line `placement: stream` to the section `base:`" in str(caught.value)
+    assert "quantise" not in str(caught.value)
+
+
 def work(recipe: dict[str, Any], memory: int) -> None:
     """Train where the second process alone sees too little memory."""
     own = memory if os.environ["RANK"] == "1" else GB
-    resolve.free_now = lambda *_: Environment("cpu", own, world_size=2)  # type: ignore[assignment]
+    resolve.free_for_training = lambda *_: Environment("cpu", own, world_size=2)  # type: ignore[assignment]
     told: list[Event] = []
     story.run(from_dict(Recipe, recipe, "test"), on_event=told.append)
     if os.environ["RANK"] == "1":

@@ -410,6 +410,8 @@ def simulated(card: Card | None = None, kernels: Callable[[], Kernels] = Kernels
         without = device_kinds.WITHOUT_FLOAT64 + ("cuda",) * (not card.has_float64)
         stack.enter_context(patch(device_kinds, "WITHOUT_FLOAT64", without))
         stack.enter_context(patch(gpu_support, "SEGMENTS", gpu_support.Segments()))
+        timed = device_kinds.ASSUMED_LAUNCH_SECONDS  # plans do not depend on this machine's load
+        stack.enter_context(patch(device_kinds, "measured_launch_seconds", lambda: timed))
         stack.enter_context(patch(checked, "GEMM", checked.CheckedProduct()))
         stack.enter_context(patch(packed_product, "CHECKED", checked.CheckedProduct()))
         own = BrokenKernels() if "multiply" in card.broken else ProductKernels()

@@ -1,6 +1,8 @@
 """What a kind of card wants, or lacks: older cards, cards without a number, one card a process."""
 
+import itertools
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -9,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.base.load import load_base
-from peftkit.execution import gpu_support
+from peftkit.execution import environment, gpu_support
 from peftkit.execution.environment import as_current, select_device
 from peftkit.execution.gpu_support import DISABLED, gpu_fallbacks
 from peftkit.execution.gpu_support import ENABLED as SEGMENTS
 from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.execution.world import World
 from peftkit.forward.attention_kernels import KERNELS, Call
+from peftkit.kernels import device as device_kinds
 from peftkit.kernels import fused
 from tests.simulated_gpu.same import train
 from tests.simulated_gpu.simulation import on_cpu, simulated
@@ -272,3 +275,40 @@ def test_waiting_names_no_card_that_may_be_absent(monkeypatch):
 
     monkeypatch.setattr(ranks._accelerator, "wait_for_everyone", refused)
     ranks.wait()
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(5e-3, 11e-3), (5.2e-3, 11e-3), (10e-3, 22e-3)])
+def test_the_launch_time_of_a_block_is_measured_and_rounded(seconds, expected, monkeypatch):
+    """40 small layers, half of a block's time; a factor of 1.4 separates the values."""
+    clock = itertools.count()
+    measure = device_kinds.measured_launch_seconds.__wrapped__
+    monkeypatch.setattr(
+        device_kinds, "time", SimpleNamespace(perf_counter=lambda: next(clock) * seconds)
+    )
+    with simulated():
+        assert measure() == pytest.approx(expected, rel=0.03)
+
+
+def test_plans_use_the_measured_launch_time_only_with_a_card(monkeypatch):
+    assert device_kinds.launch_seconds() == device_kinds.ASSUMED_LAUNCH_SECONDS
+    with simulated():
+        monkeypatch.setattr(device_kinds, "measured_launch_seconds", lambda: 0.01)
+        assert device_kinds.launch_seconds() == 0.01
+        # a 3B needs twice as many tokens as with the assumed 5 ms
+        assert device_kinds.busy_tokens(132e12, 3 * 10**9, 32) == 3520
+
+
+def test_autograds_thread_computes_its_first_kernel_before_a_run(monkeypatch):
+    """Also in inference mode, in which a server loads its base; a CPU has no such thread."""
+    started: list[Any] = []
+    start = device_kinds.start_backward_thread.__wrapped__
+
+    def counted(device: torch.device) -> None:
+        start(device)
+        started.append(device)
+
+    monkeypatch.setattr(environment, "start_backward_thread", counted)
+    with simulated(), torch.inference_mode():
+        as_current(torch.device("cuda", 0))
+        as_current(torch.device("cpu"))
+    assert started == [torch.device("cuda", 0)]

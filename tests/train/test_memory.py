@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from peftkit.adapter import attach
 from peftkit.errors import RunError
 from peftkit.events import Event, StepDone
+from peftkit.execution import environment
 from peftkit.execution.environment import used_bytes
 from peftkit.execution.plan import Activations
 from peftkit.forward.blocks import Blocks
@@ -190,7 +191,8 @@ def test_auto_takes_a_share_of_what_is_free_on_a_cpu(tmp_path, monkeypatch):
     assert plenty.notices == []
     assert state_of(tmp_path / "a")["plan"]["tokens"] is None
     trained = sum(p.numel() * 12 for p in Deep().parameters() if p.requires_grad)
-    monkeypatch.setattr(memory, "free_bytes", lambda: (20 * KEEP + trained) / memory.AUTO_SHARE + 1)
+    free = (20 * KEEP + trained) / memory.AUTO_SHARE + 1
+    monkeypatch.setattr(environment, "free_bytes", lambda: free)
     little = play(tmp_path / "b", model=Deep(), **settings)
     (notice,) = little.notices
     assert "B of free memory for activations" in notice

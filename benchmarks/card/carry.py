@@ -13,19 +13,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from benchmarks.card_disk import checkpoint_of, rows_of_chat, write_rows
-from benchmarks.card_job import Job
+from benchmarks.card.disk import checkpoint_of, rows_of_chat, write_rows
+from benchmarks.card.job import Job
+from benchmarks.workers import ROOT
 
 PACKAGES = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "bitsandbytes")
 """Packages that training imports and a machine with torch and transformers often lacks."""
+PLATFORMS = ("manylinux1", "manylinux2014", *(f"manylinux_2_{n}" for n in (17, 24, 27, 28, 31, 34)))
 MOST_BYTES = 64 << 20
-WHEELS, ROWS, CHECKPOINT = "wheels.txt", "rows.jsonl", "checkpoint"
-"""Files of the folder: the carried wheels, and how to carry those of the peers."""
+WHEELS, ROWS, CHECKPOINT, PROJECT = "wheels.txt", "rows.jsonl", "checkpoint", "project.tar.gz"
+"""Files of the folder: the wheels, and how to carry the packages of the peers; this code."""
 PEER_COMMANDS = (
-    "# The peers' environments are gigabytes. For each of them, on a machine with a network:",
-    "# pip download --dest PEERS torch trl peft liger-kernel bitsandbytes accelerate",
-    "# pip download --dest UNSLOTH unsloth",
-    "# and there: pip install --no-index --find-links PEERS trl peft liger-kernel bitsandbytes",
+    "# The peers, for a machine with torch and transformers, each in a folder for PYTHONPATH:",
+    "# python -m benchmarks.card --carry PEERS --packages trl peft liger-kernel datasets dill "
+    "xxhash multiprocess bitsandbytes",
+    "# python -m benchmarks.card --carry UNSLOTH --packages unsloth unsloth_zoo trl==1.15.0 peft "
+    "datasets==4.8.4 dill xxhash multiprocess bitsandbytes tyro json5 hf_transfer diffusers "
+    "torchao cut_cross_entropy msgspec structlog nest-asyncio docstring_parser shtab typeguard "
+    "xformers pydantic pydantic-core annotated-types typing-inspection",
 )
 
 
@@ -37,21 +42,21 @@ def is_needed(name: str, cuda: str) -> bool:
     """
     path = PurePosixPath(name)
     if path.parts[0] != "bitsandbytes" or path.suffix not in {".so", ".dll", ".dylib"}:
-        return "tests" not in path.parts
+        return not {"tests", "studio"} & set(path.parts)
     return path.name in {"libbitsandbytes_cpu.so", f"libbitsandbytes_cuda{cuda}.so"}
 
 
 def download(packages: Sequence[str], python: str, folder: Path) -> None:
     """Fetch wheels for 64-bit Linux into a folder, by pip."""
     asked = ["--only-binary=:all:", "--no-deps", "--python-version", python, "--dest", str(folder)]
-    for platform in ("manylinux2014_x86_64", "manylinux_2_24_x86_64", "manylinux_2_28_x86_64"):
-        asked += ["--platform", platform]
+    for platform in PLATFORMS:
+        asked += ["--platform", f"{platform}_x86_64"]
     command = [sys.executable, "-m", "pip", "download", "--quiet", *asked, *packages]
     subprocess.run(command, check=True)
 
 
 def carry(target: Path, packages: Sequence[str], python: str, cuda: str) -> int:
-    """Unpack packages into a folder, with a list of their wheels; return its bytes.
+    """Unpack packages into a folder, with this code and a list of their wheels; return its bytes.
 
     Raises:
         ValueError: They take more than MOST_BYTES.
@@ -68,6 +73,8 @@ def carry(target: Path, packages: Sequence[str], python: str, cuda: str) -> int:
                     archive.extract(name, target)
         wheel.unlink()
     wheels.rmdir()
+    archive = ["git", "archive", "--output", str((target / PROJECT).resolve()), "HEAD"]
+    subprocess.run(archive, cwd=ROOT, check=True)
     total = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     if total > MOST_BYTES:
         raise ValueError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.card_job import LIMITS, Job, Line, apart, judged, verdict
+from benchmarks.card.job import LIMITS, Job, Line, apart, judged, verdict
 from peftkit.execution.out_of_memory import one_line
 from peftkit.kernels import packed_product
 from peftkit.kernels.gguf_blocks import TYPES

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks import shapes
 from peftkit.adapter import attach
@@ -48,6 +49,8 @@ class Job:
         checkpoint: Folder of a model of the shape `large`; None: one of random weights is written.
         rows: Lines of JSON with input_ids for runs from the checkpoint; None: random ones.
         peers, unsloth: Pythons of environments with trl, peft and liger-kernel, and with unsloth.
+        sides: Sides of the part `peers`; empty: all.
+        fixed: Whether all rows of runs from the checkpoint have the first of `large_lengths`.
         repeats: Runs of each side of the part `peers`.
         batch_size, num_steps: Of runs from the checkpoint.
         contexts, answer_rows, new_tokens: Tokens of prompts, concurrent answers and tokens of an
@@ -69,6 +72,8 @@ class Job:
     rows: Path | None = None
     peers: str = sys.executable
     unsloth: str | None = None
+    sides: tuple[str, ...] = ()
+    fixed: bool = False
     repeats: int = 3
     batch_size: int = 8
     num_steps: int = 8
@@ -172,6 +177,12 @@ class Heard:
     notices: list[str] = field(default_factory=list)
     plan: str = ""
     paths: str = ""
+    gradients: list[Tensor] = field(default_factory=list)
+
+    def keep_gradients(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Keep the gradients of the last step, as a hook of optimizers before their steps."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        self.gradients = [p.grad.float().cpu() for p in parameters if p.grad is not None]
 
     def __call__(self, event: Event) -> None:
         """Listen."""
@@ -190,11 +201,15 @@ def train(model: Any, rows: Sequence[Row], **settings: Any) -> Heard:
     longest = max(len(row.input_ids) for row in rows)
     data = DataConfig(train="", packing=False, max_length=longest)
     heard = Heard()
+    hook = register_optimizer_step_pre_hook(heard.keep_gradients)
     with tempfile.TemporaryDirectory() as folder:
         given = {"max_steps": 3, "batch_size": 4, "compile": False, "eval_every": None, **settings}
         config = TrainConfig(output_dir=Path(folder), save_every=None, **given)
         task = CausalLM(model, shapes.tokenizer(), data)
-        fit(model, task, rows, (), config, on_event=heard)
+        try:
+            fit(model, task, rows, (), config, on_event=heard)
+        finally:
+            hook.remove()
     return heard
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.card_job import Job, Line, left_clean, made, verdict
-from benchmarks.card_operators import attention
+from benchmarks.card.job import Job, Line, left_clean, made, verdict
+from benchmarks.card.operators import attention
 from benchmarks.gpu import peak_of
 from benchmarks.plan import Measured
 from benchmarks.report import versions
@@ -26,10 +26,10 @@ from peftkit.execution.gpu_support import SEGMENTS, allocator_variables, gpu_fal
 from peftkit.execution.out_of_memory import one_line
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.kernels.device import (
-    LAUNCH_SECONDS,
     PINNING,
     free_bytes,
     gpu_of,
+    launch_seconds,
     pinned_empty,
     product_rate,
 )
@@ -178,7 +178,7 @@ def _rates(job: Job) -> Iterator[tuple[str, str]]:
         measured = Measured.around(made(job, device, "none", job.dtype), device)
         with measured.steps("keep", HOST_TOKENS) as step:
             seconds = _seconds(step, device) / job.layers
-        planned = f"{1e3 * LAUNCH_SECONDS:.1f} ms"
+        planned = f"{1e3 * launch_seconds():.1f} ms"
         name = f"micro-batch of {HOST_TOKENS} tokens, host time per block"
         yield name, f"{1e3 * seconds:.1f} ms, planned with {planned}"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.card_job import LIMITS, Job, Line, apart, judged, verdict
+from benchmarks.card.job import LIMITS, Job, Line, apart, judged, verdict
 from peftkit.execution.out_of_memory import one_line
 from peftkit.inference.partial_attention import Scores, decode_attention
 from peftkit.kernels import varlen

@@ -35,7 +35,7 @@ def run_apart(words: Sequence[str], name: str, page: Path, seconds: float) -> tu
     page.unlink(missing_ok=True)
     log = page.with_suffix(".log")
     with log.open("wb") as errors:
-        process = subprocess.Popen(words, stderr=errors, start_new_session=True)
+        process = subprocess.Popen(words, stdout=2, stderr=errors, start_new_session=True)
         try:
             status = process.wait(timeout=seconds)
             problem = "" if status in (STATUS_WELL, STATUS_BAD) else _ending(status)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.card_job import (
+from benchmarks.card.job import (
     LIMITS,
     Job,
     Line,
@@ -108,7 +108,7 @@ def _seconds(
     return min(seconds) / NUM_CALLS
 
 
-def _prompts(rows: int, length: int) -> list[list[int]]:
+def random_prompts(rows: int, length: int) -> list[list[int]]:
     """Return prompts without a shared prefix."""
     generator = torch.Generator().manual_seed(3)
     return torch.randint(5, 300, (rows, length), generator=generator).tolist()
@@ -163,7 +163,7 @@ def _grown(job: Job, model: Any, rows: int, context: int, before: int) -> Line:
     with open_engine(model, NO_END, Limits(rows=rows)) as engine:
         assert isinstance(engine, CachedEngine)
         engine.ends = frozenset()
-        found = _decode(engine, _prompts(rows, context), job.new_tokens)
+        found = _decode(engine, random_prompts(rows, context), job.new_tokens)
         recorder, cache = engine.recorder, used_bytes(job) - before
     graphs = 0 if recorder is None else recorder.num_recorded
     able = "not recorded" if recorder is None else verdict(recorder.is_able)
@@ -188,7 +188,7 @@ def engines(job: Job) -> Iterator[Line]:
             with open_engine(model, NO_END, Limits(rows=rows)) as engine:
                 assert isinstance(engine, CachedEngine)
                 engine.ends = frozenset()
-                _decode(engine, _prompts(rows, context), job.new_tokens)
+                _decode(engine, random_prompts(rows, context), job.new_tokens)
                 inside, recorder = _allocated(job) - before, engine.recorder
             del engine
             left = _allocated(job) - before

@@ -1,6 +1,7 @@
 """Checks and measurements of each part of the code on a GPU, as one Markdown page.
 
     python -m benchmarks.card
+    python -m benchmarks.card --part first    # below ten minutes on an H100; prints one table
     python -m benchmarks.card --part operators --out card.md   # one part, below ten minutes
     python -m benchmarks.card --part peers --peers PEERS/bin/python --unsloth UNSLOTH/bin/python
     python -m benchmarks.card --carry FOLDER                   # for a machine without a network
@@ -20,48 +21,50 @@ import copy
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks import (
-    card_decode,
-    card_disk,
-    card_operators,
-    card_peers,
-    card_probe,
-    card_products,
-    card_runs,
-    shapes,
-)
-from benchmarks.card_carry import PACKAGES, carry, carry_run
-from benchmarks.card_job import Job, Line, Part, left_clean
-from benchmarks.card_process import STATUS_BAD, STATUS_WELL, command, run_apart
+from benchmarks import shapes
+from benchmarks.all import tables_in
+from benchmarks.card import answers, decode, disk, operators, peers, probe, products, runs
+from benchmarks.card.carry import PACKAGES, carry, carry_run
+from benchmarks.card.job import Job, Line, Part, left_clean
+from benchmarks.card.process import STATUS_BAD, STATUS_WELL, command, run_apart
 from benchmarks.report import table
 from peftkit.execution.environment import as_current
 
 PARTS: dict[str, Part] = {
-    "environment": card_probe.environment,
-    "operators": card_operators.operators,
-    "products": card_products.products,
-    "large": card_runs.large,
-    "packed": card_disk.packed,
-    "peers": card_peers.peers,
-    "grpo": card_disk.grpo,
-    "split": card_decode.split,
-    "growth": card_decode.growth,
-    "engines": card_decode.engines,
-    "caps": card_disk.caps,
-    "attention": card_operators.attention,
-    "activations": card_runs.activations,
-    "training": card_runs.training,
-    "decoding": card_runs.decoding,
-    "memory": card_runs.memory,
-    "compiled": card_runs.compiled,
-    "suite": card_runs.suite,
+    "environment": probe.environment,
+    "operators": operators.operators,
+    "products": products.products,
+    "large": runs.large,
+    "packed": disk.packed,
+    "peers": peers.peers,
+    "grpo": disk.grpo,
+    "split": decode.split,
+    "growth": decode.growth,
+    "engines": decode.engines,
+    "caps": disk.caps,
+    "attention": operators.attention,
+    "activations": runs.activations,
+    "training": runs.training,
+    "decoding": runs.decoding,
+    "memory": runs.memory,
+    "compiled": runs.compiled,
+    "quickstart": answers.quickstart,
+    "errors": answers.errors,
+    "answers": answers.answers,
+    "suite": runs.suite,
 }
 """The first hour first."""
+FIRST = ("quickstart", "compiled", "errors", "peers", "answers", "grpo")
+FIRST_OPTIONS = (
+    *("--sides", "ours,ours-recompute,unsloth,trl-liger", "--repeats", "1", "--fixed"),
+    *("--large-lengths", "2048", "--batch-size", "4", "--new-tokens", "128"),
+)
+"""Parts and options of `--part first`; options of the command line take precedence."""
 SECONDS = {"environment": 180, "packed": 1200, "peers": 3600, "growth": 1200, "suite": 1800}
 OTHER_SECONDS = 900
 """Time limits of the parts' processes."""
@@ -94,7 +97,9 @@ def run_part(job: Job, name: str, page: Path) -> bool:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--part", "--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--part", "--parts", default=",".join(PARTS), help=f"first, or of {', '.join(PARTS)}"
+    )
     parser.add_argument("--model", default="smollm2-135m", choices=sorted(shapes.SHAPES))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
@@ -106,6 +111,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("card.md"), help="the page to send home")
     parser.add_argument("--peers", default=sys.executable, help="python with trl, peft, liger")
     parser.add_argument("--unsloth", help="python with unsloth")
+    parser.add_argument("--sides", default="", help="of `peers`, by default all: ours,unsloth,...")
+    parser.add_argument("--fixed", action="store_true", help="rows of one length from a checkpoint")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each side of `peers`")
     parser.add_argument("--checkpoint", type=Path, help="of the shape --large; else random weights")
     parser.add_argument("--rows", type=Path, help="JSON lines with input_ids; else random tokens")
@@ -124,6 +131,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--python", default="3.12", help="of the machine that --carry is for")
     parser.add_argument("--cuda", default="130", help="likewise, as torch names it")
     args = parser.parse_args(argv)
+    if args.part == "first":
+        args = parser.parse_args([*FIRST_OPTIONS, *(argv or ())])
+        args.part = ",".join(FIRST)
     args.part = args.part.split(",")
     if unknown := set(args.part) - PARTS.keys():
         parser.error(f"no part is called {', '.join(sorted(unknown))}")
@@ -141,6 +151,8 @@ def job_of(args: argparse.Namespace, device: torch.device) -> Job:
         rows=args.rows,
         peers=args.peers,
         unsloth=args.unsloth,
+        sides=tuple(filter(None, args.sides.split(","))),
+        fixed=args.fixed,
         repeats=args.repeats,
         batch_size=args.batch_size,
         num_steps=args.steps,
@@ -187,16 +199,32 @@ def run_here(args: argparse.Namespace) -> bool:
 def run_all(args: argparse.Namespace, words: Sequence[str]) -> bool:
     """Run each part in a process of its own; extend the page after each."""
     shown, is_well = ["# Results of this card"], True
+    is_first = args.part == list(FIRST)
+    words = [*FIRST_OPTIONS, *words] if is_first else words
     for name in args.part:
-        print(f"\n{name}", flush=True)
+        print(f"\n{name}", file=sys.stderr, flush=True)
         page = folder_of(args.out) / f"{name}.md"
         seconds = args.seconds or SECONDS.get(name, OTHER_SECONDS)
         text, part_is_well = run_apart(command(words, name, page), name, page, seconds)
         is_well &= part_is_well
         shown.append(text)
         args.out.write_text("\n\n".join(shown) + "\n", encoding="utf-8")
-    print(f"\nwritten: {args.out}")
+    print(f"\nwritten: {args.out}", file=sys.stderr)
+    if is_first:
+        print(one_table(dict(zip(args.part, shown[1:], strict=True))))
     return is_well
+
+
+def one_table(pages: Mapping[str, str]) -> str:
+    """Return the tables of several parts as one: a row's first cell, its figures, its verdict."""
+    rows = []
+    for name, text in pages.items():
+        for (_, *columns, _), *lines in tables_in(text):
+            for what, *cells, well in lines:
+                pairs = zip(columns, cells, strict=True)
+                figures = "; ".join(f"{column} {cell}" for column, cell in pairs if cell)
+                rows.append((name, what, figures, well))
+    return table(("part", "what", "figures", "well"), rows)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.card_job import (
+from benchmarks.card.job import (
     Heard,
     Job,
     Line,
@@ -83,7 +83,8 @@ def checkpoint_of(job: Job) -> Path:
 def rows_of_chat(job: Job) -> list[list[int]]:
     """Return the token ids of rows whose lengths vary as those of conversations do.
 
-    The longest has the first of `large_lengths`, the shortest an eighth of it.
+    The longest has the first of `large_lengths`, the shortest an eighth of it; with `fixed`, all
+    rows have the same length.
     """
     if job.rows is not None:
         lines = job.rows.read_text(encoding="utf-8").splitlines()
@@ -91,7 +92,7 @@ def rows_of_chat(job: Job) -> list[list[int]]:
     rng, longest = random.Random(0), job.large_lengths[0]
     rows: list[list[int]] = []
     for _ in range(job.batch_size * job.num_steps):
-        size = round(longest * 8 ** -rng.random())
+        size = longest if job.fixed else round(longest * 8 ** -rng.random())
         rows.append([rng.randrange(5, 300) for _ in range(max(size, 4))])
     return rows
 

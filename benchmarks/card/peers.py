@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.card_disk import DTYPES, RANK, checkpoint_of, rows_of_chat
-from benchmarks.card_job import Job, Line, verdict
+from benchmarks.card.disk import DTYPES, RANK, checkpoint_of, rows_of_chat
+from benchmarks.card.job import Job, Line, verdict
 from benchmarks.report import Spread, disagreement
 from benchmarks.train import LOSS_TOLERANCE, tokens_of_steps
 from benchmarks.workers import WorkerFailed, work
@@ -80,6 +80,8 @@ def peers(job: Job) -> Iterator[Line]:
     pythons = {"ours": sys.executable, "trl": job.peers, "unsloth": job.unsloth or ""}
     sides: dict[str, Side] = {}
     for name, side in SIDES.items():
+        if job.sides and name not in job.sides:
+            continue
         if lacking := missing(pythons[side.worker], side.needs):
             yield name, "skipped", "", "", "", lacking, "", "-"
         else:
@@ -106,7 +108,7 @@ def peers(job: Job) -> Iterator[Line]:
             runs[name].append(facts)
             yield name, str(repeat), *_figures(facts, tokens), "", ""
     for name, results in runs.items():
-        yield name, "all", *_summary(name, results, runs["ours"], tokens)
+        yield name, "all", *_summary(name, results, runs.get("ours", []), tokens)
 
 
 def _run(asked: Mapping[str, Any], worker: str, python: str, job: Job) -> dict[str, Any]:
@@ -149,7 +151,7 @@ def _summary(
         for key in ("peak_bytes", "peak_reserved_bytes")
     )
     told, ratio, is_well = "", "", True
-    if name != "ours" and "failed" not in ours[0]:
+    if name != "ours" and ours and "failed" not in ours[0]:
         same_steps = len(results[0]["losses"]) == len(ours[0]["losses"])
         told = "other steps: losses are not compared"
         if same_steps:
