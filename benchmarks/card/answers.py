@@ -42,7 +42,7 @@ def quickstart(job: Job) -> Iterator[Line]:
     """The quickstart from its command: exact answers before and after, and minutes."""
     yield "what", "before", "after", "minutes", "well"
     environ = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'cli'}"}
-    command = [sys.executable, str(ROOT / "recipes/quickstart.py")]
+    command = [sys.executable, str(ROOT / "recipes/examples/quickstart.py")]
     code, out, err = run_group(command, environ, QUICKSTART_SECONDS)
     if code:
         raise RuntimeError(err.decode(errors="replace")[-1000:])
