@@ -271,7 +271,8 @@ class Trainer:
             total: Targets of all processes.
 
         Returns:
-            The step's facts and the norms of its gradients (tensors,); None: memory ran out on some process.
+            The step's facts and its gradients' norms, (tensors,); None: memory ran out on some
+            process.
         """
         if sums is None:
             self.optimizer.zero_grad(set_to_none=True)

@@ -7,6 +7,7 @@ compiler cannot trace break the graph and run eagerly.
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def chunks() -> Case:
     targets = torch.arange(9) % 7
 
     def run(hidden: Tensor, head: Tensor) -> Tensor:
-        settings = {"trainable": (head,), "equal_weights": True, "chunk_rows": 8}
+        settings: Any = {"trainable": (head,), "equal_weights": True, "chunk_rows": 8}
         product = lambda rows: functional.linear(rows, head)  # noqa: E731
         return chunked_cross_entropy(hidden, targets, product, **settings).sum()
 
