@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -44,7 +45,7 @@ def why_refused(trainer: Trainer) -> str:
     rows = run.micro_batches(run.rows[: run.config.batch_size])[0]
     try:
         while rows:
-            problem = attempt(lambda rows=rows: _difference(trainer, rows), _ran_out)
+            problem = attempt(partial(_difference, trainer, rows), _ran_out)
             if problem is not None:
                 return problem
             rows = rows[: len(rows) // 2]
