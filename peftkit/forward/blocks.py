@@ -157,12 +157,15 @@ class Blocks:
 
     def _configure_compiler(self) -> None:
         from torch._dynamo import config  # slow to import, and only needed here
+        from torch._inductor import config as inductor
         from torch.fx.experimental import _config as symbols
 
         enter = self._compiler_settings.enter_context
         # numbers of a config are equal in all blocks; without specialize_float the compiler would
         # trace each block twice
         enter(config.patch(recompile_limit=MAX_COMPILED_VERSIONS, specialize_float=True))
+        # dropout draws the numbers of eager blocks
+        enter(inductor.patch(fallback_random=True))
         # sizes that happen to be equal in the first batch are not assumed to be equal
         enter(symbols.patch(use_duck_shape=False))  # type: ignore[attr-defined]
         enter(warnings.catch_warnings())

@@ -129,7 +129,9 @@ class _GroupedLoRALinear(torch.autograd.Function):
         for layer, h, b in zip(_with_tensors(layers, frozen), hiddens, lora_b, strict=True):
             bias = None if layer.bias is None else layer.bias.to(x.dtype)
             out = functional.linear(x, layer.unpacked(x.dtype), bias)
-            outputs.append(out.addmm_(h, b.t()))
+            # traced by torch 2.11, an output that forward changes in place loses its gradient
+            is_traced = torch.compiler.is_compiling()
+            outputs.append(torch.addmm(out, h, b.t()) if is_traced else out.addmm_(h, b.t()))
         return tuple(outputs)
 
     @staticmethod

@@ -24,13 +24,7 @@ from peftkit.errors import RunError
 from peftkit.events import Notice, Stage
 from peftkit.execution import rng
 from peftkit.execution.environment import AUTO_SHARE, free_for_training
-from peftkit.execution.out_of_memory import (
-    attempt,
-    is_compile_error,
-    is_out_of_memory,
-    one_line,
-    release_memory,
-)
+from peftkit.execution.out_of_memory import attempt
 from peftkit.execution.plan import ACTIVATIONS_IN_WORDS
 from peftkit.figures import size
 from peftkit.forward.compiler import uncompiled
@@ -216,7 +210,9 @@ def compile_blocks(trainer: Trainer, num_steps: int) -> None:
     if not trainer.plan.compile:
         return
     run.say(Stage("Compiling the model's blocks"))
-    problem = trainer.blocks.why_not_compiled() or _try_to_compile(trainer)
+    from peftkit.train.compiled_check import why_refused
+
+    problem = trainer.blocks.why_not_compiled() or why_refused(trainer)
     if trainer.world.max(int(problem != "")) == 0:
         return
     problem = problem or "another process could not."
@@ -248,21 +244,3 @@ def work_of(trainer: Trainer, num_steps: int) -> float:
     per_step = trainer.run.config.rows_per_step(trainer.world.world_size)
     tokens = int(tokens_of_each(rows).sum()) * num_steps * min(per_step / len(rows), 1.0)
     return tokens * audit(trainer.model).num_parameters
-
-
-def _try_to_compile(trainer: Trainer) -> str:
-    """Run one forward and backward pass with compiled blocks; return the error, or ""."""
-    run = trainer.run
-    try:
-        trainer.blocks.compile()
-        first = run.micro_batches(run.rows[: run.config.batch_size])[0]
-        with rng.untouched(trainer.model, trainer.world.device):
-            trainer.loss(first).backward()
-    except Exception as error:
-        if is_out_of_memory(error) and not is_compile_error(error):
-            release_memory()  # the first step finds a plan that fits
-            return ""
-        return one_line(error)
-    finally:
-        trainer.optimizer.zero_grad(set_to_none=True)
-    return ""

@@ -29,7 +29,7 @@ from peftkit.kernels.device import busy_tokens, product_rate
 from peftkit.quant.audit import audit
 from peftkit.tasks.batches import OnDevice, RowTooLarge, too_large
 from peftkit.train.batches import BatchPrefetcher, on_device
-from peftkit.train.diagnosis import Diagnosis, NonFiniteError, diagnose, sources
+from peftkit.train.diagnosis import Diagnosis, GradientWatch, NonFiniteError, diagnose, sources
 from peftkit.train.fitting import Fitting
 from peftkit.train.optim import build_optimizer, complete_gradients, set_learning_rate
 from peftkit.train.run import Run
@@ -77,6 +77,7 @@ class Trainer:
         self.model, self.task, self.world = run.model, run.task, run.world
         config, plan, device = run.config, run.state.plan, self.world.device
         self.optimizer = build_optimizer(self.parameters, config)
+        self._watch = GradientWatch(self.parameters, device)
         self.prefetcher = BatchPrefetcher(run.task, self.world.device)
         self.blocks = Blocks(run.model, plan)
         busy = busy_tokens(
@@ -161,7 +162,7 @@ class Trainer:
             release_memory()
             rng.restore(start, device)
 
-        facts, grad_norm = self.fitting.retry(
+        facts, norms = self.fitting.retry(
             compute,
             overflows=lambda result: (
                 math.isfinite(result[0].loss) and not math.isfinite(result[0].grad_norm)
@@ -171,12 +172,12 @@ class Trainer:
         )
         if not (math.isfinite(facts.loss) and math.isfinite(facts.grad_norm)):
             raise NonFiniteError(self._diagnosis(rows, start, facts))
-        self._update(grad_norm, rate)
-        notice = ""
+        notice = self._watch.report()
+        self._update(norms, rate)
         if before.compile and not self.plan.compile:
-            notice = f"Blocks run eagerly from now on, which is slower. {self._compile_problem} "
+            notice += f" Blocks run eagerly from now on, which is slower. {self._compile_problem}"
         if less := self.plan.less_than(before):
-            notice += f"Memory ran out. From now on: {less}. The rows of a step stay the same."
+            notice += f" Memory ran out. From now on: {less}. The rows of a step stay the same."
         return replace(facts, notice=notice.strip())
 
     def _gradients(
@@ -270,7 +271,8 @@ class Trainer:
             total: Targets of all processes.
 
         Returns:
-            The step's facts and its gradient norm; None: memory ran out on some process.
+            The step's facts and its gradients' norms, (tensors,); None: memory ran out on some
+            process.
         """
         if sums is None:
             self.optimizer.zero_grad(set_to_none=True)
@@ -278,7 +280,8 @@ class Trainer:
         self.world.sum_gradients(gradients)
         if (factor := self.fitting.scale.factor) != 1.0:
             torch._foreach_mul_(gradients, 1 / factor)
-        grad_norm = torch.nn.utils.get_total_norm(gradients)
+        norms = torch.stack(torch._foreach_norm(gradients)).float()
+        grad_norm = torch.linalg.vector_norm(norms)
         stop = self.run.stop.signum
         counts = [
             sum(map(num_tokens, rows)),
@@ -288,8 +291,9 @@ class Trainer:
         ]
         loss_sums = (self._no_sums() if sums is None else sums).float()
         over_all = self.world.sum(torch.cat([on_device(counts, self.world.device), loss_sums]))
-        everything = torch.cat([total[None], grad_norm.float()[None], over_all])
-        targets, norm, tokens, interrupts, terminations, fitting, *summed = everything.tolist()
+        everything = torch.cat([total[None], grad_norm[None], self._watch.longest, over_all])
+        targets, norm, zero_steps, tokens, *counts = everything.tolist()
+        interrupts, terminations, fitting, *summed = counts
         if fitting < self.world.world_size:
             return None
         if targets == 0:
@@ -298,14 +302,17 @@ class Trainer:
                 found=f"Rows: {', '.join(sources(rows)[:8])}",
                 fix="Remove such rows; peftkit check RECIPE prints the target tokens.",
             )
+        self._watch.num_steps = zero_steps
         signum = signal.SIGINT if interrupts else signal.SIGTERM if terminations else 0
         loss, *means = (figure / targets for figure in summed)
         figures = self.task.metric_means(means)
-        return StepFacts(loss, figures, norm, round(tokens), int(signum), ""), grad_norm
+        return StepFacts(loss, figures, norm, round(tokens), int(signum), ""), norms
 
-    def _update(self, grad_norm: Tensor, rate: float) -> None:
+    def _update(self, norms: Tensor, rate: float) -> None:
+        self._watch.count(norms)
         max_grad_norm = self.run.config.max_grad_norm
         if max_grad_norm is not None:
+            grad_norm = torch.linalg.vector_norm(norms)
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_grad_norm, grad_norm)
         set_learning_rate(self.optimizer, rate)
         try:
