@@ -21,6 +21,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
 from peftkit.execution import gpu_support
+from peftkit.inference import recorder
 from peftkit.kernels import checked, fused, packed_product
 from peftkit.kernels import device as device_kinds
 from peftkit.train import fallbacks, loop
@@ -37,10 +38,21 @@ _device_constructors()  # torch lists its functions once, and must find them as 
 
 
 class Stream:
-    """Holds the copies that were launched on it until somebody waits for them."""
+    """Holds the copies that were launched on it until somebody waits for them.
 
-    def __init__(self, device: Any = None, is_default: bool = False, **_: Any) -> None:
+    Attributes:
+        recorded_on: The stream that a graph is recorded on, while this one takes its place.
+    """
+
+    def __init__(
+        self,
+        device: Any = None,
+        is_default: bool = False,
+        recorded_on: Stream | None = None,
+        **_: Any,
+    ) -> None:
         self.device, self.is_default = device, is_default
+        self.recorded_on = recorded_on or self
         self._tasks: list[Callable[[], Any]] = []
         self._before: list[Any] = []
         STREAMS.append(self)
@@ -196,7 +208,8 @@ class Recording:
         if torch.device("cuda", card.current) != tensors._device(self._stream.device):
             raise RuntimeError("CUDA error: the stream that is captured is of another device")
         card.pools.begin(self._graph, self._pool)
-        self._before, card.stream = card.stream, Stream(is_default=True)
+        here = Stream(is_default=True, recorded_on=self._stream)
+        self._before, card.stream = card.stream, here
         card.graph = self._graph
 
     def __exit__(self, kind: Any, *_: Any) -> None:
@@ -410,6 +423,7 @@ def simulated(card: Card | None = None, kernels: Callable[[], Kernels] = Kernels
         without = device_kinds.WITHOUT_FLOAT64 + ("cuda",) * (not card.has_float64)
         stack.enter_context(patch(device_kinds, "WITHOUT_FLOAT64", without))
         stack.enter_context(patch(gpu_support, "SEGMENTS", gpu_support.Segments()))
+        stack.enter_context(patch(recorder, "_capture_streams", []))
         stack.enter_context(patch(checked, "GEMM", checked.CheckedProduct()))
         stack.enter_context(patch(packed_product, "CHECKED", checked.CheckedProduct()))
         own = BrokenKernels() if "multiply" in card.broken else ProductKernels()

@@ -46,6 +46,8 @@ WAITING = {
 ASKED = {"_local_scalar_dense", "equal", "is_nonzero"}
 """Of these: those that give a number to the host."""
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+PRODUCTS = {"addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv"}
+"""Operators of cuBLAS."""
 COMPOSED = ("torch/autograd/graph.py", "torch/nn/functional.py", "torch/nn/utils/rnn.py")
 """Files of torch from which C++ is called that makes tensors of its own."""
 PACKAGES = ("/peftkit/", "/transformers/", "/accelerate/")
@@ -100,6 +102,9 @@ class Card:
     pools: GraphPools = field(default_factory=GraphPools)
     host_tasks: list[Callable[[], None]] = field(default_factory=list)
     """What is done when the host next waits."""
+    workspace: int = 512
+    """Bytes of cuBLAS for each stream with a product, kept to the end (torch 2.11; 32 MiB, H100)."""
+    _workspaces: dict[Any, torch.UntypedStorage] = field(default_factory=dict)
     _known: dict[int, Any] = field(default_factory=dict)
     _chosen: threading.local = field(default_factory=threading.local)
 
@@ -176,6 +181,13 @@ class Card:
         self.allocated += size
         self.peak = max(self.peak, self.allocated)
         self.reserved = max(self.reserved, self.allocated)
+
+    def multiply(self) -> None:
+        """Allocate cuBLAS' workspace of the current stream, at its first product."""
+        stream = self.stream and self.stream.recorded_on
+        if stream is not None and stream not in self._workspaces:
+            self._workspaces[stream] = torch.UntypedStorage(self.workspace)
+            self.note(self._workspaces[stream])
 
 
 def _where() -> str:
@@ -576,6 +588,8 @@ def _run(func: Any, name: str, args: Any, kwargs: Any, ours: list[Any], place: A
     out = called(func, *inner)
     CARD.launches += 1
     CARD.operators[name] += 1
+    if name in PRODUCTS:
+        CARD.multiply()
     if place is not None and place.type == "cpu":
         return out
     return _each(out, lambda t: originals[id(t)] if id(t) in originals else CudaTensor(t, number))
