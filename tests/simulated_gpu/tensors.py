@@ -19,6 +19,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,17 @@ ASKED = {"_local_scalar_dense", "equal", "is_nonzero"}
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 PRODUCTS = {"addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv"}
 """Operators of cuBLAS."""
-COMPOSED = ("torch/autograd/graph.py", "torch/nn/functional.py", "torch/nn/utils/rnn.py")
+COMPOSED = {
+    str(Path(torch.__file__).parent / name)
+    for name in ("autograd/graph.py", "nn/functional.py", "nn/utils/rnn.py")
+}
 """Files of torch from which C++ is called that makes tensors of its own."""
-PACKAGES = ("/peftkit/", "/transformers/", "/accelerate/")
+PACKAGES = {
+    name: f"{Path(str(find_spec(name).origin)).parent}{os.sep}"  # type: ignore[union-attr]
+    for name in ("peftkit", "transformers", "accelerate")
+}
+"""Folders, which no other folder's name can be mistaken for."""
+TESTS = f"{Path(__file__).parents[1]}{os.sep}"
 OURS = tuple(str(Path(__file__).with_name(name)) for name in ("tensors.py", "simulation.py"))
 
 
@@ -194,17 +203,15 @@ def _where() -> str:
     """Return the innermost lines of our package and of the libraries around it, as file:line."""
     found: dict[str, str] = {}
     frame = sys._getframe(2)
-    test = ""
     while frame is not None:
         name = frame.f_code.co_filename
-        for package in PACKAGES:
-            if package in name and package not in found and name not in OURS:
-                found[package] = f"{package[1:]}{name.rsplit(package, 1)[1]}:{frame.f_lineno}"
-        if not test and "/tests/" in name and name not in OURS:
-            test = f"tests/{name.rsplit('/tests/', 1)[1]}:{frame.f_lineno}"
+        for package, folder in {**PACKAGES, "tests": TESTS}.items():
+            if name.startswith(folder) and package not in found and name not in OURS:
+                file = name.removeprefix(folder).replace(os.sep, "/")
+                found[package] = f"{package}/{file}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     order = [found[package] for package in PACKAGES if package in found]
-    return ", in ".join(order) or test or "elsewhere"
+    return ", in ".join(order) or found.get("tests", "elsewhere")
 
 
 CARD = Card()
@@ -551,7 +558,7 @@ class Kernels(TorchDispatchMode):
 
 def _made_by_cpp() -> bool:
     """Tell whether C++ makes a tensor beside another that it takes to be on the CPU."""
-    return sys._getframe(2).f_code.co_filename.endswith(COMPOSED)
+    return sys._getframe(2).f_code.co_filename in COMPOSED
 
 
 def _inside_of(name: str) -> Callable[..., Any] | None:
