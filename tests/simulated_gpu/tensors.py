@@ -112,7 +112,7 @@ class Card:
     host_tasks: list[Callable[[], None]] = field(default_factory=list)
     """What is done when the host next waits."""
     workspace: int = 512
-    """Bytes of cuBLAS for each stream with a product, kept to the end (torch 2.11; 32 MiB, H100)."""
+    """Bytes of cuBLAS for a stream with products, which torch 2.11 never frees: 32 MiB, H100."""
     _workspaces: dict[Any, torch.UntypedStorage] = field(default_factory=dict)
     _known: dict[int, Any] = field(default_factory=dict)
     _chosen: threading.local = field(default_factory=threading.local)
