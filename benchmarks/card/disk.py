@@ -47,8 +47,8 @@ PACKED: dict[str, dict[str, Any]] = {
 }
 """Train settings of a default run's micro-batches."""
 GRPO_STEPS, GRPO_PROMPTS, GRPO_ANSWERS = 5, 2, 8
-LEFT_BYTES = 64 << 20
-"""Bytes that may be left between two steps of GRPO: fragments, a workspace of cuBLAS."""
+LEFT_BYTES = 16 << 20
+"""Bytes that may be left between two steps of GRPO: half of a workspace of cuBLAS."""
 
 
 def job_of(job: Job, target: Path) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +94,38 @@ def unrecorded(cause: str) -> Fallback:
     )
 
 
+@dataclass(eq=False)
+class _CaptureStream:
+    """A stream for captures, of one recorder at a time.
+
+    Attributes:
+        graphs: Graphs that its last recorder captured and that still exist.
+    """
+
+    stream: Any
+    device: torch.device
+    graphs: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+
+
+_capture_streams: list[_CaptureStream] = []
+_LOCK = threading.Lock()
+
+
+def _idle_stream(device: torch.device) -> _CaptureStream:
+    """Return a stream without graphs; the caller holds the lock.
+
+    Streams are reused because torch keeps cuBLAS' workspace of each one, 32 MiB on an H100: until
+    the process ends, or since torch 2.12 until a graph of the stream is freed. For that reason two
+    recorders never share a stream, and torch's default stream for captures is not used.
+    """
+    for one in _capture_streams:
+        if one.device == device and not one.graphs:
+            one.graphs = weakref.WeakSet()  # the last recorder keeps its set, which stays empty
+            return one
+    _capture_streams.append(_CaptureStream(torch.cuda.Stream(device), device))
+    return _capture_streams[-1]
+
+
 class Recorder:
     """Captures the decoding steps of one engine as CUDA graphs, on one stream of its device.
 
@@ -138,11 +172,12 @@ class Recorder:
     def _record(self, run: Callable[[], Tensor]) -> tuple[Any, Tensor] | None:
         """Return a graph and its output tensor; None if the capture fails."""
         graph = torch.cuda.CUDAGraph()
-        if not self._graphs:
-            self._pool = torch.cuda.graph_pool_handle()
-        # torch's default stream for captures is on the first GPU that captured, and shared: with a
-        # graph, torch also frees cuBLAS' workspace of its stream, which others may use
-        self._stream = self._stream or torch.cuda.Stream(self._model.device)
+        with _LOCK:
+            if not self._graphs:
+                self._pool = torch.cuda.graph_pool_handle()
+                free = _idle_stream(self._model.device)
+                self._stream, self._graphs = free.stream, free.graphs
+            self._graphs.add(graph)
         # a failed capture also raises at its end, and torch leaves the thread on its stream
         before = torch.cuda.stream(torch.cuda.current_stream())
         # other threads may use the device meanwhile
@@ -158,6 +193,5 @@ class Recorder:
                 _unrecordable.add(self._model)
             _LOG.warning("%s", unrecorded(str(problem).splitlines()[0]).text)
             return None
-        self._graphs.add(graph)
         self.num_recorded += 1
         return graph, out

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import soundfile
+import pytest
 import torch
 import transformers
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
@@ -16,6 +16,7 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES
 from peftkit.tasks.media.ctc import BLANK, SPACE, UNKNOWN, tokenizer_of
 from tests.helpers.families import tiny_tokenizer
 
+soundfile = pytest.importorskip("soundfile", reason="the extra peftkit[audio] is not installed")
 RATE = 16_000
 END = "<|endoftext|>"
 _MARKS = ("translate", "transcribe", "startoflm", "startofprev", "nospeech", "notimestamps")

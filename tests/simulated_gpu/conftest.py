@@ -21,6 +21,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="only a simulation knows"))
 
 
+@pytest.fixture(autouse=True)
+def _card_still_works() -> Iterator[None]:
+    """End a real card's process at the first illegal access, after which all tests would fail."""
+    yield
+    if REAL:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            pytest.exit(f"The card fails: {error}. Run each file in a process of its own.", 3)
+
+
 @pytest.fixture
 def card() -> Iterator[Card]:
     """An H200 that computes on the CPU, while the test runs."""

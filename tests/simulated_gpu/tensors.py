@@ -19,6 +19,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,19 @@ WAITING = {
 ASKED = {"_local_scalar_dense", "equal", "is_nonzero"}
 """Of these: those that give a number to the host."""
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
-COMPOSED = ("torch/autograd/graph.py", "torch/nn/functional.py", "torch/nn/utils/rnn.py")
+PRODUCTS = {"addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv"}
+"""Operators of cuBLAS."""
+COMPOSED = {
+    str(Path(torch.__file__).parent / name)
+    for name in ("autograd/graph.py", "nn/functional.py", "nn/utils/rnn.py")
+}
 """Files of torch from which C++ is called that makes tensors of its own."""
-PACKAGES = ("/peftkit/", "/peftkit_server/", "/transformers/", "/accelerate/")
+PACKAGES = {
+    name: f"{Path(str(find_spec(name).origin)).parent}{os.sep}"  # type: ignore[union-attr]
+    for name in ("peftkit", "peftkit_server", "transformers", "accelerate")
+}
+"""Folders, which no other folder's name can be mistaken for."""
+TESTS = f"{Path(__file__).parents[1]}{os.sep}"
 OURS = tuple(str(Path(__file__).with_name(name)) for name in ("tensors.py", "simulation.py"))
 
 
@@ -100,6 +111,9 @@ class Card:
     pools: GraphPools = field(default_factory=GraphPools)
     host_tasks: list[Callable[[], None]] = field(default_factory=list)
     """What is done when the host next waits."""
+    workspace: int = 512
+    """Bytes of cuBLAS for a stream with products, which torch 2.11 never frees: 32 MiB, H100."""
+    _workspaces: dict[Any, torch.UntypedStorage] = field(default_factory=dict)
     _known: dict[int, Any] = field(default_factory=dict)
     _chosen: threading.local = field(default_factory=threading.local)
 
@@ -177,22 +191,27 @@ class Card:
         self.peak = max(self.peak, self.allocated)
         self.reserved = max(self.reserved, self.allocated)
 
+    def multiply(self) -> None:
+        """Allocate cuBLAS' workspace of the current stream, at its first product."""
+        stream = self.stream and self.stream.recorded_on
+        if stream is not None and stream not in self._workspaces:
+            self._workspaces[stream] = torch.UntypedStorage(self.workspace)
+            self.note(self._workspaces[stream])
+
 
 def _where() -> str:
     """Return the innermost lines of our package and of the libraries around it, as file:line."""
     found: dict[str, str] = {}
     frame = sys._getframe(2)
-    test = ""
     while frame is not None:
         name = frame.f_code.co_filename
-        for package in PACKAGES:
-            if package in name and package not in found and name not in OURS:
-                found[package] = f"{package[1:]}{name.rsplit(package, 1)[1]}:{frame.f_lineno}"
-        if not test and "/tests/" in name and name not in OURS:
-            test = f"tests/{name.rsplit('/tests/', 1)[1]}:{frame.f_lineno}"
+        for package, folder in {**PACKAGES, "tests": TESTS}.items():
+            if name.startswith(folder) and package not in found and name not in OURS:
+                file = name.removeprefix(folder).replace(os.sep, "/")
+                found[package] = f"{package}/{file}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     order = [found[package] for package in PACKAGES if package in found]
-    return ", in ".join(order) or test or "elsewhere"
+    return ", in ".join(order) or found.get("tests", "elsewhere")
 
 
 CARD = Card()
@@ -539,7 +558,7 @@ class Kernels(TorchDispatchMode):
 
 def _made_by_cpp() -> bool:
     """Tell whether C++ makes a tensor beside another that it takes to be on the CPU."""
-    return sys._getframe(2).f_code.co_filename.endswith(COMPOSED)
+    return sys._getframe(2).f_code.co_filename in COMPOSED
 
 
 def _inside_of(name: str) -> Callable[..., Any] | None:
@@ -576,6 +595,8 @@ def _run(func: Any, name: str, args: Any, kwargs: Any, ours: list[Any], place: A
     out = called(func, *inner)
     CARD.launches += 1
     CARD.operators[name] += 1
+    if name in PRODUCTS:
+        CARD.multiply()
     if place is not None and place.type == "cpu":
         return out
     return _each(out, lambda t: originals[id(t)] if id(t) in originals else CudaTensor(t, number))

@@ -28,6 +28,7 @@ from tests.helpers.worker import Submitted, run_jobs
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
 
+ROOT = Path(__file__).parents[2]
 WEIGHTS = 5_600_000_000
 """Bytes of an 8B in nf4 with its embeddings in 16 bits."""
 CARDS = (8, 12, 16, 24)
@@ -98,27 +99,34 @@ def test_servers_use_any(cards, base, weights, tmp_path):
             assert (card.peak < 0.9 * peak) == (gigabytes == 8), "fewer at a time, or as many"
 
 
+GRPO: dict[str, Any] = {
+    "type": "grpo",
+    "rewards": [{"use": "regex", "pattern": "[aeiou].*[aeiou]"}],
+    "answers": 4,
+    "max_new_tokens": 12,
+}
+
+
 def learnt(
-    folder: Path, base: Path, num_steps: int = 3, after_step: Callable[[], object] = bool
+    folder: Path,
+    base: Path,
+    num_steps: int = 3,
+    after_step: Callable[[], object] = bool,
+    task: dict[str, Any] = GRPO,
 ) -> tuple[list[float], list[str]]:
-    """Return the losses and rewards of some steps of GRPO, and the notices."""
+    """Return the losses and rewards of some steps on rollouts, and the notices."""
     figures: list[float] = []
     notices: list[str] = []
 
     def listen(event: Event) -> None:
         if isinstance(event, StepDone):
             after_step()
-            figures.extend((event.loss, event.figures["reward"]))
+            figures.extend((event.loss, event.figures.get("reward", 0.0)))
         elif isinstance(event, Notice):
             notices.append(event.text)
 
     recipe = Recipe(
-        task={
-            "type": "grpo",
-            "rewards": [{"use": "regex", "pattern": "[aeiou].*[aeiou]"}],
-            "answers": 4,
-            "max_new_tokens": 12,
-        },
+        task=task,
         base={"model": str(base), "dtype": "fp32"},
         method={"type": "lora", "rank": 3, "targets": ["q", "v"]},
         data={"train": str(folder / "rows.jsonl"), "max_length": 64},
@@ -147,18 +155,48 @@ def test_grpo_is_equal_on_all_cards(gigabytes, base, weights, tmp_path):
     assert any("too little memory" in notice for notice in notices) == (gigabytes == 8)
 
 
-@pytest.mark.slow
-def test_grpo_leaves_no_cache_on_the_card(base, weights, tmp_path, monkeypatch):
-    """20 steps without a garbage collection: each opens an engine, whose cache was 256 KiB more."""
-    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"what is {n}?"} for n in range(8)])
-    allocated: list[int] = []
-    with simulated(card_of(24, weights)) as card:
+VARIED = {"use": f"{ROOT / 'benchmarks/workers/varied.py'}:varied"}
+ON_POLICY: dict[str, dict[str, Any]] = {
+    "grpo": {**GRPO, "rewards": [VARIED], "mask_cut": False},
+    "updates": {**GRPO, "rewards": [VARIED], "mask_cut": False, "updates": 2, "kl": 0.1},
+    "distill": {
+        "type": "distill",
+        "answers": "student",
+        "teacher": {"answer": True, "min_match": 0, "follow": 0.1},
+        "max_new_tokens": 12,
+    },
+}
+
+
+def bytes_of_tensors() -> int:
+    """Return the bytes of all tensors, those of which only a cycle is left among them."""
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    tensors = [one for one in gc.get_objects() if type(one) in kinds]
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
+
+
+@pytest.mark.parametrize(
+    "task", ["grpo", *(pytest.param(one, marks=pytest.mark.slow) for one in [*ON_POLICY][1:])]
+)
+def test_a_step_on_rollouts_leaves_no_memory(task, base, tmp_path):
+    """Without a garbage collection: each step opens an engine, whose answers have other lengths."""
+    rows = [{"prompt": f"what is {n}?", "completion": "a fox " * (n % 3 + 1)} for n in range(8)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    memory: list[tuple[int, int]] = []
+    with simulated() as card:
         gc.collect()
         gc.disable()
         try:
-            _, notices = learnt(tmp_path, base, 20, lambda: allocated.append(card.allocated))
+            figures, _ = learnt(
+                *(tmp_path, base, 7),
+                lambda: memory.append((card.allocated, bytes_of_tensors())),
+                ON_POLICY[task],
+            )
         finally:
             gc.enable()
-    print(allocated, notices)
-    assert len(set(allocated[4:])) == 1, allocated  # the first steps allocate buffers
-    assert not notices
+    assert any(figures[::2])
+    on_card, in_all = zip(*memory[2:], strict=True)  # the first steps allocate buffers
+    assert len(set(on_card)) == 1, on_card
+    assert in_all[-1] - in_all[0] < 1024, in_all  # the next batch, of other lengths

@@ -38,6 +38,7 @@ def test_a_card_without_a_number_is_the_current_one(model_folder):
     assert bool(found.isfinite().all())
 
 
+@pytest.mark.needs_simulation  # torch reads them before the first allocation
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -104,6 +105,7 @@ def test_a_driver_without_expandable_segments_is_noticed(model_folder, monkeypat
     assert "Update the driver" in notice
 
 
+@pytest.mark.needs_simulation  # torch finds a real one
 @pytest.mark.parametrize(
     ("files", "cuda", "words"),
     [

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from peftkit.inference import recorder
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Request
 from peftkit.inference.open_engine import PlainEngine, why_plain
@@ -51,6 +52,7 @@ def without_collection() -> Iterator[None]:
 def test_an_engine_leaves_nothing_on_the_card():
     with simulated() as card:
         model = model_on("cuda")
+        run(model, 12)  # cuBLAS keeps the workspace of the stream
         with without_collection():
             before, alive = card.allocated, []
             for _ in range(4):
@@ -61,12 +63,13 @@ def test_an_engine_leaves_nothing_on_the_card():
                 assert card.allocated == before, "while the closed engine is still referenced"
                 del engine
             assert [one() for one in alive] == [None] * 4
-        assert not +card.pools.graphs
+        assert not any(one.graphs for one in recorder._capture_streams)
 
 
 def test_an_engine_that_a_run_leaves_early_leaves_nothing_on_the_card():
     with simulated() as card:
         model = model_on("cuda")
+        run(model, 12)
         with without_collection():
             before = card.allocated
             with CachedEngine(model, TOKENIZER) as engine:
@@ -76,6 +79,24 @@ def test_an_engine_that_a_run_leaves_early_leaves_nothing_on_the_card():
                 assert card.allocated > before
             assert engine.num_running == 0
             assert card.allocated == before
+
+
+def test_engines_share_a_stream_one_after_the_other_but_not_while_both_have_graphs(monkeypatch):
+    """A freed graph frees the workspace of its stream, which replays of the other would use."""
+    with simulated():
+        streams: list[Any] = []
+        monkeypatch.setattr(recorder, "_capture_streams", streams)
+        model = model_on("cuda")
+        run(model, 12)
+        with CachedEngine(model, TOKENIZER) as engine:
+            engine.ends = frozenset()
+            engine.submit(Request([7, 8, 9], Sampling(12, 0.0), 0))
+            engine.run()
+            assert len(streams) == 1
+            run(model, 12)
+            assert len(streams) == 2
+        run(model, 12)
+        assert len(streams) == 2
 
 
 def test_steps_are_recorded_after_all_graphs_are_gone():
@@ -96,9 +117,9 @@ def test_steps_are_recorded_after_all_graphs_are_gone():
 def test_each_card_records_on_a_stream_of_its_own():
     with simulated(Card(count=2)):
         for device in ("cuda:0", "cuda:1"):
-            recorder = run(model_on(device), 12).recorder
-            assert recorder is not None
-            assert recorder.num_recorded == 1, device
+            found = run(model_on(device), 12).recorder
+            assert found is not None
+            assert found.num_recorded == 1, device
 
 
 @pytest.mark.parametrize("kind", [CachedEngine, PlainEngine])

@@ -51,6 +51,7 @@ def test_offloaded_gradients_are_those_of_kept_activations(quantize):
             torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.needs_simulation  # cuBLAS' workspace is larger than the model
 @pytest.mark.parametrize("quantize", ["none", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_plan_of_a_gpu_is_what_the_card_then_has(quantize):
     config = llama(num_hidden_layers=5 if quantize == "none" else 9)
@@ -94,7 +95,7 @@ def test_a_chain_of_blocks_gets_its_inputs_back(card, num_blocks):
         for number in range(num_blocks):
             hidden = offloaded(lambda x, n=number: torch.tanh(x * (1 + 0.1 * n)), hidden)
         hidden.sum().backward()
-        assert torch.equal(on_cpu(leaf.grad), x.grad)
+        torch.testing.assert_close(on_cpu(leaf.grad), x.grad)  # CUDA's tanh rounds otherwise
 
 
 def test_two_inputs_at_most_are_on_the_card(card):
@@ -178,6 +179,7 @@ def test_a_card_that_is_full_recomputes_before_it_takes_rows_one_by_one(tmp_path
     assert found.losses == pytest.approx(losses["auto"], rel=1e-4)
 
 
+@pytest.mark.needs_simulation  # a CUDA context takes more
 def test_memory_that_is_given_is_planned_on_a_card(tmp_path):
     expected, _ = train("cpu", tmp_path)
     with simulated():

@@ -147,6 +147,7 @@ def test_a_head_is_not_cut_into_slices(monkeypatch):
         torch.testing.assert_close(on_cpu(found), expected)
 
 
+@pytest.mark.needs_simulation  # tensors without data
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_moves_little_more_than_the_packed_weights(kind):
     """Of an 8B shape's blocks, with the head: rows of activations are counted as well."""

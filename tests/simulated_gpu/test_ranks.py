@@ -21,6 +21,8 @@ from tests.simulated_gpu.same import train
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
 
+pytestmark = pytest.mark.needs_simulation
+
 
 def work(folder: str) -> None:
     """What each process does; it reports in report-RANK.json."""

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.simulated_gpu.real import real_card
+from tests.simulated_gpu.real import only_simulated, real_card
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
+
+pytestmark = pytest.mark.needs_simulation
 
 
 def test_tensors_compute_and_say_where_they_are(card):
@@ -174,11 +176,49 @@ def test_pinned_memory_is_rounded_up_kept_and_limited(card):
 
 def test_a_real_card_answers_what_tests_ask(card):
     """Played by the simulated one: what is asked of torch.cuda, not what a card says."""
-    with real_card(memory=card.memory // 2) as found:
+    with real_card() as found:
         before = found.allocated
         kept = torch.zeros(1 << 20, device="cuda")
         assert found.allocated - before == found.peak - before == kept.nbytes
-        assert card.memory == pytest.approx(found.memory, rel=1e-6)
+        assert found.memory == card.memory
         found.settle()
         found.reset()
-    assert found.memory == card.memory
+
+
+USES = """
+def helper():
+    {}
+
+class Helper:
+    def run(self):
+        return helper()
+
+@pytest.fixture
+def fixture():
+    return Helper()
+
+def test_by_a_fixture(fixture):
+    pass
+
+def test_alone(card):
+    with simulated(), simulated(Card()) as card:
+        assert card.peak <= card.memory
+    "a list of events"
+"""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "card.waits",
+        "self.card.retries += 1",
+        "card.memory = 9",
+        "Card(memory=9)",
+        "simulated(kernels=counting)",
+        "monkeypatch.setattr(torch.cuda.Event, 'finish', None)",
+    ],
+)
+def test_what_uses_a_simulation_is_left_out_on_a_real_card(use):
+    uses = {"helper", "Helper", "fixture", "test_by_a_fixture"}
+    assert only_simulated(USES.format(use)) == uses
+    assert only_simulated(USES.format("card.reset()")) == set()

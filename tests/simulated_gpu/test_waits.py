@@ -20,6 +20,8 @@ from tests.simulated_gpu.same import train
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card, Wait
 
+pytestmark = pytest.mark.needs_simulation
+
 IN_TRANSFORMERS = "transformers/masking_utils.py"
 """It looks whether positions restart, once a forward pass, and asks the device for the answer."""
 WAYS: dict[str, dict[str, Any]] = {
