@@ -17,7 +17,6 @@ from peftkit.formats.guard import check_safetensors, instead_of_pickle, read_jso
 from peftkit.formats.peft.notes import Provenance, read_notes
 from peftkit.formats.peft.targets import (
     check_targets,
-    check_targets_of,
     fit_to_model,
     with_implied_heads,
 )
@@ -147,7 +146,6 @@ def load_adapter(
             f"the adapter in {folder} does not fit {type(model).__name__}", found=str(error)
         ) from error
     try:
-        check_targets_of(fields, adapter, file.folder)
         tensors = form.with_missing(fields, adapter.method_modules, tensors)
         if head:  # tensors that the folder lacks keep the base's values
             prefixes = tuple(f"{path}." for path in head)

@@ -21,7 +21,7 @@ from peftkit.files.strict_json import shown
 from peftkit.formats.peft.folder import where_fields, write_folder
 from peftkit.formats.peft.load import AdapterFile, named_tensors, read_adapter
 from peftkit.formats.peft.notes import Provenance
-from peftkit.formats.peft.targets import LAYERS, shortest_endings, unmatched
+from peftkit.formats.peft.targets import LAYERS, missing_targets, shortest_endings
 from peftkit.kernels import svd
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
@@ -218,7 +218,7 @@ def layers_of(
     """
     linears = {path: module for path, module, _ in walk(model) if is_linear(module)}
     problems = misfits(modules, linears)
-    missing = unmatched(file.fields.get("target_modules"), modules)
+    missing = missing_targets(file.fields, linears, modules)
     problems += [f"no tensors for the target: {target}" for target in missing]
     if problems:
         raise AdapterError(
