@@ -22,7 +22,7 @@ from peftkit.base.locate import locate
 from peftkit.base.pretrained import load_tokenizer, quiet
 from peftkit.errors import AdapterError, DataError, TargetError, first_few
 from peftkit.events import Listener, Notice, ignore
-from peftkit.model.places import input_embedding
+from peftkit.model.places import input_embedding, token_tables
 
 FILE = "tokenizer.json"
 
@@ -160,9 +160,18 @@ def notify_split_tokens(
 def grow(model: Any, num_rows: int) -> None:
     """Grow a model's embedding and head to this many rows, if they have fewer."""
     path = input_embedding(model)
-    if num_rows <= model.get_submodule(path).num_embeddings:
-        return
-    _head(model)  # raises if transformers cannot resize it
+    if num_rows > model.get_submodule(path).num_embeddings:
+        resize(model, num_rows)
+
+
+def resize(model: Any, num_rows: int) -> None:
+    """Set the number of rows of a model's embedding and head.
+
+    Raises:
+        TargetError: The rows are quantised.
+    """
+    for table in token_tables(model).values():
+        _dense(model, table)  # transformers cannot resize others
     with quiet():
         model.resize_token_embeddings(num_rows, mean_resizing=False)
     model.requires_grad_(False)

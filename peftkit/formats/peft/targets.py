@@ -19,7 +19,7 @@ from peftkit.files.safe_regex import fullmatches
 from peftkit.files.strict_json import shown
 from peftkit.methods.base import Method
 from peftkit.methods.table import SHARED_FIELDS, format_of
-from peftkit.model.places import is_transposed
+from peftkit.model.places import is_transposed, own_table, token_tables
 from peftkit.model.targets import Site
 
 ANY = "all-linear"
@@ -79,6 +79,8 @@ def _fields_of_copies(adapter: Adapter, others: set[str]) -> dict[str, Any]:
     rows = {path: m for path, m in adapter.modules.items() if isinstance(m, TokenRows)}
     if whole := set(named_modules(adapter.model, method.train_fully)):
         fields["modules_to_save"] = _bare_endings(whole, others - whole)
+        if any(adapter.modules[path].changes_ties for path in whole & adapter.modules.keys()):
+            fields["ensure_weight_tying"] = True
     if isinstance(method.token_rows, dict):
         own_rows = {path: module.tokens.tolist() for path, module in rows.items() if module.owned}
         fields["trainable_token_indices"] = own_rows
@@ -292,7 +294,8 @@ def fit_to_model(
         AdapterError: A tensor is missing, or belongs to no module that the method can adapt.
         TargetError: The method targets a module that is not in this model.
     """
-    full = _trained_fully(fields, tensors, model, folder)
+    full = trained_fully(fields, model)
+    _check_trained(full, fields, tensors, folder)
     rows: Iterable[str] = ()
     if method.token_rows:
         from peftkit.methods.modules_to_save import find_rows
@@ -303,10 +306,16 @@ def fit_to_model(
     places, shared = method.candidates(model), method.shared_names
     unexpected = sorted(name for name in rest if name not in shared and not _owner(name, places))
     if unexpected or not rest:
+        fix = "Use the base it was trained on: peftkit inspect ADAPTER"
+        if any(".lora_embedding_" in name for name in unexpected):
+            fix = (
+                "LoRA on embeddings is not supported. Merge it with PEFT; or train the table in "
+                "full, or some of its rows: train_fully, token_rows."
+            )
         raise AdapterError(
             f"the adapter in {folder} does not fit {type(model).__name__}",
             found="\n".join(f"unexpected: {name}" for name in unexpected) or "no tensors",
-            fix="Use the base it was trained on: peftkit inspect ADAPTER",
+            fix=fix,
         )
     with_tensors = {_owner(name, places) for name in rest}
     if made_here or method.acts_on_input:
@@ -322,27 +331,35 @@ def fit_to_model(
     return method.model_copy(update=update), sites
 
 
-def _trained_fully(
-    fields: Mapping[str, Any], tensors: Collection[str], model: nn.Module, folder: Path
-) -> list[str]:
-    """Return the paths of the modules that match `modules_to_save`.
+def trained_fully(fields: Mapping[str, Any], model: nn.Module) -> list[str]:
+    """Return the paths of the modules that `modules_to_save` trains in full.
 
-    This follows PEFT's rule, which ignores dots. A name may match no module.
+    This follows PEFT's rule, which ignores dots; `ensure_weight_tying` adds tables that are tied to
+    one of them. A name may match no module.
     """
-    names = fields.get(SHARED_FIELDS["train_fully"]) or ()
+    names = tuple(fields.get(SHARED_FIELDS["train_fully"]) or ())
     paths = [
         path
         for path, module in model.named_modules()
-        if path.endswith(tuple(names)) and any(True for _ in module.parameters())
+        if path.endswith(names) and any(True for _ in module.parameters())
     ]
+    tables = {path: own_table(module) for path, module in token_tables(model).items()}
+    tied = {id(tables[path]) for path in paths if path in tables}
+    if fields.get("ensure_weight_tying"):
+        paths += [p for p, table in tables.items() if p not in paths and id(table) in tied]
+    return paths
+
+
+def _check_trained(
+    paths: Sequence[str], fields: Mapping[str, Any], tensors: Collection[str], folder: Path
+) -> None:
     missing = [path for path in paths if not any(n.startswith(f"{path}.") for n in tensors)]
     if missing:
         raise AdapterError(
             f"{folder} has no tensors for the module {_some(missing)}",
-            found=f"modules_to_save: {_some(names)}",
+            found=f"modules_to_save: {_some(fields.get(SHARED_FIELDS['train_fully']) or ())}",
             fix="The file is incomplete, or belongs to another base.",
         )
-    return paths
 
 
 def _owner(name: str, places: Collection[str]) -> str:
