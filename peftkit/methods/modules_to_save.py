@@ -288,6 +288,12 @@ class TokenRows(AdapterModule):
         return weight.index_copy(0, self.tokens.to(weight.device), self.rows.detach().to(weight))
 
 
+def repeated_names(modules: Mapping[str, AdapterModule]) -> set[str]:
+    """Return the tensors in which PEFT repeats trained rows, for modules with the same table."""
+    rows = {path: module for path, module in modules.items() if isinstance(module, TokenRows)}
+    return {f"{path}.{NAME}" for path, module in rows.items() if not module.owned}
+
+
 class Rows(NamedTuple):
     """The trained rows of a module, and the path of the module that owns them."""
 

@@ -170,10 +170,13 @@ def load_adapter(
         raise AdapterError(
             f"the adapter in {folder} does not fit {type(model).__name__}", found=str(error)
         ) from error
-    if fields.get("ensure_weight_tying"):
-        from peftkit.methods.modules_to_save import tie_copies
+    if adapter.full:
+        from peftkit.methods.modules_to_save import repeated_names, tie_copies
 
-        tie_copies(adapter.modules)
+        repeated = repeated_names(adapter.modules)
+        tensors = {name: t for name, t in tensors.items() if name not in repeated}
+        if fields.get("ensure_weight_tying"):
+            tie_copies(adapter.modules)
     adapter.tables = differing
     try:
         tensors = form.with_missing(fields, adapter.method_modules, tensors)

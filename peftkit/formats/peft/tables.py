@@ -55,8 +55,8 @@ def restore_tables(
         tables, tensors: The base's tables, and the adapter's tensors.
 
     Returns:
-        The base's parameters that differed, by name in the file, without those of modules that are
-        trained in full.
+        The tables of a resized base, and those that differed, by name in the file. Tied tables are
+        there once; those of modules that are trained in full are not.
 
     Raises:
         TargetError: The base has another number of rows, which are quantised.
@@ -64,8 +64,8 @@ def restore_tables(
     """
     named = {f"{path}.weight" for path in token_tables(model)} & tensors.keys()
     sizes = {len(t) for t in [*tables.values(), *(tensors[n] for n in named)] if t.ndim == 2}
-    embedding = embedding_of(model)
-    if len(sizes) == 1 and sizes != {getattr(embedding, "num_embeddings", None)}:
+    num_rows = getattr(embedding_of(model), "num_embeddings", None)
+    if is_resized := len(sizes) == 1 and sizes != {num_rows}:
         from peftkit.base.new_tokens import resize  # a leaf
 
         resize(model, *sizes)
@@ -83,9 +83,10 @@ def restore_tables(
                 fix="Use the base it was trained on: peftkit inspect ADAPTER",
             )
         frozen = parameter.detach().cpu()
-        if torch.equal(frozen, table.to(frozen)) or torch.equal(frozen.to(table), table):
-            continue
-        parameter.data = table.to(parameter)
-        if match[1] != "original_module":
+        is_equal = torch.equal(frozen, table.to(frozen)) or torch.equal(frozen.to(table), table)
+        if not is_equal:
+            parameter.data = table.to(parameter)
+        is_stored = match[1] == "original_module" or any(parameter is p for p in differing.values())
+        if (is_resized or not is_equal) and not is_stored:
             differing[name] = parameter
     return differing
