@@ -26,6 +26,7 @@ from typing import Any
 from torch import nn
 
 from peftkit.base.load import Base
+from peftkit.base.new_tokens import style_over
 from peftkit.data.generation import default_style, prompt_ids, stop_ids
 from peftkit.data.style import Style
 from peftkit.errors import AdapterError, DataError, did_you_mean
@@ -81,6 +82,7 @@ class AdapterBank:
         self._is_lifted = False
         self._in_order: dict[str, bool] | None = None
         self._files: dict[str, AdapterFile] = {}
+        self._styles: dict[str, Style] = {}
         if any(unwrap_adapter(module) is not module for module in base.model.modules()):
             raise AdapterError(
                 f"{type(base.model).__name__} already has an adapter",
@@ -130,6 +132,8 @@ class AdapterBank:
         for path, update in updates.items():
             self._layer(path, linears[path]).updates[name] = update
         self._files[name] = file
+        style = file.provenance.prompt_style
+        self._styles[name] = style_over(file.folder, style, self.base.tokenizer)
 
     def drop(self, name: str) -> None:
         """Remove an adapter, and the wrappers of layers without adapters.
@@ -146,7 +150,7 @@ class AdapterBank:
             raise AdapterError(f"the adapter '{name}' is in use", fix="Wait until its answers end.")
         for engine in self._engines:
             engine.forget(name)
-        del self._files[name]
+        del self._files[name], self._styles[name]
         for path, layer in list(self._layers.items()):
             layer.updates.pop(name, None)
             if not layer.updates:
@@ -218,9 +222,15 @@ class AdapterBank:
         return self._files[name]
 
     def style(self, name: str | None) -> Style:
-        """Return the prompt style of an adapter, or of the bare base."""
-        style = None if name is None else self.file(name).provenance.prompt_style
-        return style or default_style(self.base.tokenizer)
+        """Return the prompt style of an adapter, or of the bare base.
+
+        Raises:
+            AdapterError: There is no adapter with this name.
+        """
+        if name is None:
+            return default_style(self.base.tokenizer)
+        self._require(name)
+        return self._styles[name]
 
     def generate(
         self,
