@@ -17,7 +17,6 @@ from peftkit.files.strict_json import shown
 from peftkit.formats.folders import CONFIG, NOTES, TENSORS
 from peftkit.formats.guard import check_safetensors, instead_of_pickle, read_json, read_tensors
 from peftkit.formats.peft.notes import Provenance, read_notes
-from peftkit.formats.peft.tables import restore_tables, split_tables
 from peftkit.formats.peft.targets import (
     check_targets,
     fit_to_model,
@@ -154,6 +153,8 @@ def load_adapter(
     Raises:
         AdapterError: The base is another one, or tensors do not fit; lists all of them.
     """
+    from peftkit.formats.peft.tables import restore_tables, split_tables  # a leaf
+
     file = read_adapter(folder)
     if fingerprint and not force:
         check_weights(file, fingerprint)

@@ -194,10 +194,10 @@ def selected(paths: Iterable[str], fields: Mapping[str, Any]) -> list[str]:
     """
     targets, layers = fields.get("target_modules"), fields.get("layers_to_transform")
     chosen = targeted(paths, targets)
-    if isinstance(targets, list) and layers not in (None, []):  # PEFT: for lists only
+    if isinstance(targets, list) and layers not in (None, []):  # for patterns, PEFT has no layers
         numbers = layers if isinstance(layers, list) else [layers]
         layer_of = _layers(chosen, fields.get("layers_pattern"))
-        chosen = [path for path in chosen if layer_of.get(path) in numbers]
+        chosen = [path for path in chosen if path in targets or layer_of.get(path) in numbers]
     excluded = targeted(chosen, fields.get("exclude_modules"))
     return [path for path in chosen if path not in excluded]
 
