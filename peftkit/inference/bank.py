@@ -132,8 +132,6 @@ class AdapterBank:
         for path, update in updates.items():
             self._layer(path, linears[path]).updates[name] = update
         self._files[name] = file
-        style = file.provenance.prompt_style
-        self._styles[name] = style_over(file.folder, style, self.base.tokenizer)
 
     def drop(self, name: str) -> None:
         """Remove an adapter, and the wrappers of layers without adapters.
@@ -150,7 +148,8 @@ class AdapterBank:
             raise AdapterError(f"the adapter '{name}' is in use", fix="Wait until its answers end.")
         for engine in self._engines:
             engine.forget(name)
-        del self._files[name], self._styles[name]
+        del self._files[name]
+        self._styles.pop(name, None)
         for path, layer in list(self._layers.items()):
             layer.updates.pop(name, None)
             if not layer.updates:
@@ -229,7 +228,10 @@ class AdapterBank:
         """
         if name is None:
             return default_style(self.base.tokenizer)
-        self._require(name)
+        file = self.file(name)
+        if name not in self._styles:
+            recorded = file.provenance.prompt_style
+            self._styles[name] = style_over(file.folder, recorded, self.base.tokenizer)
         return self._styles[name]
 
     def generate(

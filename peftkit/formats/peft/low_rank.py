@@ -95,8 +95,17 @@ def read_low_rank(
         )
     names = {A, B, MAGNITUDE} if isinstance(method, DoRA) else {A, B}
     tensors = named_tensors(file.folder)
+    frozen = {f"{name.removesuffix(A)}base_layer.weight" for name in tensors if name.endswith(A)}
+    tensors = {name: t for name, t in tensors.items() if name not in frozen}  # PEFT saves heads
     if with_head:
         tensors = {name: t for name, t in tensors.items() if name.endswith((*names,))}
+    tables = [n for n in tensors if n.endswith(".weight") and ".lora_" not in n]
+    if tables:
+        raise AdapterError(
+            f"{file.folder} is not only a LoRA",
+            found=f"It has {tables[0]} {tuple(tensors[tables[0]].shape)}, a weight of its base.",
+            fix="Load it on its base, or merge it: peftkit merge ADAPTER",
+        )
     modules, problems = by_module(tensors, names)
     updates = {}
     for path, tensors_of in modules.items():

@@ -18,6 +18,7 @@ from peftkit.formats.exchange import import_adapter
 from peftkit.formats.folders import CONFIG, TENSORS
 from peftkit.formats.open_adapter import continue_adapter, open_adapter
 from peftkit.formats.peft.folder import save_adapter
+from peftkit.inference.bank import AdapterBank
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
 from tests.helpers.adapters import perturb
@@ -31,7 +32,7 @@ pytestmark = [
 ]
 TOLERANCE = 1e-5
 """float32 sums in another order: trained rows of a head are added to its output."""
-IDS = torch.tensor([[1, 300, 40, 383, 9, 77, 100]])
+IDS = [1, 300, 40, 383, 9, 77, 100]
 NEW = ("<ask>", "</ask>")
 
 SIZES = {"unchanged": (384, 384), "new": (384, 386), "padded": (384, 448), "shrunk": (448, 386)}
@@ -71,7 +72,9 @@ class Saved:
             longer = type(tokenizer).from_pretrained(root / "base")
             longer.add_tokens(list(NEW), special_tokens=True)
             longer.save_pretrained(self.folder)
-        self.logits = logits(model)
+        # with a target, PEFT saves the frozen table of this target only
+        self.last = 383 if kind == "lora-on-head" else self.num_rows - 1
+        self.logits = self.logits_of(model)
 
     def resized(self) -> Any:
         model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
@@ -79,25 +82,23 @@ class Saved:
             model.resize_token_embeddings(self.num_rows)
         return model
 
+    def logits_of(self, model: Any) -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = model.eval()(torch.tensor([[*IDS, self.last]])).logits
+        return logits
 
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        values: Tensor = model.eval()(IDS).logits
-    return values
-
-
-def check(model: Any, expected: Tensor) -> None:
-    torch.testing.assert_close(logits(model), expected, atol=TOLERANCE, rtol=0)
+    def check(self, model: Any) -> None:
+        torch.testing.assert_close(self.logits_of(model), self.logits, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize(("kind", "size", "tied"), GRID)
 def test_the_tables_are_those_of_the_file(kind, size, tied, tmp_path, tokenizer):
     theirs = Saved(tmp_path, tokenizer, kind, size, tied)
     opened = open_adapter(theirs.folder, dtype="fp32")
-    check(opened.base.model, theirs.logits)
+    theirs.check(opened.base.model)
     save_adapter(opened.adapter, tmp_path / "again", opened.file.provenance)
-    check(open_adapter(tmp_path / "again", dtype="fp32").base.model, theirs.logits)
-    check(peft.PeftModel.from_pretrained(theirs.resized(), tmp_path / "again"), theirs.logits)
+    theirs.check(open_adapter(tmp_path / "again", dtype="fp32").base.model)
+    theirs.check(peft.PeftModel.from_pretrained(theirs.resized(), tmp_path / "again"))
 
 
 @pytest.mark.parametrize(("kind", "size", "tied"), GRID)
@@ -106,7 +107,7 @@ def test_the_merged_model_has_these_tables(kind, size, tied, tmp_path, tokenizer
     notices: list[str] = []
     merge(theirs.folder, tmp_path / "m", verify=False, on_event=lambda e: notices.append(str(e)))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
-    check(merged, theirs.logits)
+    theirs.check(merged)
     differ = tied and kind in ("full", "embedding", "lora-on-head")
     assert any("tie_word_embeddings: false" in notice for notice in notices) == differ
     assert merged.config.tie_word_embeddings == (tied and not differ)
@@ -119,7 +120,7 @@ def test_imported_and_continued_adapters_have_these_tables(kind, tmp_path, token
     for folder in (theirs.folder, tmp_path / "imported"):
         base = load_base(theirs.base, dtype="fp32")
         continued = continue_adapter(base, LoRA(start_from=str(folder)), "none")
-        check(base.model, theirs.logits)
+        theirs.check(base.model)
         trained = {name for name, p in base.model.named_parameters() if p.requires_grad}
         assert trained == {name for name in trained if ".base." not in name}
         assert continued.has_tokens
@@ -140,6 +141,17 @@ def test_tables_of_the_published_base_are_not_stored_again(tmp_path, tokenizer):
     opened = open_adapter(theirs.folder, dtype="fp32")
     save_adapter(opened.adapter, tmp_path / "again")
     assert not any("base_layer" in name for name in load_file(tmp_path / "again" / TENSORS))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_bank_takes_lora_on_the_head_and_refuses_other_tables(tied, tmp_path, tokenizer):
+    theirs = Saved(tmp_path / "head", tokenizer, "lora-on-head", "unchanged", tied)
+    bank = AdapterBank(load_base(theirs.base, dtype="fp32"), {"a": theirs.folder})
+    with bank.use("a"):
+        theirs.check(bank.base.model)
+    other = Saved(tmp_path / "lora", tokenizer, "lora", "new", tied)
+    with pytest.raises(AdapterError, match=r"not only a LoRA\n.*weight of its base"):
+        bank.add("b", other.folder)
 
 
 def test_lora_on_embeddings_is_refused_by_name(tmp_path, tokenizer, monkeypatch):
