@@ -73,6 +73,7 @@ def write_format(own: Own, config: Any, folder: Path) -> None:
     disk.write_json(read_tokenizer_config(path) | {"eos_token": own.eos}, path)
     path = folder / GENERATION
     fields = disk.read_json(path, error=BaseError) if path.is_file() else {}
+    fields.pop("_from_model_config", None)  # transformers would replace the values
     before = fields.get("eos_token_id", getattr(config, "eos_token_id", None)) or []
     stops = [*ids, *(before if isinstance(before, list) else [before])]
     disk.write_json(fields | {"eos_token_id": list(dict.fromkeys(stops))}, path)

@@ -55,8 +55,8 @@ def restore_tables(
         tables, tensors: The base's tables, and the adapter's tensors.
 
     Returns:
-        The tables of a resized base, and those that differed, by name in the file. Tied tables are
-        there once; those of modules that are trained in full are not.
+        File name to parameter for the tables of a resized base, and for tables that differed. Tied
+        tables occur once, tables of modules that are trained in full do not.
 
     Raises:
         TargetError: The base has another number of rows, which are quantised.
