@@ -109,17 +109,17 @@ def adopt_tokenizer(base: Base, folder: Path, on_event: Listener = ignore) -> bo
     Raises:
         AdapterError, BaseError: The tokenizer cannot be read, or does not extend the base's.
     """
-    own = own_over(folder, base.tokenizer)
-    restore_tokens(base, folder)
-    _, template, eos = own
+    ids = restore_tokens(base, folder)
+    template, eos = _format_over(folder, base.tokenizer)
     if eos:
         base.tokenizer.eos_token = eos
     for owner in (base.tokenizer, base.multimodal) if template else ():
         if owner is not None:
             owner.chat_template = template
     if template or eos:
-        on_event(Notice(f"Uses {_format_text(own)} of {folder} instead of the base's."))
-    return any(own)
+        text = _format_text(Own((), template, eos))
+        on_event(Notice(f"Uses {text} of {folder} instead of the base's."))
+    return bool(ids or template or eos)
 
 
 def style_over(folder: Path, recorded: Style | None, tokenizer: Any) -> Style:
@@ -129,7 +129,7 @@ def style_over(folder: Path, recorded: Style | None, tokenizer: Any) -> Style:
         recorded: The style in the adapter's notes.
     """
     style = recorded or default_style(tokenizer)
-    _, template, eos = own_over(folder, tokenizer)
+    template, eos = _format_over(folder, tokenizer)
     if style.chat_template or (recorded and recorded.kind != "chat") or not (template or eos):
         return style
     if not (text := template or own_template(tokenizer)):
@@ -202,16 +202,18 @@ def own_over(folder: Path, tokenizer: Any) -> Own:
     if tokenizer is None:
         return Own()
     tokens = [str(token) for token in unknown_tokens(folder, tokenizer).values()]
+    return Own(tokens, *_format_over(folder, tokenizer, tokens))
+
+
+def _format_over(folder: Path, tokenizer: Any, tokens: Sequence[str] = ()) -> tuple[str, str]:
+    """Return template and end token of `Own`; the end token may be one of the new `tokens`."""
+    if tokenizer is None:
+        return "", ""
     template, eos = template_in(folder), eos_in(folder)
-    is_token = eos in tokens or tokenizer.convert_tokens_to_ids(eos) not in (
-        None,
-        tokenizer.unk_token_id,
-    )
-    return Own(
-        tokens,
-        "" if template == own_template(tokenizer) else template,
-        eos if eos and is_token and eos != tokenizer.eos_token else "",
-    )
+    if eos and eos not in tokens:
+        id = tokenizer.convert_tokens_to_ids(eos)
+        eos = "" if id in (None, tokenizer.unk_token_id, tokenizer.eos_token_id) else eos
+    return "" if template == own_template(tokenizer) else template, eos
 
 
 def notify_split_tokens(
