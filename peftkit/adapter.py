@@ -28,6 +28,8 @@ class Adapter:
         modules: Module path to adapter module, in the order of the model, then the `full` ones.
         full: Paths of modules outside of the method: fully trained modules, and modules with
             trained token rows.
+        tables: Frozen tables of tokens that the adapter's file contains, because the published base
+            has others: name in `state` to the base's parameter.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Adapter:
     ) -> None:
         self.model, self.method, self.modules = model, method, modules
         self.full = frozenset(full)
+        self.tables: dict[str, nn.Parameter] = {}
         self._handles = method.connect(model, self.method_modules)
         self._step_hook: RemovableHandle | None = None
 
@@ -102,11 +105,16 @@ class Adapter:
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors to save, by "module.path.tensor_name" or shared name."""
-        return self.method.shared(self.method_modules) | {
-            f"{path}.{name}": tensor
-            for path, module in self.modules.items()
-            for name, tensor in module.state().items()
-        }
+        tables = {name: table.detach() for name, table in self.tables.items()}
+        return (
+            self.method.shared(self.method_modules)
+            | tables
+            | {
+                f"{path}.{name}": tensor
+                for path, module in self.modules.items()
+                for name, tensor in module.state().items()
+            }
+        )
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Load the tensors of a `state()`, all or none.
@@ -114,7 +122,7 @@ class Adapter:
         Raises:
             AdapterError: Tensors are missing, unexpected or misshapen; lists all of them.
         """
-        shared = self.method.shared(self.method_modules)
+        shared = self.method.shared(self.method_modules) | self.tables
         expected = {name: tuple(tensor.shape) for name, tensor in shared.items()} | {
             f"{path}.{name}": shape
             for path, module in self.modules.items()

@@ -17,7 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from peftkit.data.generation import default_style
+from peftkit.base.new_tokens import style_over
 from peftkit.data.style import Style
 from peftkit.errors import AdapterError, did_you_mean
 from peftkit.formats.find_adapter import adapter_folder
@@ -127,7 +127,7 @@ class Models:
         if folder is None or name in self._operator_names:
             return self.bank.style(None if folder is None else name)
         try:
-            return self._style(folder) or default_style(self.bank.base.tokenizer)
+            return self._style(folder, self.bank.base.tokenizer)
         except AdapterError as error:
             raise _unusable(name, folder, error) from None
 
@@ -229,5 +229,6 @@ def _has_expired(model: dict[str, Any]) -> bool:
     return expires is not None and time.time() > expires
 
 
-def _style_of(folder: Path) -> Style | None:
-    return read_adapter(adapter_folder(folder)).provenance.prompt_style
+def _style_of(folder: Path, tokenizer: Any) -> Style:
+    recorded = read_adapter(adapter_folder(folder)).provenance.prompt_style
+    return style_over(folder, recorded, tokenizer)

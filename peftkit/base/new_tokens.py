@@ -9,9 +9,11 @@ Shapes: V existing tokens, H width.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,9 +22,12 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from peftkit.base.load import Base
 from peftkit.base.locate import locate
 from peftkit.base.pretrained import load_tokenizer, quiet
+from peftkit.data.chat_template import TEMPLATE, TOKENIZER_CONFIG, eos_in, own_template, template_in
+from peftkit.data.generation import default_style
+from peftkit.data.style import Style
 from peftkit.errors import AdapterError, DataError, TargetError, first_few
 from peftkit.events import Listener, Notice, ignore
-from peftkit.model.places import input_embedding
+from peftkit.model.places import input_embedding, token_tables
 
 FILE = "tokenizer.json"
 
@@ -95,6 +100,50 @@ def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
     return ids
 
 
+def adopt_tokenizer(base: Base, folder: Path, on_event: Listener = ignore) -> bool:
+    """Give a base the tokens, chat template and end token of an adapter's tokenizer, in place.
+
+    Returns:
+        Whether the base's tokenizer differed. A folder of a further adapter must then store it.
+
+    Raises:
+        AdapterError, BaseError: The tokenizer cannot be read, or does not extend the base's.
+    """
+    ids = restore_tokens(base, folder)
+    template, eos = _format_over(folder, base.tokenizer)
+    if eos:
+        base.tokenizer.eos_token = eos
+    for owner in (base.tokenizer, base.multimodal) if template else ():
+        if owner is not None:
+            owner.chat_template = template
+    if template or eos:
+        text = _format_text(Own((), template, eos))
+        on_event(Notice(f"Uses {text} of {folder} instead of the base's."))
+    return bool(ids or template or eos)
+
+
+def style_over(folder: Path, recorded: Style | None, tokenizer: Any) -> Style:
+    """Return an adapter's prompt style over a tokenizer that other adapters share.
+
+    Args:
+        recorded: The style in the adapter's notes.
+    """
+    style = recorded or default_style(tokenizer)
+    template, eos = _format_over(folder, tokenizer)
+    if style.chat_template or (recorded and recorded.kind != "chat") or not (template or eos):
+        return style
+    if not (text := template or own_template(tokenizer)):
+        return style
+    if eos:  # a template renders the shared tokenizer's end token
+        text = f"{{%- set eos_token = {json.dumps(eos, ensure_ascii=False)} -%}}\n{text}"
+    return replace(style, kind="chat", chat_template=text)
+
+
+def _format_text(own: Own) -> str:
+    parts = ["the chat template"] if own.template else []
+    return " and ".join([*parts, f"the end token {own.eos}"] if own.eos else parts)
+
+
 def saved_tokens(folder: Path) -> dict[int, AddedToken]:
     """Return the added tokens of a folder's tokenizer by id; {} without a tokenizer.
 
@@ -122,37 +171,69 @@ def unknown_tokens(folder: Path, tokenizer: Any) -> dict[int, AddedToken]:
     return _unknown(saved_tokens(folder), tokenizer)
 
 
-def new_tokens_of(folder: Path, base: str, revision: str | None = None) -> list[str]:
-    """Return the tokens of an adapter folder's tokenizer that its base's tokenizer lacks.
+class Own(NamedTuple):
+    """The differences of an adapter's tokenizer from its base's.
+
+    Attributes:
+        tokens: Tokens that the base's tokenizer lacks.
+        template: Its chat template; "" if it has none, or the base's.
+        eos: Its end token; "" if it has none, or the base's.
+    """
+
+    tokens: Sequence[str] = ()
+    template: str = ""
+    eos: str = ""
+
+
+def own_of(folder: Path, base: str, revision: str | None = None) -> Own:
+    """Compare the tokenizer in an adapter's folder with the tokenizer of its base.
 
     Raises:
         AdapterError: The folder's tokenizer cannot be read.
         BaseError: The base has no tokenizer.
     """
-    if not (saved := saved_tokens(folder)):
-        return []
-    tokenizer = load_tokenizer(locate(base, revision), ignore)
-    return [str(token) for token in _unknown(saved, tokenizer).values()]
+    if not any((folder / name).is_file() for name in (FILE, TOKENIZER_CONFIG, TEMPLATE)):
+        return Own()
+    return own_over(folder, load_tokenizer(locate(base, revision), ignore))
+
+
+def own_over(folder: Path, tokenizer: Any) -> Own:
+    """Compare the tokenizer in an adapter's folder with another; see `own_of`."""
+    if tokenizer is None:
+        return Own()
+    tokens = [str(token) for token in unknown_tokens(folder, tokenizer).values()]
+    return Own(tokens, *_format_over(folder, tokenizer, tokens))
+
+
+def _format_over(folder: Path, tokenizer: Any, tokens: Sequence[str] = ()) -> tuple[str, str]:
+    """Return template and end token of `Own`; the end token may be one of the new `tokens`."""
+    if tokenizer is None:
+        return "", ""
+    template, eos = template_in(folder), eos_in(folder)
+    if eos and eos not in tokens:
+        id = tokenizer.convert_tokens_to_ids(eos)
+        eos = "" if id in (None, tokenizer.unk_token_id, tokenizer.eos_token_id) else eos
+    return "" if template == own_template(tokenizer) else template, eos
 
 
 def notify_split_tokens(
     folders: Mapping[str, Path], tokenizer: Any, on_event: Listener = ignore
 ) -> None:
-    """Emit a notice for each adapter with tokens that the shared tokenizer lacks.
+    """Emit a notice for each adapter whose tokenizer differs from the shared one.
 
     Args:
         folders: Adapter folders by name.
     """
     for name, folder in folders.items():
         try:
-            tokens = unknown_tokens(folder, tokenizer)
+            own = own_over(folder, tokenizer)
         except AdapterError as error:  # the shared tokenizer is used instead
             on_event(Notice(f"'{name}': {error}"))
             continue
-        if tokens:
-            text = (
-                f"'{name}' was trained with tokens that its base lacks: {_few(tokens.values())}. "
-            )
+        if own.template or own.eos:
+            on_event(Notice(f"'{name}' uses {_format_text(own)} of its folder."))
+        if own.tokens:
+            text = f"'{name}' was trained with tokens that its base lacks: {_few(own.tokens)}. "
             text += "Here they are split into several tokens. `peftkit chat ADAPTER` and merged "
             on_event(Notice(f"{text}models (`peftkit merge`) keep them whole."))
 
@@ -160,9 +241,18 @@ def notify_split_tokens(
 def grow(model: Any, num_rows: int) -> None:
     """Grow a model's embedding and head to this many rows, if they have fewer."""
     path = input_embedding(model)
-    if num_rows <= model.get_submodule(path).num_embeddings:
-        return
-    _head(model)  # raises if transformers cannot resize it
+    if num_rows > model.get_submodule(path).num_embeddings:
+        resize(model, num_rows)
+
+
+def resize(model: Any, num_rows: int) -> None:
+    """Set the number of rows of a model's embedding and head.
+
+    Raises:
+        TargetError: The rows are quantised.
+    """
+    for table in token_tables(model).values():
+        _dense(model, table)  # transformers cannot resize others
     with quiet():
         model.resize_token_embeddings(num_rows, mean_resizing=False)
     model.requires_grad_(False)

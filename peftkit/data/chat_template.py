@@ -6,9 +6,14 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from peftkit.errors import DataError, did_you_mean
+from peftkit.errors import BaseError, DataError, did_you_mean
+from peftkit.files import disk
+
+TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+MAX_CONFIG_BYTES = 64 << 20
 
 # ChatML; tools and calls in the format of Qwen2.5 and Hermes
 CHATML = """\
@@ -89,6 +94,44 @@ def with_system(template: str, system: str) -> str:
         "{%- endif -%}\n"
     )
     return line.replace("SYSTEM", json.dumps(system, ensure_ascii=False)) + template
+
+
+def template_in(folder: Path) -> str:
+    """Return the chat template in a folder of a model or adapter, or "".
+
+    Raises:
+        BaseError: The tokenizer's config is damaged.
+    """
+    if (folder / TEMPLATE).is_file():
+        return (folder / TEMPLATE).read_text(encoding="utf-8")
+    templates = read_tokenizer_config(folder / TOKENIZER_CONFIG).get("chat_template")
+    if isinstance(templates, list):  # a list of named templates
+        templates = {one["name"]: one["template"] for one in templates}
+    return own_template(SimpleNamespace(chat_template=templates))
+
+
+def eos_in(folder: Path) -> str:
+    """Return the end token of the tokenizer in a folder, or ""; errors as `template_in`."""
+    token = read_tokenizer_config(folder / TOKENIZER_CONFIG).get("eos_token")
+    return str(token.get("content", "") if isinstance(token, Mapping) else token or "")
+
+
+def read_tokenizer_config(path: Path) -> dict[str, Any]:
+    """Return a tokenizer's config, in which "no limit" may be a number beyond 64 bits; or {}.
+
+    Raises:
+        BaseError: It is not a JSON object, or it is too large.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        with disk.open_regular(path, error=BaseError) as file:
+            config = json.loads(file.read(MAX_CONFIG_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise BaseError(f"cannot read {path} as JSON", found=str(error)) from error
+    if not isinstance(config, dict):
+        raise BaseError(f"cannot read {path}", found=f"It holds a {type(config).__name__}.")
+    return config
 
 
 def _named_template(choice: str | None) -> str | None:

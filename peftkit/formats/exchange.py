@@ -43,7 +43,7 @@ from peftkit.formats.guard import check_safetensors, file_kind, read_json
 from peftkit.formats.mlx import MLX_TENSORS, read_mlx
 from peftkit.formats.open_adapter import task_of
 from peftkit.formats.peft.folder import save_adapter
-from peftkit.formats.peft.load import load_adapter, read_adapter
+from peftkit.formats.peft.load import check_recorded, load_adapter, read_adapter
 from peftkit.formats.peft.low_rank import LowRank, misfits, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.peft.targets import shortest_endings
@@ -334,6 +334,7 @@ def _base_named_by(foreign: Foreign) -> str:
             f"{foreign.file} does not say which base it belongs to",
             fix="Name the base it was trained on with --base MODEL.",
         )
+    check_recorded(base, foreign.folder)
     return base
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from peftkit.adapter import Adapter
 from peftkit.base.heads import unnamed
 from peftkit.base.load import Base, load_base
-from peftkit.base.new_tokens import restore_tokens
+from peftkit.base.new_tokens import adopt_tokenizer
 from peftkit.config.schema import from_dict
 from peftkit.data.generation import default_style
 from peftkit.data.style import Style
@@ -101,7 +101,7 @@ def open_adapter(
         file, base, quantize=quantize, dtype=dtype, device=device, task=task, on_event=on_event
     )
     on_event(Stage(f"Loading the adapter {file.folder}"))
-    restore_tokens(loaded, file.folder)
+    adopt_tokenizer(loaded, file.folder, on_event)
     placed = load_adapter(loaded.model, file.folder, fingerprint=loaded.fingerprint, force=force)
     return Opened(loaded, placed, file, task)
 
@@ -218,7 +218,7 @@ class Continued:
     Attributes:
         start: A copy of its tensors before training.
         digest: SHA-256 of the original folder's tensors.
-        has_tokens: Whether it adds tokens to the base, which the new folder must store too.
+        has_tokens: Whether its tokenizer differs from the base's, and the new folder must store it.
         style: Prompt style of its training; None if unknown.
     """
 
@@ -262,7 +262,7 @@ def continue_adapter(
     same_class = task_of(file).auto_class == auto_class
     if not same_class:
         _check_name(file, base)
-    tokens = restore_tokens(base, file.folder)
+    has_own = adopt_tokenizer(base, file.folder, on_event)
     adapter = load_adapter(
         base.model,
         file.folder,
@@ -273,7 +273,7 @@ def continue_adapter(
     )
     start = {name: tensor.clone() for name, tensor in adapter.state().items()}
     digest, style = sha256_of(file.folder / TENSORS), file.provenance.prompt_style
-    return Continued(adapter, start, digest, bool(tokens), style)
+    return Continued(adapter, start, digest, has_own, style)
 
 
 def _check_name(file: AdapterFile, base: Base) -> None:

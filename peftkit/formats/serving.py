@@ -131,6 +131,9 @@ def export_for_server(
             transposed=bool(file.fields.get("fan_in_fan_out")),
             dtype=DTYPES[dtype],
         )
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
     if stored := str(file.provenance.loading.get("stored", "")):
         on_event(Notice(served_over(stored)))
     return _served_by(file, rank, out, base)

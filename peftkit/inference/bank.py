@@ -26,6 +26,7 @@ from typing import Any
 from torch import nn
 
 from peftkit.base.load import Base
+from peftkit.base.new_tokens import style_over
 from peftkit.data.generation import default_style, prompt_ids, stop_ids
 from peftkit.data.style import Style
 from peftkit.errors import AdapterError, DataError, did_you_mean
@@ -81,6 +82,7 @@ class AdapterBank:
         self._is_lifted = False
         self._in_order: dict[str, bool] | None = None
         self._files: dict[str, AdapterFile] = {}
+        self._styles: dict[str, Style] = {}
         if any(unwrap_adapter(module) is not module for module in base.model.modules()):
             raise AdapterError(
                 f"{type(base.model).__name__} already has an adapter",
@@ -147,6 +149,7 @@ class AdapterBank:
         for engine in self._engines:
             engine.forget(name)
         del self._files[name]
+        self._styles.pop(name, None)
         for path, layer in list(self._layers.items()):
             layer.updates.pop(name, None)
             if not layer.updates:
@@ -218,9 +221,18 @@ class AdapterBank:
         return self._files[name]
 
     def style(self, name: str | None) -> Style:
-        """Return the prompt style of an adapter, or of the bare base."""
-        style = None if name is None else self.file(name).provenance.prompt_style
-        return style or default_style(self.base.tokenizer)
+        """Return the prompt style of an adapter, or of the bare base.
+
+        Raises:
+            AdapterError: There is no adapter with this name.
+        """
+        if name is None:
+            return default_style(self.base.tokenizer)
+        file = self.file(name)
+        if name not in self._styles:
+            recorded = file.provenance.prompt_style
+            self._styles[name] = style_over(file.folder, recorded, self.base.tokenizer)
+        return self._styles[name]
 
     def generate(
         self,

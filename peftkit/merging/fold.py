@@ -25,8 +25,20 @@ from peftkit.files import disk
 from peftkit.files.tensors import non_finite
 from peftkit.formats.open_adapter import Opened
 from peftkit.methods.base import AdapterModule, Method
-from peftkit.model.places import is_conv1d, is_linear
+from peftkit.model.places import (
+    embedding_of,
+    is_conv1d,
+    is_linear,
+    output_layer,
+    own_table,
+    unwrap_adapter,
+)
 from peftkit.quant.weights import weight_of
+
+UNTIED = (
+    "The merged model has separate tables for embedding and head (tie_word_embeddings: false): the "
+    "base uses one for both, and the adapter changes them differently."
+)
 
 
 @dataclass(slots=True)
@@ -267,8 +279,32 @@ def _check_unshared(adapter: Adapter, model: nn.Module) -> None:
             raise MergeError(
                 f"cannot merge into {path} alone",
                 found="It shares its weight with another layer (tied embeddings, shared blocks).",
-                fix="Use the adapter unmerged, or leave this layer out of the targets.",
+                fix="Merge into a folder, which separates a tied embedding and head. Or use the "
+                "adapter unmerged, or leave this layer out of the targets.",
             )
+
+
+def untie(adapter: Adapter) -> bool:
+    """Separate the embedding and the head of a model if its adapter changes one alone, or each.
+
+    Returns:
+        Whether they were tied and are now two tables.
+    """
+    model: Any = adapter.model
+    embedding, head = embedding_of(model), output_layer(model)
+    if embedding is None or head is None:
+        return False
+    tables = (unwrap_adapter(embedding), head)
+    table, config = own_table(head), model.config.get_text_config()
+    num_users = sum(module._parameters.get("weight") is table for module in model.modules())
+    is_one = own_table(tables[0]) is table
+    changed = any(m.base in tables and not m.changes_ties for m in adapter.modules.values())
+    if not changed or not (config.tie_word_embeddings and (num_users == 2 or not is_one)):
+        return False
+    if is_one:
+        head.weight = nn.Parameter(cast(Tensor, table).detach().clone(), requires_grad=False)
+    model.config.tie_word_embeddings = config.tie_word_embeddings = False
+    return True
 
 
 def shared_parameters(model: nn.Module) -> set[int]:
@@ -314,6 +350,8 @@ def write_in_memory(
         RunError: A weight does not fit the dtype, or the disk is full.
     """
     on_event(Stage("Merging the model in memory"))
+    if untie(opened.adapter):
+        on_event(Notice(UNTIED))
     kind = opened.base.audit.quantized_as
     if kind == "none":
         model: Any = merge_into(opened.adapter, tally=tally, dtype=dtype).to(dtype)

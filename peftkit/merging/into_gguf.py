@@ -24,7 +24,7 @@ from peftkit.adapter import Adapter
 from peftkit.base.gguf_file import Blocks, blocks_of, parsed_once, quantized, source_of
 from peftkit.base.load import load_base
 from peftkit.base.locate import gguf_of, locate
-from peftkit.base.new_tokens import new_tokens_of
+from peftkit.base.new_tokens import own_of
 from peftkit.base.rope import rope_notice
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import MergeError, OutputError, first_few
@@ -78,8 +78,10 @@ def merge_into_gguf(
             fix="Merge into a folder; llama.cpp's convert_hf_to_gguf.py makes a GGUF file of it.",
         )
     _check_free(out, location.gguf_path, overwrite)
-    if tokens := new_tokens_of(file.folder, name, revision):
-        missing = f"The file's tokenizer lacks tokens of the adapter: {first_few(tokens, 5, ', ')}."
+    own = own_of(file.folder, name, revision)
+    if own.tokens:
+        lacking = first_few(own.tokens, 5, ", ")
+        missing = f"The file's tokenizer lacks tokens of the adapter: {lacking}."
         raise MergeError(f"cannot merge into {out}", found=missing, fix=_WITH_TOKENS)
     if text := advice(file, name, grid_of(name)):
         on_event(Notice(text))
@@ -121,11 +123,12 @@ def merge_into_gguf(
     if scaling:
         on_event(Notice(rope_notice(scaling)))
     style = file.provenance.prompt_style
-    if style is not None and (style.chat_template or style.kind != "chat" or style.system):
+    is_other = style is not None and (style.chat_template or style.kind != "chat" or style.system)
+    if is_other or own.template or own.eos:
         on_event(
             Notice(
-                "The file keeps its base's chat template; the adapter was trained with other "
-                "prompts (prompt_style in its peftkit.json)."
+                "The file keeps its base's chat template and end token; the adapter was trained "
+                "with other prompts (prompt_style in its peftkit.json, or its tokenizer)."
             )
         )
     on_event(Saved("merged file", out))

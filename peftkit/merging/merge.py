@@ -20,7 +20,7 @@ import torch
 
 from peftkit.base.load import local_folder
 from peftkit.base.locate import locate
-from peftkit.base.new_tokens import new_tokens_of
+from peftkit.base.new_tokens import own_of
 from peftkit.base.pretrained import published
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.request import DTYPES, fits_device
@@ -47,7 +47,7 @@ from peftkit.merging.fold import (
     write_in_memory,
 )
 from peftkit.merging.over_files import FLOATS, Shards, changes_of, files_of, write_over_files
-from peftkit.merging.prompt_format import frames, prompt_note, write_template
+from peftkit.merging.prompt_format import frames, prompt_note, write_format, write_template
 from peftkit.merging.verify import (
     PROMPTS,
     Merged,
@@ -133,9 +133,9 @@ def merge(
     load = partial(open_adapter, file.folder, base, force=force, on_event=on_event)
     with new_model_folder(out, overwrite, (file.folder, Path(name))) as folder:
         changes = reference = effect = agreed = None
-        adds_tokens = bool(new_tokens_of(file.folder, name, revision))
+        own = own_of(file.folder, name, revision)
         if (
-            files is not None and same_config and not adds_tokens
+            files is not None and same_config and not own.tokens
         ):  # the file may have another tokenizer
             empty = skeleton(name, revision=revision, purpose=purpose)
             changes = changes_of(file, files, empty, stored, tally)
@@ -160,6 +160,7 @@ def merge(
             agreed = verified(folder, purpose, reference, tally, prompts, effect)
         config = skeleton(str(folder), purpose=purpose).config
         task_of(file).write_beside(folder, config, local_folder(name, revision))
+        write_format(own, config, folder)
         write_template(_style(file), folder)
         kind = _quantized_as(file)
         other_precision = "" if is_quantized or kind == "none" else kind

@@ -34,7 +34,7 @@ from peftkit.files.tensors import (
 )
 from peftkit.formats.peft.load import AdapterFile, load_adapter
 from peftkit.kernels.device import keep_freed_memory
-from peftkit.merging.fold import Tally, check_all, merged_tensor
+from peftkit.merging.fold import Tally, check_all, merged_tensor, untie
 from peftkit.methods.table import method_from_peft
 
 SINGLE = "model.safetensors"
@@ -135,10 +135,12 @@ def changes_of(
     """
     method = method_from_peft(file.fields)
     if method.train_fully or method.token_rows:
-        return None  # the config or the vocabulary changes too
+        return None
     if getattr(method, "init", "") in ("pissa", "olora"):
         return None  # its initial value is computed from the base
     adapter = load_adapter(hollow(model), file.folder)
+    if adapter.tables or untie(adapter):
+        return None  # the config or the vocabulary changes too
     check_all(adapter)
     entries, prefix, changes = shards.entries, getattr(model, "base_model_prefix", ""), {}
     for path, module in adapter.modules.items():

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from peftkit.data.chat_template import own_template, shortened, with_system
+from peftkit.base.new_tokens import Own, saved_tokens
+from peftkit.data.chat_template import (
+    TEMPLATE,
+    TOKENIZER_CONFIG,
+    read_tokenizer_config,
+    shortened,
+    template_in,
+    with_system,
+)
 from peftkit.data.style import ALPACA, ALPACA_INPUT, Style
 from peftkit.errors import BaseError
 from peftkit.files import disk
 
-TEMPLATE = "chat_template.jinja"
+GENERATION = "generation_config.json"
 OTHER_TEMPLATES = ("chat_template.json", "additional_chat_templates")
 """A file and a folder that transformers also reads; some of its classes prefer them."""
-CONFIGS = ("tokenizer_config.json", "processor_config.json")
+CONFIGS = (TOKENIZER_CONFIG, "processor_config.json")
 """Files that may hold a "chat_template", which llama.cpp's converter prefers."""
-MAX_CONFIG_BYTES = 64 << 20
 
 
 def write_template(style: Style | None, folder: Path) -> None:
@@ -31,7 +36,7 @@ def write_template(style: Style | None, folder: Path) -> None:
         BaseError: A config of the tokenizer is damaged.
     """
     template = None if style is None else style.chat_template
-    if style is not None and style.system and (whole := template or _template_in(folder)):
+    if style is not None and style.system and (whole := template or template_in(folder)):
         template = with_system(whole, style.system)
     if template is None:
         return
@@ -43,10 +48,35 @@ def write_template(style: Style | None, folder: Path) -> None:
     for name in CONFIGS:
         if not (folder / name).is_file():
             continue
-        config = _read(folder / name)
+        config = read_tokenizer_config(folder / name)
         if config.pop("chat_template", None) is not None:
             disk.write_json(config, folder / name)
     disk.write_text(template, folder / TEMPLATE)
+
+
+def write_format(own: Own, config: Any, folder: Path) -> None:
+    """Write the chat template and the end token of an adapter's tokenizer into a model's folder.
+
+    Args:
+        own: What differs from the base's tokenizer.
+        config: The model's config.
+
+    Raises:
+        BaseError: A config of the tokenizer or of generation is damaged.
+    """
+    if own.template:
+        write_template(Style("chat", own.template), folder)
+    ids = [id for id, token in saved_tokens(folder).items() if str(token) == own.eos]
+    if not ids:
+        return
+    path = folder / TOKENIZER_CONFIG
+    disk.write_json(read_tokenizer_config(path) | {"eos_token": own.eos}, path)
+    path = folder / GENERATION
+    fields = disk.read_json(path, error=BaseError) if path.is_file() else {}
+    fields.pop("_from_model_config", None)  # transformers would replace the values
+    before = fields.get("eos_token_id", getattr(config, "eos_token_id", None)) or []
+    stops = [*ids, *(before if isinstance(before, list) else [before])]
+    disk.write_json(fields | {"eos_token_id": list(dict.fromkeys(stops))}, path)
 
 
 def set_added_tokens(folder: Path, *, bos: bool) -> None:
@@ -56,37 +86,8 @@ def set_added_tokens(folder: Path, *, bos: bool) -> None:
         BaseError: The tokenizer's config is damaged.
     """
     path = folder / CONFIGS[0]
-    config = _read(path) if path.is_file() else {}
+    config = read_tokenizer_config(path) if path.is_file() else {}
     disk.write_json(config | {"add_bos_token": bos, "add_eos_token": False}, path)
-
-
-def _template_in(folder: Path) -> str:
-    """Return the chat template in a model's folder, or ""."""
-    if (folder / TEMPLATE).is_file():
-        return (folder / TEMPLATE).read_text(encoding="utf-8")
-    path = folder / CONFIGS[0]
-    if not path.is_file():
-        return ""
-    templates = _read(path).get("chat_template")
-    if isinstance(templates, list):  # a list of named templates
-        templates = {one["name"]: one["template"] for one in templates}
-    return own_template(SimpleNamespace(chat_template=templates))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return a tokenizer's config, in which "no limit" may be a number beyond 64 bits.
-
-    Raises:
-        BaseError: It is not a JSON object, or it is too large.
-    """
-    try:
-        with disk.open_regular(path, error=BaseError) as file:
-            config = json.loads(file.read(MAX_CONFIG_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise BaseError(f"cannot read {path} as JSON", found=str(error)) from error
-    if not isinstance(config, dict):
-        raise BaseError(f"cannot read {path}", found=f"It holds a {type(config).__name__}.")
-    return config
 
 
 def prompt_note(style: Style | None) -> str:

@@ -159,6 +159,18 @@ def wrap_fully(model: nn.Module, path: str, dtype: torch.dtype) -> dict[str, Ada
     return tuned
 
 
+def tie_copies(modules: Mapping[str, AdapterModule]) -> None:
+    """Train one copy of each parameter that several modules share (PEFT's ensure_weight_tying)."""
+    copies: dict[int, tuple[TunedModule, nn.Parameter]] = {}
+    for module in [m for m in modules.values() if isinstance(m, TunedModule)]:
+        for index, name in enumerate(module.names):
+            key = id(module.base.get_parameter(name))
+            owner, trained = copies.setdefault(key, (module, module.trained[index]))
+            if owner is not module:
+                module.trained[index] = trained
+                owner.changes_ties = module.changes_ties = True
+
+
 def named_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
     """Return the paths of the modules that match `names`: whole paths, or endings after a dot.
 
@@ -274,6 +286,12 @@ class TokenRows(AdapterModule):
 
     def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
         return weight.index_copy(0, self.tokens.to(weight.device), self.rows.detach().to(weight))
+
+
+def repeated_names(modules: Mapping[str, AdapterModule]) -> set[str]:
+    """Return the tensors in which PEFT repeats trained rows, for modules with the same table."""
+    rows = {path: module for path, module in modules.items() if isinstance(module, TokenRows)}
+    return {f"{path}.{NAME}" for path, module in rows.items() if not module.owned}
 
 
 class Rows(NamedTuple):

@@ -45,6 +45,13 @@ def input_embedding(model: nn.Module) -> str:
     return path
 
 
+def token_tables(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the input embedding and the output layer of a model by path, those that it has."""
+    tables = (embedding_of(model), output_layer(model))
+    modules = model.named_modules(remove_duplicate=False)
+    return {path: module for path, module in modules if any(module is table for table in tables)}
+
+
 @dataclass(slots=True)
 class ModelWeight:
     """A weight of the model with its roles.
@@ -231,7 +238,7 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
 def find_places(model: nn.Module) -> list[ModelWeight]:
     """Return all places of a model, in the order of its modules."""
     places: list[ModelWeight] = []
-    head, embedding = _output_layer(model), embedding_of(model)
+    head, embedding = output_layer(model), embedding_of(model)
     embedding = None if embedding is None else unwrap_adapter(embedding)
     tables = (own_table(m) for _, m, _ in walk(model) if isinstance(m, nn.Embedding))
     tied = {id(table) for table in tables if table is not None}
@@ -257,7 +264,8 @@ def find_places(model: nn.Module) -> list[ModelWeight]:
     return places
 
 
-def _output_layer(model: nn.Module) -> nn.Module | None:
+def output_layer(model: nn.Module) -> nn.Module | None:
+    """Return the bare output layer of a model; None without one."""
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if getter else None
     return None if head is None else unwrap_adapter(head)

@@ -8,12 +8,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peftkit.errors import AdapterError
-from peftkit.formats.exchange import import_adapter, recognise
-from peftkit.formats.folders import START
+from peftkit.formats.exchange import export_adapter, import_adapter, recognise
+from peftkit.formats.folders import NOTES, START
+from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.folder import AdapterFolder, save_adapter
 from peftkit.formats.peft.load import PREFIX, load_adapter, plain_name
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.formats.peft.notes import Provenance
+from peftkit.inference.bank import open_bank
+from peftkit.merging.merge import merge
+from peftkit.merging.quantized import merge_quantized
 from peftkit.methods.base import Method
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
@@ -201,3 +205,28 @@ def test_a_method_of_peft_that_is_not_read_is_named(tmp_path):
     base = base_folder("llama", tmp_path / "base")
     with pytest.raises(AdapterError, match=r"type 'OFT'(.|\n)*PREFIX_TUNING"):
         import_adapter(tmp_path, tmp_path / "two", base=base)
+
+
+OF_ANOTHER_MACHINE = ("/srv/models/Tiny", r"C:\Users\ann\models\Tiny")
+COMMANDS = {
+    "use": lambda adapter, out: open_adapter(adapter),
+    "serve": lambda adapter, out: open_bank({"a": adapter}),
+    "merge": lambda adapter, out: merge(adapter, out),
+    "merge-4-bit": lambda adapter, out: merge_quantized(adapter, out, "int4_32"),
+    "merge-gguf": lambda adapter, out: merge(adapter, out / "m.gguf"),
+    "export": lambda adapter, out: export_adapter(adapter, out / "m.gguf", to="gguf"),
+    "import": lambda adapter, out: import_adapter(adapter, out),
+}
+
+
+@pytest.mark.parametrize("base", OF_ANOTHER_MACHINE)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_base_of_another_machine_is_refused_with_the_option_that_helps(command, base, tmp_path):
+    _, adapter = model_with_adapter("llama", LoRA(rank=2))
+    folder = save_adapter(adapter, tmp_path / "adapter", Provenance(base=base))
+    for _ in range(2):  # with peftkit's notes, and without
+        with pytest.raises(AdapterError) as refused:
+            COMMANDS[command](folder, tmp_path / "out")
+        for part in (str(folder), repr(base)[1:-1], "--base MODEL"):
+            assert part in str(refused.value)
+        (folder / NOTES).unlink(missing_ok=True)

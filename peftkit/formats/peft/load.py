@@ -11,13 +11,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from peftkit.adapter import Adapter, attach
-from peftkit.errors import AdapterError, TargetError
+from peftkit.base.locate import locate
+from peftkit.errors import AdapterError, BaseError, TargetError, is_url
+from peftkit.files.strict_json import shown
 from peftkit.formats.folders import CONFIG, NOTES, TENSORS
 from peftkit.formats.guard import check_safetensors, instead_of_pickle, read_json, read_tensors
 from peftkit.formats.peft.notes import Provenance, read_notes
 from peftkit.formats.peft.targets import (
     check_targets,
-    check_targets_of,
     fit_to_model,
     with_implied_heads,
 )
@@ -60,7 +61,8 @@ class AdapterFile:
         """Return name and revision of the adapter's base, or of `other` if it is given.
 
         Raises:
-            AdapterError: The folder names no base, and `other` is None.
+            AdapterError: `other` is None, and the folder names no base, or a path that does not
+                exist on this machine.
         """
         name = other or self.provenance.base
         if not name:
@@ -68,7 +70,26 @@ class AdapterFile:
                 f"{self.folder} does not name its base",
                 fix="Name the base it was trained on with --base MODEL.",
             )
+        if not other:
+            check_recorded(name, self.folder)
         return name, None if other else self.provenance.revision
+
+
+def check_recorded(base: str, adapter: Path) -> None:
+    """Check that the base that an adapter records can be located; it may be of another machine.
+
+    Raises:
+        AdapterError: It cannot; the message names the adapter, the base and `--base`.
+    """
+    try:
+        if not is_url(base):  # a URL is fetched when the base is loaded
+            locate(base)
+    except BaseError as error:
+        raise AdapterError(
+            f"the base of the adapter {adapter} is not on this machine",
+            found=f"The adapter records {shown(base)}. {error.found}",
+            fix="Name your copy of this base with --base MODEL.",
+        ) from error
 
 
 def read_adapter(folder: str | Path) -> AdapterFile:
@@ -132,23 +153,35 @@ def load_adapter(
     Raises:
         AdapterError: The base is another one, or tensors do not fit; lists all of them.
     """
+    from peftkit.formats.peft.tables import restore_tables, split_tables  # a leaf
+
     file = read_adapter(folder)
     if fingerprint and not force:
         check_weights(file, fingerprint)
     form = format_of(file.method)
-    fields, tensors = form.from_file(file.fields, named_tensors(file.folder))
+    own, tables = split_tables(model, file.fields, named_tensors(file.folder))
+    fields, tensors = form.from_file(file.fields, own)
     try:
         method, sites = fit_to_model(
             model, file.method, fields, tensors, folder=file.folder, made_here=file.made_here
         )
+        differing = restore_tables(model, tables, tensors)
         adapter = attach(model, _changed(method, dropout, head), sites=sites, fresh=False)
     except TargetError as error:
         raise AdapterError(
             f"the adapter in {folder} does not fit {type(model).__name__}", found=str(error)
         ) from error
+    if adapter.full:
+        from peftkit.methods.modules_to_save import repeated_names, tie_copies
+
+        repeated = repeated_names(adapter.modules)
+        tensors = {name: t for name, t in tensors.items() if name not in repeated}
+        if fields.get("ensure_weight_tying"):
+            tie_copies(adapter.modules)
+    adapter.tables = differing
     try:
-        check_targets_of(fields, adapter, file.folder)
         tensors = form.with_missing(fields, adapter.method_modules, tensors)
+        tensors = {**tensors, **{name: tables[name] for name in differing}}
         if head:  # tensors that the folder lacks keep the base's values
             prefixes = tuple(f"{path}." for path in head)
             from_base = {n: t for n, t in adapter.state().items() if n.startswith(prefixes)}

@@ -21,7 +21,7 @@ from peftkit.files.strict_json import shown
 from peftkit.formats.peft.folder import where_fields, write_folder
 from peftkit.formats.peft.load import AdapterFile, named_tensors, read_adapter
 from peftkit.formats.peft.notes import Provenance
-from peftkit.formats.peft.targets import LAYERS, shortest_endings, unmatched
+from peftkit.formats.peft.targets import LAYERS, missing_targets, shortest_endings
 from peftkit.kernels import svd
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
@@ -95,8 +95,17 @@ def read_low_rank(
         )
     names = {A, B, MAGNITUDE} if isinstance(method, DoRA) else {A, B}
     tensors = named_tensors(file.folder)
+    frozen = {f"{name.removesuffix(A)}base_layer.weight" for name in tensors if name.endswith(A)}
+    tensors = {name: t for name, t in tensors.items() if name not in frozen}  # PEFT saves heads
     if with_head:
         tensors = {name: t for name, t in tensors.items() if name.endswith((*names,))}
+    tables = [n for n in tensors if n.endswith(".weight") and ".lora_" not in n]
+    if tables:
+        raise AdapterError(
+            f"{file.folder} is not only a LoRA",
+            found=f"It has {tables[0]} {tuple(tensors[tables[0]].shape)}, a weight of its base.",
+            fix="Load it on its base, or merge it: peftkit merge ADAPTER",
+        )
     modules, problems = by_module(tensors, names)
     updates = {}
     for path, tensors_of in modules.items():
@@ -218,7 +227,7 @@ def layers_of(
     """
     linears = {path: module for path, module, _ in walk(model) if is_linear(module)}
     problems = misfits(modules, linears)
-    missing = unmatched(file.fields.get("target_modules"), modules)
+    missing = missing_targets(file.fields, linears, modules)
     problems += [f"no tensors for the target: {target}" for target in missing]
     if problems:
         raise AdapterError(

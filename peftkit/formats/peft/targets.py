@@ -19,7 +19,7 @@ from peftkit.files.safe_regex import fullmatches
 from peftkit.files.strict_json import shown
 from peftkit.methods.base import Method
 from peftkit.methods.table import SHARED_FIELDS, format_of
-from peftkit.model.places import is_transposed
+from peftkit.model.places import is_transposed, own_table, token_tables
 from peftkit.model.targets import Site
 
 ANY = "all-linear"
@@ -79,6 +79,8 @@ def _fields_of_copies(adapter: Adapter, others: set[str]) -> dict[str, Any]:
     rows = {path: m for path, m in adapter.modules.items() if isinstance(m, TokenRows)}
     if whole := set(named_modules(adapter.model, method.train_fully)):
         fields["modules_to_save"] = _bare_endings(whole, others - whole)
+        if any(adapter.modules[path].changes_ties for path in whole & adapter.modules.keys()):
+            fields["ensure_weight_tying"] = True
     if isinstance(method.token_rows, dict):
         own_rows = {path: module.tokens.tolist() for path, module in rows.items() if module.owned}
         fields["trainable_token_indices"] = own_rows
@@ -138,9 +140,7 @@ def sites_of(
         with_tensors: Paths of modules that have tensors.
     """
     stacks = set(targeted(sorted(_stacks(places)), fields.get("target_parameters")))
-    paths = set(with_tensors)
-    if not any(fields.get(key) for key in LAYERS):
-        paths |= set(targeted(places, fields.get("target_modules")))
+    paths = {*with_tensors, *selected(places, fields)}
     named = fields.get("target_parameters")
     paths |= {path for path in places if targeted([f"{path}.weight"], named)}
     sites = []
@@ -184,11 +184,56 @@ def targeted(paths: Iterable[str], targets: Any) -> list[str]:
     return []
 
 
-def unmatched(targets: Any, paths: Collection[str]) -> list[str]:
-    """Return the endings in `target_modules` that match none of `paths`."""
-    if not isinstance(targets, list):
-        return []
-    return sorted(t for t in targets if not any(ends_with(path, t) for path in paths))
+def selected(paths: Iterable[str], fields: Mapping[str, Any]) -> list[str]:
+    """Return the paths that a config selects: its targets in its layers, without exclusions.
+
+    This is PEFT's rule (tuners_utils.py: check_target_module_exists).
+
+    Raises:
+        AdapterError: A pattern is invalid, or takes too long.
+    """
+    targets, layers = fields.get("target_modules"), fields.get("layers_to_transform")
+    chosen = targeted(paths, targets)
+    if isinstance(targets, list) and layers not in (None, []):  # for patterns, PEFT has no layers
+        numbers = layers if isinstance(layers, list) else [layers]
+        layer_of = _layers(chosen, fields.get("layers_pattern"))
+        chosen = [path for path in chosen if path in targets or layer_of.get(path) in numbers]
+    excluded = targeted(chosen, fields.get("exclude_modules"))
+    return [path for path in chosen if path not in excluded]
+
+
+def _layers(paths: Collection[str], names: Any) -> dict[str, int]:
+    """Return the layer of each path: the first number, or the first one after a name or pattern."""
+    numbers = {
+        path: [(path[: m.start()], int(m[1])) for m in re.finditer(r"\.(\d+)(?=\.)", path)]
+        for path in paths
+    }
+    lists = sorted({path for pairs in numbers.values() for path, _ in pairs})
+    holders = {path for path in lists if "." in path}
+    if names:
+        patterns = [names] if isinstance(names, str) else names
+        holders = {p for n in patterns for p in fullmatches(rf"(?:.*\.)?(?:{n})", lists)}
+    return {
+        path: next(number for holder, number in pairs if holder in holders)
+        for path, pairs in numbers.items()
+        if any(holder in holders for holder, _ in pairs)
+    }
+
+
+def missing_targets(
+    fields: Mapping[str, Any], paths: Iterable[str], with_tensors: Collection[str]
+) -> list[str]:
+    """Return the names in `target_modules` that select modules, none of which has tensors.
+
+    Args:
+        paths: The model's modules that can be adapted.
+    """
+    targets, chosen = fields.get("target_modules"), selected(paths, fields)
+    hits = {
+        name: [path for path in chosen if ends_with(path, name)]
+        for name in (targets if isinstance(targets, list) else ())
+    }
+    return sorted(name for name, hit in hits.items() if hit and not {*hit} & {*with_tensors})
 
 
 def shortest_endings(paths: Iterable[str], others: Collection[str]) -> list[str]:
@@ -249,7 +294,8 @@ def fit_to_model(
         AdapterError: A tensor is missing, or belongs to no module that the method can adapt.
         TargetError: The method targets a module that is not in this model.
     """
-    full = _trained_fully(fields, tensors, model, folder)
+    full = trained_fully(fields, model)
+    _check_trained(full, fields, tensors, folder)
     rows: Iterable[str] = ()
     if method.token_rows:
         from peftkit.methods.modules_to_save import find_rows
@@ -260,43 +306,60 @@ def fit_to_model(
     places, shared = method.candidates(model), method.shared_names
     unexpected = sorted(name for name in rest if name not in shared and not _owner(name, places))
     if unexpected or not rest:
+        fix = "Use the base it was trained on: peftkit inspect ADAPTER"
+        if any(".lora_embedding_" in name for name in unexpected):
+            fix = (
+                "LoRA on embeddings is not supported. Merge it with PEFT; or train the table in "
+                "full, or some of its rows: train_fully, token_rows."
+            )
         raise AdapterError(
             f"the adapter in {folder} does not fit {type(model).__name__}",
             found="\n".join(f"unexpected: {name}" for name in unexpected) or "no tensors",
-            fix="Use the base it was trained on: peftkit inspect ADAPTER",
+            fix=fix,
         )
-    if made_here:
-        return method, method.sites(model)
-    if method.acts_on_input:
+    with_tensors = {_owner(name, places) for name in rest}
+    if made_here or method.acts_on_input:
         sites = method.sites(model)
     else:
-        sites = sites_of(fields, places, {_owner(name, places) for name in rest})
+        sites = sites_of(fields, places, with_tensors)
+    if not method.acts_on_input:
+        _check_targets(fields, sites, places, with_tensors, tuple(others), folder)
+    if made_here:
+        return method, sites
     paths = (f"{s.path}.{s.parameter}" if s.parameter else s.path for s in sites)
     update = {"targets": tuple(dict.fromkeys(paths)), "train_fully": tuple(full)}
     return method.model_copy(update=update), sites
 
 
-def _trained_fully(
-    fields: Mapping[str, Any], tensors: Collection[str], model: nn.Module, folder: Path
-) -> list[str]:
-    """Return the paths of the modules that match `modules_to_save`.
+def trained_fully(fields: Mapping[str, Any], model: nn.Module) -> list[str]:
+    """Return the paths of the modules that `modules_to_save` trains in full.
 
-    This follows PEFT's rule, which ignores dots. A name may match no module.
+    This follows PEFT's rule, which ignores dots; `ensure_weight_tying` adds tables that are tied to
+    one of them. A name may match no module.
     """
-    names = fields.get(SHARED_FIELDS["train_fully"]) or ()
+    names = tuple(fields.get(SHARED_FIELDS["train_fully"]) or ())
     paths = [
         path
         for path, module in model.named_modules()
-        if path.endswith(tuple(names)) and any(True for _ in module.parameters())
+        if path.endswith(names) and any(True for _ in module.parameters())
     ]
+    tables = {path: own_table(module) for path, module in token_tables(model).items()}
+    tied = {id(tables[path]) for path in paths if path in tables}
+    if fields.get("ensure_weight_tying"):
+        paths += [p for p, table in tables.items() if p not in paths and id(table) in tied]
+    return paths
+
+
+def _check_trained(
+    paths: Sequence[str], fields: Mapping[str, Any], tensors: Collection[str], folder: Path
+) -> None:
     missing = [path for path in paths if not any(n.startswith(f"{path}.") for n in tensors)]
     if missing:
         raise AdapterError(
             f"{folder} has no tensors for the module {_some(missing)}",
-            found=f"modules_to_save: {_some(names)}",
+            found=f"modules_to_save: {_some(fields.get(SHARED_FIELDS['train_fully']) or ())}",
             fix="The file is incomplete, or belongs to another base.",
         )
-    return paths
 
 
 def _owner(name: str, places: Collection[str]) -> str:
@@ -306,29 +369,37 @@ def _owner(name: str, places: Collection[str]) -> str:
     return name
 
 
-def check_targets_of(fields: Mapping[str, Any], adapter: Adapter, folder: Path) -> None:
+def _check_targets(
+    fields: Mapping[str, Any],
+    sites: Collection[Site],
+    places: Mapping[str, tuple[str, ...]],
+    with_tensors: Collection[str],
+    others: tuple[str, ...],
+    folder: Path,
+) -> None:
     """Refuse a config whose targets differ from the modules with tensors: scales would be wrong.
+
+    Args:
+        others: Prefixes of modules that are trained in full, which have no tensors of the method.
 
     Raises:
         AdapterError: Targets have no tensors, or modules with tensors are not targeted.
     """
-    paths = {path for path, module in adapter.method_modules.items() if not module.stacked}
-    targets = fields.get("target_modules")
-    stacks = [
-        f"{path}.{name}"
-        for path, module in adapter.method_modules.items()
-        for name in module.stacked or ("weight",)
-    ]
-    missing = unmatched(targets, paths | adapter.full)
-    missing += unmatched(fields.get("target_parameters"), stacks)
+    names = fields.get("target_parameters")
+    stacks = [f"{site.path}.{site.parameter or 'weight'}" for site in sites]
+    free = [path for path, of in places.items() if not of and not f"{path}.".startswith(others)]
+    missing = missing_targets(fields, free, with_tensors)
+    if isinstance(names, list):
+        missing += [n for n in names if not any(ends_with(stack, n) for stack in stacks)]
     if missing:
         raise AdapterError(
             f"{folder} has no tensors for the target {_some(missing)}",
-            found=f"tensors for {_some(shortest_endings(paths, []))}",
+            found=f"tensors for {_some(shortest_endings(with_tensors, []))}",
             fix="The file is incomplete, or belongs to another base.",
         )
-    extra = paths - set(targeted(paths, targets))
-    extra -= {p for p in paths if targeted([f"{p}.weight"], fields.get("target_parameters"))}
+    targets, paths = fields.get("target_modules"), {*free} & {*with_tensors}
+    extra = paths - {*targeted(paths, targets)}
+    extra -= {path for path in paths if targeted([f"{path}.weight"], names)}
     if extra and targets not in (None, ANY):
         raise AdapterError(
             f"{folder} has tensors for modules that its config does not target",

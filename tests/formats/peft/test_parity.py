@@ -9,13 +9,14 @@ from typing import Any
 import peft
 import pytest
 import torch
+from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.load import load_adapter
-from peftkit.formats.peft.targets import shortest_endings
+from peftkit.formats.peft.targets import selected, shortest_endings
 from peftkit.methods.base import Method
 from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3
@@ -87,6 +88,8 @@ THEIRS: dict[str, peft.PeftConfig] = {
         "regex": {"target_modules": r".*layers\.1.*(q_proj|up_proj)"},
         "some-layers": {"layers_to_transform": [1], "layers_pattern": "layers"},
         "without": {"exclude_modules": ["layers.0.mlp.down_proj"]},
+        "without-a-target": {"exclude_modules": ["down_proj"]},
+        "all-without-a-target": {"target_modules": "all-linear", "exclude_modules": r".*up_proj"},
     }.items()
 } | {
     "ia3-regex": peft.IA3Config(**IN, feedforward_modules=r".*\.1\.mlp\.down_proj"),
@@ -176,6 +179,38 @@ def check_writing(base: nn.Module, method: Method, tmp_path: Path) -> None:
     assert not torch.allclose(logits(model), logits(theirs), atol=1e-3)
     loaded = peft.PeftModel.from_pretrained(theirs, tmp_path).eval()
     torch.testing.assert_close(logits(loaded), logits(model), atol=TOLERANCE, rtol=0)
+
+
+PATHS = [
+    f"{trunk}{numbered}.{name}"
+    for trunk in ("", "model.", "model.decoder.")
+    for numbered in ("layers.0", "layers.12", "h.2", "layers.1.experts.0")
+    for name in ("self_attn.q_proj", "mlp.up_proj", "q")
+] + ["lm_head", "model.embed_tokens", "up_proj"]
+TARGETS = (["q_proj", "up_proj"], ["q", "model.layers.0.mlp.up_proj"], r".*\.(q_proj|up_proj)")
+EXCLUDED = (None, ["up_proj"], ["layers.0.self_attn.q_proj", "q"], r".*layers\.\d.*", r"up_proj")
+LAYERS_OF: tuple[dict[str, Any], ...] = (
+    {},
+    {"layers_to_transform": []},
+    {"layers_to_transform": 0},
+    {"layers_to_transform": [0, 2]},
+    {"layers_to_transform": [1, 12], "layers_pattern": "layers"},
+    {"layers_to_transform": [2, 0], "layers_pattern": ["h", "experts"]},
+)
+
+
+@pytest.mark.parametrize(
+    ("targets", "excluded", "layers"),
+    [
+        case
+        for case in product(TARGETS, EXCLUDED, LAYERS_OF)
+        if isinstance(case[0], list) or not case[2]  # PEFT refuses layers for a pattern
+    ],
+)
+def test_a_config_selects_the_modules_that_peft_selects(targets, excluded, layers):
+    fields = {"target_modules": targets, "exclude_modules": excluded, **layers}
+    config = peft.LoraConfig(**copy.deepcopy(fields))
+    assert selected(PATHS, fields) == [p for p in PATHS if check_target_module_exists(config, p)]
 
 
 KINDS = ("gpt2", "falcon_new", "deepseek_v3", "mixtral", "bert", "t5", "whisper", "vit", "mllama")
