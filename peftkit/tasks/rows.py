@@ -49,7 +49,7 @@ def check_dropped(rows: StoredRows, data: DataConfig, drops: Mapping[str, str]) 
         problem = f"Cannot train on {rows.where}: no row has a target token."
     elif number / rows.num_read > data.max_dropped:
         problem = (
-            f"Cannot use {rows.where}: {number} of {rows.num_read} rows have nothing to train on, "
+            f"Cannot use {rows.where}: {number} of {rows.num_read} rows cannot be trained on, "
             f"more than data.max_dropped ({data.max_dropped:.0%}) allows."
         )
     else:

@@ -108,13 +108,57 @@ def test_every_row_is_counted(tmp_path, task, events):
     assert any(isinstance(event, Progress) for event in events)
 
 
+BAD_ROWS = {
+    "no assistant turn": {"messages": [{"role": "user", "content": "the fox"}]},
+    "an unknown role": {"messages": [{"role": "usr", "content": "the fox"}]},
+    "another format": {"text": "the fox"},
+    "no format": {"foo": 1},
+    "refused by the template": {
+        "messages": [{"role": "user", "content": "STOP"}, {"role": "assistant", "content": "a"}]
+    },
+}
+REFUSES = "{% if messages[0].content == 'STOP' %}{{ raise_exception('no') }}{% endif %}"
+
+
+@pytest.mark.parametrize("bad", BAD_ROWS)
+@pytest.mark.parametrize("place", [1, 4])
+def test_invalid_rows_are_dropped_and_counted_if_the_recipe_says_so(
+    bad, place, tmp_path, task, tokenizer, events
+):
+    template = tmp_path / "strict.jinja"
+    template.write_text(REFUSES + tokenizer.chat_template)
+    rows = [said("the fox", f"the dog {n}") for n in range(4)]
+    where = write(tmp_path / "a.jsonl", *rows[:place], BAD_ROWS[bad], *rows[place:])
+    settings = {"chat_template": str(template), "max_dropped": 0.2}
+    with pytest.raises(DataError, match=r"data\.drop_invalid: true"):
+        task(**settings).rows.encode(where)
+    strict = task(**settings).rows.encode(write(tmp_path / "b.jsonl", *rows))
+    events.clear()
+    encoded = task(**settings, drop_invalid=True).rows.encode(where)
+    assert [row.input_ids for row in encoded] == [row.input_ids for row in strict]
+    assert counts(events)["dropped: invalid"] == f"1 ({where}:{place + 1})"
+    with pytest.raises(DataError, match="1 of 5 rows cannot be trained on"):
+        task(**settings | {"max_dropped": 0.1}, drop_invalid=True).rows.encode(where)
+
+
+def test_keys_that_the_template_reads_are_no_unused_fields(tmp_path, task, tokenizer, events):
+    template = tmp_path / "named.jinja"
+    template.write_text("{% set seen = messages[0].name %}" + tokenizer.chat_template)
+    row = said("the fox", "the dog") | {"chat_template_kwargs": {"seen": 1, "quiet": True}}
+    row["messages"][0] |= {"name": "n", "score": 3}
+    where = write(tmp_path / "a.jsonl", row)
+    task(chat_template=str(template)).rows.encode(where)
+    unused = {"messages[].score", "chat_template_kwargs.quiet"}
+    assert set(counts(events)["fields not used"].split(", ")) == unused
+
+
 def test_too_many_dropped_rows_are_named(tmp_path, task, events):
     rows = [said("the fox", "the dog")] * 8 + [said("the fox", "")] + [said("a " * 99, "b")]
     where = write(tmp_path / "a.jsonl", *rows)
     with pytest.raises(DataError) as caught:
         task(max_dropped=0.19).rows.encode(where)
     message = str(caught.value)
-    assert "2 of 10 rows have nothing to train on, more than data.max_dropped (19%)" in message
+    assert "2 of 10 rows cannot be trained on, more than data.max_dropped (19%)" in message
     assert f"Nothing to learn: 1 ({where}:9)" in message
     assert f"The answer is beyond the cut: 1 ({where}:10)" in message
     assert "raise data.max_length" in message

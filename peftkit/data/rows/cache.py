@@ -109,7 +109,8 @@ def _cache_name(where: str, encoder: RowEncoder) -> tuple[str | None, int]:
     else:
         return None, 0
     code = _code_hash(type(encoder).__module__)
-    settings = (path.suffix.lower(), type(encoder).__qualname__, code, encoder.key(where))
+    kind = (type(encoder).__qualname__, encoder.drops_invalid)
+    settings = (path.suffix.lower(), *kind, code, encoder.key(where))
     digest.update(repr(settings).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()[:40], num_lines if is_read_by_lines(path) else 0
 
@@ -219,7 +220,7 @@ def _write(
         "agreed": agreed,
         "shared": shared,
         "counts": dict(counts),
-        "drops": [*encoder.drops],
+        "drops": [*encoder.reasons],
         "unused": [name for name, used in is_used.items() if not used],
         "num_read": num_read,
         "num_rows": num_rows,

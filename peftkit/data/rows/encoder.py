@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from peftkit.data import records
-from peftkit.data.records import Part, Record
+from peftkit.data.records import Dropped, Part, Record
+from peftkit.errors import DataError
 
 if TYPE_CHECKING:
     from peftkit.data.rows.columns import StoredRows
@@ -38,6 +39,10 @@ class EncodedRows:
     shared: dict[str, str] = field(default_factory=dict)
 
 
+INVALID, INVALID_FIX = "invalid", "set data.drop_invalid: false, which reports each error"
+"""Reason to drop a record that cannot be used."""
+
+
 class RowEncoder(ABC):
     """Encoder of records as a task's rows; needs no model.
 
@@ -46,12 +51,19 @@ class RowEncoder(ABC):
         in_processes: Whether several processes may encode a file.
         at_once: Records that are encoded between two reports of progress.
         drops: Reasons to drop a record, each with a fix.
+        drops_invalid: Whether records that cannot be used are dropped instead of refused.
     """
 
     kind: ClassVar[type[Any]]
     in_processes: ClassVar[bool] = True
     at_once: ClassVar[int] = 1_000
     drops: Mapping[str, str] = MappingProxyType({})
+    drops_invalid: bool = False
+
+    @property
+    def reasons(self) -> Mapping[str, str]:
+        """All reasons to drop a record, each with a fix."""
+        return {**self.drops, INVALID: INVALID_FIX} if self.drops_invalid else self.drops
 
     @abstractmethod
     def key(self, where: str) -> object:
@@ -68,6 +80,27 @@ class RowEncoder(ABC):
     @abstractmethod
     def rows(self, read: Any) -> EncodedRows:
         """Encode the result of `read`."""
+
+    def valid_rows(self, records: Sequence[Record], where: str) -> EncodedRows:
+        """Encode records one by one; drop those that cannot be used, or differ from the first."""
+        whole, used, shared = EncodedRows([]), set[str](), list[set[tuple[str, str]]]()
+        for record in records:
+            try:
+                one = self.rows(self.read([record], where))
+            except DataError:
+                one = EncodedRows([Dropped(record.source, INVALID)])
+            if any(whole.agreed.get(name, value) != value for name, value in one.agreed.items()):
+                one = EncodedRows([Dropped(record.source, INVALID)])
+            whole.rows += one.rows
+            whole.agreed |= one.agreed
+            whole.counts.update(one.counts)
+            if not all(isinstance(row, Dropped) for row in one.rows):
+                shared.append({*one.shared.items()})
+                used |= record.fields.keys() - set(one.unused)
+                whole.unused += one.unused
+        whole.unused = tuple(name for name in dict.fromkeys(whole.unused) if name not in used)
+        whole.shared = dict(set.intersection(*shared)) if shared else {}
+        return whole
 
     def parts(self, where: str) -> Iterator[Part]:
         """Yield functions, each of which reads some records, in the order of the file."""

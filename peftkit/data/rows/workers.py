@@ -37,7 +37,7 @@ class Block:
         batch: Arrow record batch.
         num_read: Number of records.
         first, last: Sources of the first and the last record.
-        fields: Fields of the records, and whether a record used them.
+        fields: Fields of the records, and whether a record used them; unused keys within them.
         agreed, shared, counts: See `EncodedRows`.
     """
 
@@ -129,14 +129,18 @@ def _part_blocks(part: Part, where: str, encoder: RowEncoder) -> Iterator[Block]
     records = part()
     for start in range(0, len(records), encoder.at_once):
         chunk = records[start : start + encoder.at_once]
-        rows = encoder.rows(encoder.read(chunk, where))
+        if encoder.drops_invalid:
+            rows = encoder.valid_rows(chunk, where)
+        else:
+            rows = encoder.rows(encoder.read(chunk, where))
         unused = {*rows.unused}
         yield Block(
-            batch=columns_of(encoder.kind).batch(where, rows.rows, encoder.drops),
+            batch=columns_of(encoder.kind).batch(where, rows.rows, encoder.reasons),
             num_read=len(chunk),
             first=chunk[0].source,
             last=chunk[-1].source,
-            fields={name: name not in unused for record in chunk for name in record.fields},
+            fields={name: name not in unused for record in chunk for name in record.fields}
+            | dict.fromkeys(rows.unused, False),
             agreed=rows.agreed,
             shared=rows.shared,
             counts=rows.counts,
