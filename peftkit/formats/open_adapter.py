@@ -101,7 +101,7 @@ def open_adapter(
         file, base, quantize=quantize, dtype=dtype, device=device, task=task, on_event=on_event
     )
     on_event(Stage(f"Loading the adapter {file.folder}"))
-    restore_tokens(loaded, file.folder)
+    restore_tokens(loaded, file.folder, file.method.token_rows)
     placed = load_adapter(loaded.model, file.folder, fingerprint=loaded.fingerprint, force=force)
     return Opened(loaded, placed, file, task)
 
@@ -262,7 +262,7 @@ def continue_adapter(
     same_class = task_of(file).auto_class == auto_class
     if not same_class:
         _check_name(file, base)
-    tokens = restore_tokens(base, file.folder)
+    tokens = restore_tokens(base, file.folder, file.method.token_rows)
     adapter = load_adapter(
         base.model,
         file.folder,

@@ -23,6 +23,7 @@ from peftkit.tasks.rows import (
     NO_TEMPLATE,
     TRAINED_SYSTEM,
     check_dropped,
+    check_tokens,
     named,
     off_prompt,
 )
@@ -41,11 +42,13 @@ class RowLoader:
         template: The chat template that replaces the tokenizer's own, if any.
         reasoning: How the assistant's reasoning is handled.
         check_first: Checks the first row of each file, if set.
+        num_embeddings: Rows of the model's token embedding; None: it reads no tokens.
     """
 
     encoder: RowEncoder
     max_length: int = 0
     check_first: Callable[[Any], None] | None = None
+    num_embeddings: int | None = None
 
     def __init__(
         self, processor: Any, data: DataConfig, style: Style | None, on_event: Listener
@@ -131,6 +134,8 @@ class RowLoader:
         check_dropped(rows, self.data, self.encoder.reasons)
         if number := rows.counts["off_prompt"]:
             self.on_event(Notice(off_prompt(rows.where, number)))
+        if self.num_embeddings is not None:
+            check_tokens(rows, self.num_embeddings, self.tokenizer, self.encoder.placeholders)
         self.encoder.check(rows)
         if self.check_first is not None:
             self.check_first(rows[0])

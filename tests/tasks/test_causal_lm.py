@@ -23,6 +23,7 @@ from peftkit.data.style import Style
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Notice, Progress, Stage, Table
 from peftkit.settings import DataConfig
+from peftkit.tasks.table import TASKS
 from peftkit.tasks.tokens import CausalLM
 from tests.helpers.folders import write_rows
 
@@ -69,6 +70,40 @@ def test_another_tokenizer_is_refused(llama, tokenizer):
     other = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(json.dumps(vocabulary)))
     with pytest.raises(BaseError, match=f"the model {words:,} embeddings"):
         CausalLM(llama, other, DataConfig(train=""))
+
+
+ROWS_OF_TASKS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "causal_lm": lambda text: {"prompt": "the ", "completion": text},
+    "distill": lambda text: {"prompt": text},
+    "preference": lambda text: {"prompt": "the ", "chosen": "dog", "rejected": text},
+    "grpo": lambda text: {"prompt": text},
+    "embedding": lambda text: {"anchor": "the", "positive": "a dog", "negatives": [text]},
+}
+
+
+@pytest.mark.parametrize("name", ROWS_OF_TASKS)
+def test_a_token_without_a_row_in_the_embedding_is_named(name, llama, tokenizer, tmp_path):
+    more, rows = copy.deepcopy(tokenizer), llama.get_input_embeddings().num_embeddings
+    more.add_tokens("<ask>")
+    assert more.convert_tokens_to_ids("<ask>") == rows
+    prompt = tmp_path / "rules.md"
+    prompt.write_text("Be kind.", encoding="utf-8")
+    settings = {
+        "distill": {"teacher": {"prompt": str(prompt)}, "max_new_tokens": 4},
+        "grpo": {"rewards": [{"use": "length", "max_chars": 9}], "max_new_tokens": 4},
+    }
+    config = TASKS[name](type=name, **settings.get(name, {}))
+    model = copy.deepcopy(llama).requires_grad_(False)
+    task = config.on(model, more, DataConfig(train="", max_length=64))
+    line = ROWS_OF_TASKS[name]
+    assert len(task.load(write(tmp_path / "a.jsonl", line("fox")))) == 1
+    where = write(tmp_path / "b.jsonl", line("fox"), line("a <ask>"))
+    with pytest.raises(DataError) as caught:
+        task.load(where)
+    message = str(caught.value)
+    assert f"{where}:2: the base has no embedding of its token '<ask>'" in message
+    assert f"has the id {rows}; the embedding has {rows} rows" in message
+    assert 'base.new_tokens: ["<ask>"]' in message
 
 
 def test_prompts_without_a_template_are_told(llama, tokenizer, tmp_path, events):

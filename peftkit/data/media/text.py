@@ -360,7 +360,7 @@ class MediaEncoder(RowEncoder):
         self._settings = (template, form, media_processor.limits, max_length)
         self._form, self._max_length, self._needed = form, max_length, needed
         self.media_processor, self._processor = media_processor, media_processor.processor
-        self._tokenizer = self._processor.tokenizer
+        self._tokenizer, self.placeholders = self._processor.tokenizer, media_processor.media_ids
         self._template = MediaTemplate(self._processor, media_processor.marks, needed, template)
         self._custom_template = template
         self._chat = Chat(self._tokenizer, self._template.chat_template, self._template)

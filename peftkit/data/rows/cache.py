@@ -193,7 +193,7 @@ def _write(
     shared: dict[str, str] | None = None
     counts: Counter[str] = Counter()
     is_used: dict[str, bool] = {}
-    num_read = num_rows = 0
+    num_read = num_rows = highest = 0
     digest = hashlib.sha256()
     with (
         pa.OSFile(str(folder / ROWS), "wb") as file,
@@ -211,6 +211,7 @@ def _write(
             num_read += block.num_read
             num_rows += len(block.batch)
             writer.write_batch(block.batch)
+            highest = max(highest, columns_of(encoder.kind).highest_token(block.batch))
             feed(digest, block.batch)
             done = int(block.last.rpartition(":")[2]) if num_lines else num_read
             on_event(Progress(f"Encoding {where}", done, max(done, num_lines)))
@@ -224,6 +225,7 @@ def _write(
         "unused": [name for name, used in is_used.items() if not used],
         "num_read": num_read,
         "num_rows": num_rows,
+        "highest_token": highest,
         "num_bytes": (folder / ROWS).stat().st_size,
         "sha256": digest.hexdigest(),
     }

@@ -6,7 +6,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -51,6 +51,7 @@ class RowEncoder(ABC):
         in_processes: Whether several processes may encode a file.
         at_once: Records that are encoded between two reports of progress.
         drops: Reasons to drop a record, each with a fix.
+        placeholders: Tokens that the model replaces before its embedding.
         drops_invalid: Whether records that cannot be used are dropped instead of refused.
     """
 
@@ -58,6 +59,7 @@ class RowEncoder(ABC):
     in_processes: ClassVar[bool] = True
     at_once: ClassVar[int] = 1_000
     drops: Mapping[str, str] = MappingProxyType({})
+    placeholders: Collection[int] = ()
     drops_invalid: bool = False
 
     @property
