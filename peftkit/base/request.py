@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from peftkit.base.locate import Location
-from peftkit.base.pretrained import config_for
+from peftkit.base.pretrained import config_for, pad_within
 from peftkit.base.purpose import Purpose
-from peftkit.events import Listener, Notice, ignore
+from peftkit.events import Listener, ignore
 from peftkit.execution.plan import Placement, Shard
 from peftkit.figures import size
 from peftkit.kernels.device import gpu_of
@@ -64,18 +64,8 @@ class BaseRequest:
         """
         head, text = self.purpose.head, self.config.get_text_config()
         rows = getattr(text, "vocab_size", None)
-        if tokenizer is not None and rows and (tokenizer.pad_token_id or 0) >= rows:
-            pad = tokenizer.pad_token
-            others = (tokenizer.eos_token_id, tokenizer.unk_token_id, 0)
-            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(
-                next(id for id in others if id is not None and id < rows)
-            )
-            on_event(
-                Notice(
-                    f"The pad token {pad} has no row in the embedding ({rows:,} rows); "
-                    f"{tokenizer.pad_token} is used, which is masked."
-                )
-            )
+        if tokenizer is not None and rows:
+            pad_within(tokenizer, rows, on_event)
         if rows and (getattr(text, "pad_token_id", None) or 0) >= rows:
             text.pad_token_id = None if tokenizer is None else tokenizer.pad_token_id
         if head is None:

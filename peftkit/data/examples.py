@@ -31,7 +31,7 @@ class Conversation:
     Args:
         target_turns: Indices of the assistant turns to train on.
         tools: JSON schemas of the functions that the assistant may call.
-        variables: For the chat template, in place of those of the recipe.
+        variables: Variables of the chat template, which override the recipe's.
     """
 
     messages: tuple[Message, ...]

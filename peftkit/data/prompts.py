@@ -36,7 +36,7 @@ class PromptExample:
         prompt: The user's text, or a conversation up to the answer.
         reference: The row's own answer, if it has one.
         tools: Functions that the assistant may call.
-        variables: For the chat template, in place of those of the recipe.
+        variables: Variables of the chat template, which override the recipe's.
     """
 
     prompt: str | tuple[Message, ...]

@@ -12,8 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from peftkit.data import records
-from peftkit.data.records import Dropped, Part, Record
-from peftkit.errors import DataError
+from peftkit.data.records import Part, Record
 
 if TYPE_CHECKING:
     from peftkit.data.rows.columns import StoredRows
@@ -82,27 +81,6 @@ class RowEncoder(ABC):
     @abstractmethod
     def rows(self, read: Any) -> EncodedRows:
         """Encode the result of `read`."""
-
-    def valid_rows(self, records: Sequence[Record], where: str) -> EncodedRows:
-        """Encode records one by one; drop those that cannot be used, or differ from the first."""
-        whole, used, shared = EncodedRows([]), set[str](), list[set[tuple[str, str]]]()
-        for record in records:
-            try:
-                one = self.rows(self.read([record], where))
-            except DataError:
-                one = EncodedRows([Dropped(record.source, INVALID)])
-            if any(whole.agreed.get(name, value) != value for name, value in one.agreed.items()):
-                one = EncodedRows([Dropped(record.source, INVALID)])
-            whole.rows += one.rows
-            whole.agreed |= one.agreed
-            whole.counts.update(one.counts)
-            if not all(isinstance(row, Dropped) for row in one.rows):
-                shared.append({*one.shared.items()})
-                used |= record.fields.keys() - set(one.unused)
-                whole.unused += one.unused
-        whole.unused = tuple(name for name in dict.fromkeys(whole.unused) if name not in used)
-        whole.shared = dict(set.intersection(*shared)) if shared else {}
-        return whole
 
     def parts(self, where: str) -> Iterator[Part]:
         """Yield functions, each of which reads some records, in the order of the file."""
