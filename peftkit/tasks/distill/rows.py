@@ -71,7 +71,7 @@ def read_prompt(path: str | Path) -> TeacherPrompt:
     """Read a teacher's prompt: system text, or messages.
 
     Raises:
-        DataError: The file cannot be read, is empty, or has messages in an invalid order.
+        DataError: The file cannot be read, is empty, or has invalid messages.
     """
     file = Path(path).expanduser()
     try:
