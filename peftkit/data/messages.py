@@ -161,7 +161,7 @@ def parse_tools(value: Any, field: str) -> list[Mapping[str, Any]]:
 
 
 def _messages(value: Any, field: str) -> tuple[list[Message], list[bool]]:
-    if isinstance(value, str):  # a cell of a CSV file
+    if isinstance(value, str) and value.lstrip().startswith("["):  # a cell of a CSV file
         value = _parse_json(value, field)
     if not isinstance(value, list):
         raise WrongField(field, f"expected a list of turns, found {kind_of(value)}")
