@@ -16,7 +16,7 @@ from peftkit.config import schema
 from peftkit.config.schema import Config
 from peftkit.errors import ConfigError
 from peftkit.methods.table import METHODS, AnyMethod
-from peftkit.settings import BaseConfig, DataConfig, TrainConfig
+from peftkit.settings import EVERY_TASK, BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.table import TASKS, AnyTask
 
 
@@ -38,7 +38,7 @@ class Recipe(Config):
     def _settings_go_together(self) -> Recipe:
         self.method.check_quantize(self.base.quantize)
         check_settings(self)
-        read = {"train", "eval", *self.task.data_fields}
+        read = {*EVERY_TASK, *self.task.data_fields}
         for name, field in DataConfig.model_fields.items():
             if name not in read and getattr(self.data, name) != field.default:
                 users = [task for task, kind in TASKS.items() if name in kind.data_fields]

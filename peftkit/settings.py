@@ -48,6 +48,8 @@ class BaseConfig(Config):
 
 CHAT = ("chat_template", "chat_template_kwargs")
 """Fields of the data section for rendering a conversation as text."""
+EVERY_TASK = ("train", "eval", "max_dropped", "drop_invalid")
+"""Fields of the data section that every task reads."""
 FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 Tracker = Literal[
     "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"
@@ -96,7 +98,11 @@ class DataConfig(Config):
     video_frames: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Frames per video, evenly spaced; null: 16."""
     max_dropped: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Maximum share of rows that may be dropped because they have no target tokens."""
+    """Maximum share of rows that may be dropped because they have no target tokens, or are
+    invalid."""
+    drop_invalid: bool = False
+    """Drop rows that cannot be used, such as rows without an assistant turn or that the chat
+    template refuses, and count them; false: such rows are an error, which lists them."""
 
     @property
     def names_style(self) -> bool:

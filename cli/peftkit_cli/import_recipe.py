@@ -16,6 +16,7 @@ from peftkit_cli.arguments import note
 Settings = dict[str, Any]
 TABLE = Path(__file__).with_suffix(".yaml")
 """Maps the keys of other programs to ours."""
+TABLES = frozenset(("embed_tokens", "lm_head"))
 DATA_KEYS = ("datasets", "test_datasets", "dataset", "eval_dataset", "dataset_dir", "stage", "data")
 
 
@@ -92,7 +93,7 @@ def converted(theirs: Settings, folder: Path) -> tuple[Settings, Settings]:
     left_out = {*lost, *DATA_KEYS, *(["pref_loss"] if theirs.get("stage") == "kto" else [])}
     rules = table["both"] | program["keys"]
     for key, value in (program["defaults"] | theirs).items():
-        if key in left_out or value is None:
+        if key in left_out or value in (None, ""):
             continue
         try:
             translation = translated(value, **rules[key])
@@ -107,6 +108,11 @@ def converted(theirs: Settings, folder: Path) -> tuple[Settings, Settings]:
     elif "prompt" not in ours.get("task", {}) and (task := ours.pop("task", None)):
         lost |= {f"task.{key}": value for key, value in task.items() if key != "type"}
         ours |= {"task": {"type": task["type"]}} if "type" in task else {}
+    whole = ours["method"].get("train_fully", ())
+    if "new_tokens" in ours.get("base", {}) and not TABLES.isdisjoint(whole):
+        # ours trains the rows of new tokens, not whole tables as well
+        lost["train_fully"] = [name for name in whole if name in TABLES]
+        ours["method"]["train_fully"] = [name for name in whole if name not in TABLES]
     if start := ours["method"].get("start_from"):
         ours["method"] = {"start_from": start}  # the adapter defines the other settings
     return ours, lost
@@ -141,10 +147,20 @@ def names(value: Any) -> Any:
 def axolotl_data(theirs: Settings, folder: Path, ours: Settings) -> Settings:
     """Put axolotl's data sets into `ours`; return the settings without a counterpart."""
     lost: Settings = {}
+    fields = {
+        tuple(prompt_fields(entry).items())
+        for key in ("datasets", "test_datasets")
+        for entry in theirs.get(key) or ()
+    }
+    named = dict(fields.pop()) if len(fields) == 1 else {}
+    if named:
+        prompt, completion = named.values()
+        put(ours, "task", {"type": "causal_lm", "prompt": prompt, "completion": completion})
     for key, place in (("datasets", "train"), ("test_datasets", "eval")):
         paths = []
         for n, entry in enumerate(theirs.get(key) or ()):
-            rest = dict(entry)
+            kind = entry.get("type")
+            rest = {**entry, **kind, "type": "alpaca"} if isinstance(kind, dict) else dict(entry)
             files = rest.pop("data_files", None)
             path, split = files or rest.pop("path", None), rest.pop("split", None)
             rest.pop("path", None)
@@ -153,9 +169,22 @@ def axolotl_data(theirs: Settings, folder: Path, ours: Settings) -> Settings:
                 rest.pop("type")
             several = path if isinstance(path, list) else [path]
             paths += [f"{p}:{split}" if split and not files else str(p) for p in several]
-            lost |= {f"{key}[{n}].{name}": value for name, value in rest.items()}
+            lost |= {
+                f"{key}[{n}].{name}": value
+                for name, value in rest.items()
+                if name not in named and not (name in FIELDS and is_standard({name: value}))
+            }
         put_files(ours, place, paths, lost, key)
     return lost
+
+
+def prompt_fields(entry: Settings) -> Settings:
+    """Return the fields with prompt and completion that an entry of axolotl names, {} if none."""
+    kind = entry.get("type")
+    settings = {**entry, **kind} if isinstance(kind, dict) else entry
+    fields = {name: settings.get(name) for name in ("field_instruction", "field_output")}
+    others = [name for name in ("field_input", "field_system") if settings.get(name)]
+    return {} if others or None in fields.values() or is_standard(fields) else fields
 
 
 AXOLOTL_TYPES = ("alpaca", "chat_template", "sharegpt", "completion", "input_output", "chatml")
@@ -166,6 +195,7 @@ def llama_factory_data(theirs: Settings, folder: Path, ours: Settings) -> Settin
     """Put LLaMA-Factory's data sets into `ours`; return the settings without a counterpart."""
     lost: Settings = {}
     place = folder / str(theirs.get("dataset_dir", "data"))
+    is_online = theirs.get("dataset_dir") == "ONLINE"
     try:
         data_sets = json.loads((place / "dataset_info.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -178,6 +208,9 @@ def llama_factory_data(theirs: Settings, folder: Path, ours: Settings) -> Settin
                 paths.append(str(place / about["file_name"]))
             elif name:
                 paths.append(about.get("hf_hub_url", name))
+                if not is_online and "hf_hub_url" not in about:
+                    info = f"{place / 'dataset_info.json'} names no file or data set"
+                    lost[f"{key}.{name}"] = f"set data.{ours_key}: {info} for it"
             rest = {k: about[k] for k in ("columns", "tags") if not is_standard(about.get(k, {}))}
             lost |= {f"dataset_info.{name}.{k}": value for k, value in rest.items()}
         put_files(ours, ours_key, paths, lost, key)
@@ -194,22 +227,41 @@ def llama_factory_data(theirs: Settings, folder: Path, ours: Settings) -> Settin
 def is_standard(columns: Settings) -> bool:
     """Return whether peftkit detects a format from these names of columns or tags."""
     from peftkit.data.examples import ANSWERS, QUESTIONS, TURNS
-    from peftkit.data.messages import role_of
+    from peftkit.data.messages import MARKS, role_of
 
     names = {
         "prompt": QUESTIONS,
         "query": ("input", "context"),
         "response": ANSWERS,
         "messages": TURNS,
+        "instruction": QUESTIONS,
+        "output": ANSWERS,
+        "input": ("input", "context"),
         "kto_tag": ("label",),
-        "role_tag": ("role", "from"),
-        "content_tag": ("content", "value"),
+        "role": ("role", "from"),
+        "content": ("content", "value"),
+        "training": MARKS,
     }
     for column, name in columns.items():
+        if column in PROPERTIES:
+            if not is_standard(name):
+                return False
+            continue
+        place = column.removeprefix("message_").removeprefix("field_")
+        place = place.removesuffix("_tag") if place in ("role_tag", "content_tag") else place
         is_role = column.endswith("_tag") and bool(role_of({"role": name}))
-        if name not in names.get(column, (column,)) and not is_role:
+        if name not in names.get(place, (place,)) and not is_role:
             return False
     return True
+
+
+PROPERTIES = ("message_property_mappings",)
+FIELDS = (
+    *("field_instruction", "field_input", "field_output", "field_system", "field_messages"),
+    *("field_tools", "message_field_role", "message_field_content", "message_field_training"),
+    *PROPERTIES,
+)
+"""Settings of axolotl's data sets that name a field."""
 
 
 MLX_LM = ("fine_tune_type", "lora_parameters", "adapter_path", "iters")

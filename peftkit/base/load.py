@@ -186,7 +186,7 @@ def _open(
         dtype = compute_dtype(settings, compute)
         target = compute if sharing is None else CPU
         request = request_of(settings, purpose, location, target, dtype)
-        request = request.with_tokens_of(inputs.tokenizer)
+        request = request.with_tokens_of(inputs.tokenizer, on_event)
         request, streams_to = _placed(request, placement, device is None, on_event)
         if sharing is None:
             from peftkit.base.store import open_or_build

@@ -27,7 +27,7 @@ from peftkit.data.generation import default_style
 from peftkit.data.style import Style
 from peftkit.errors import AdapterError, DataError, TargetError, first_few
 from peftkit.events import Listener, Notice, ignore
-from peftkit.model.places import input_embedding, token_tables
+from peftkit.model.places import input_embedding, token_tables, unwrap_adapter
 
 FILE = "tokenizer.json"
 
@@ -37,13 +37,15 @@ TokenRows = tuple[int, ...] | dict[str, tuple[int, ...]]
 def add_tokens(base: Base, tokens: Sequence[str]) -> tuple[int, ...]:
     """Add tokens to a base's tokenizer and to its model, in place; return their ids.
 
-    They are not special tokens: decoded text shows them.
+    A token of the tokenizer without a row in the embedding gets one. New tokens are not special
+    tokens: decoded text shows them.
 
     Raises:
         DataError: A token is empty, given twice or already in the vocabulary; lists these tokens.
         TargetError: The model has no token embedding.
     """
-    vocabulary = base.tokenizer.get_vocab()
+    rows = _num_rows(base)
+    vocabulary = {word: id for word, id in base.tokenizer.get_vocab().items() if id < rows}
     invalid = [t for t in tokens if t in vocabulary or tokens.count(t) > 1 or not t]
     if invalid or not tokens:
         tokens_text = ", ".join(map(repr, dict.fromkeys(invalid))) or "no token"
@@ -55,7 +57,7 @@ def add_tokens(base: Base, tokens: Sequence[str]) -> tuple[int, ...]:
     added = [AddedToken(token, normalized=False, special=False) for token in tokens]
     ids = _added_ids(base.tokenizer, added)
     grow(base.model, max(ids) + 1)
-    _init_with_mean(base.model, ids, len(vocabulary))
+    _init_with_mean(base.model, [*ids, *range(rows, max(ids))], len(vocabulary))
     return ids
 
 
@@ -74,18 +76,26 @@ def save_tokenizer(base: Base, folder: Path) -> None:
         base.tokenizer.save_pretrained(folder)
 
 
-def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
+def restore_tokens(base: Base, folder: Path, trained: TokenRows = ()) -> tuple[int, ...]:
     """Add the new tokens of a folder's tokenizer to a base, in place; return their ids.
 
     Do nothing if the folder has no tokenizer, or one without new tokens.
 
+    Args:
+        trained: The `Method.token_rows` of the adapter: tokens of these ids get rows, too.
+
     Raises:
         AdapterError: The tokenizer cannot be read, or does not extend the base's.
     """
-    added = unknown_tokens(folder, base.tokenizer)
-    if not added:
+    rows = _num_rows(base)
+    parts = trained.values() if isinstance(trained, dict) else [trained]
+    without_row = {id for part in parts for id in part if id >= rows}
+    saved, vocabulary = saved_tokens(folder), base.tokenizer.get_vocab()
+    new = _unknown(saved, base.tokenizer).keys() | (saved.keys() & without_row)
+    if not new:
         return ()
-    num_known = len(base.tokenizer.get_vocab())
+    added = {id: saved[id] for id in sorted(new)}
+    num_known = sum(id < rows for id in vocabulary.values())
     ids = _added_ids(base.tokenizer, list(added.values()))
     if ids != tuple(added):
         raise AdapterError(
@@ -94,14 +104,18 @@ def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
             f"{_few(ids)}.",
             fix="Use the base that the adapter was trained on: peftkit inspect ADAPTER",
         )
-    rows = base.model.get_input_embeddings().num_embeddings
     grow(base.model, max(ids) + 1)
-    _init_with_mean(base.model, [id for id in ids if id >= rows], num_known)
+    _init_with_mean(base.model, range(rows, max(ids) + 1), num_known)
     return ids
 
 
-def adopt_tokenizer(base: Base, folder: Path, on_event: Listener = ignore) -> bool:
+def adopt_tokenizer(
+    base: Base, folder: Path, trained: TokenRows = (), on_event: Listener = ignore
+) -> bool:
     """Give a base the tokens, chat template and end token of an adapter's tokenizer, in place.
+
+    Args:
+        trained: See `restore_tokens`.
 
     Returns:
         Whether the base's tokenizer differed. A folder of a further adapter must then store it.
@@ -109,7 +123,7 @@ def adopt_tokenizer(base: Base, folder: Path, on_event: Listener = ignore) -> bo
     Raises:
         AdapterError, BaseError: The tokenizer cannot be read, or does not extend the base's.
     """
-    ids = restore_tokens(base, folder)
+    ids = restore_tokens(base, folder, trained)
     template, eos = _format_over(folder, base.tokenizer)
     if eos:
         base.tokenizer.eos_token = eos
@@ -270,6 +284,12 @@ def _init_with_mean(model: nn.Module, ids: Sequence[int], num_known: int) -> Non
     bias = getattr(tables[1], "bias", None)
     if bias is not None:
         bias[list(ids)] = bias[:num_known].mean(dtype=torch.float32).to(bias.dtype)
+
+
+def _num_rows(base: Base) -> int:
+    """Return the number of rows of a base's embedding."""
+    table: Any = unwrap_adapter(base.model.get_submodule(input_embedding(base.model)))
+    return int(table.num_embeddings)
 
 
 def _head(model: Any) -> nn.Module | None:

@@ -297,6 +297,17 @@ def with_padding(tokenizer: Any, location: Location, on_event: Listener) -> Any:
     return tokenizer
 
 
+def pad_within(tokenizer: Any, num_rows: int, on_event: Listener) -> None:
+    """Replace a pad token without a row in the embedding, which has `num_rows`; emit a notice."""
+    if (tokenizer.pad_token_id or 0) < num_rows:
+        return
+    pad, others = tokenizer.pad_token, (tokenizer.eos_token_id, tokenizer.unk_token_id, 0)
+    valid = next(token for token in others if token is not None and token < num_rows)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(valid)
+    text = f"The pad token {pad} has no row in the embedding ({num_rows:,} rows); "
+    on_event(Notice(f"{text}{tokenizer.pad_token} is used, which is masked."))
+
+
 def check_weights(folder: Path) -> None:
     """Check that a folder has weights that can be read without running code.
 

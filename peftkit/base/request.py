@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from peftkit.base.locate import Location
-from peftkit.base.pretrained import config_for
+from peftkit.base.pretrained import config_for, pad_within
 from peftkit.base.purpose import Purpose
+from peftkit.events import Listener, ignore
 from peftkit.execution.plan import Placement, Shard
 from peftkit.figures import size
 from peftkit.kernels.device import gpu_of
@@ -53,13 +54,20 @@ class BaseRequest:
     device: torch.device
     packs_on: torch.device | None = None
 
-    def with_tokens_of(self, tokenizer: Any) -> BaseRequest:
+    def with_tokens_of(self, tokenizer: Any, on_event: Listener = ignore) -> BaseRequest:
         """Complete a head that reads the last token of a row, or is initialised from words.
+
+        A pad token without a row in the embedding is replaced; padding is masked anyway.
 
         Raises:
             BaseError: A word is not a single token.
         """
         head, text = self.purpose.head, self.config.get_text_config()
+        rows = getattr(text, "vocab_size", None)
+        if tokenizer is not None and rows:
+            pad_within(tokenizer, rows, on_event)
+        if rows and (getattr(text, "pad_token_id", None) or 0) >= rows:
+            text.pad_token_id = None if tokenizer is None else tokenizer.pad_token_id
         if head is None:
             return self
         if tokenizer is not None and getattr(text, "pad_token_id", None) is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from peftkit.data.chat_template import own_template
@@ -125,10 +125,18 @@ class Chat:
             raise DataError(
                 f"The chat template cannot render {source}.",
                 found=reason,
-                fix=f"Change the row, or the template. {_TEMPLATE_FIX}",
+                fix="Change the row, or drop such rows (data.drop_invalid: true), or change the "
+                f"template. {_TEMPLATE_FIX}",
             ) from problem
         assert isinstance(text, str)
         return text
+
+    def _render(
+        self, conversation: Conversation, messages: Sequence[Message], *, generation: bool = False
+    ) -> str:
+        """Render messages with the tools and variables of a conversation."""
+        tools, source, variables = conversation.tools, conversation.source, conversation.variables
+        return self.render(messages, tools, source, generation=generation, variables=variables)
 
     def _as_read(self, message: Message) -> dict[str, Any]:
         """Return a message with the role and the field of reasoning that the template reads."""
@@ -147,7 +155,7 @@ class Chat:
         Raises:
             DataError: The template omits a message, or a turn cannot be located exactly.
         """
-        whole = self.render(conversation.messages, conversation.tools, conversation.source)
+        whole = self._render(conversation, conversation.messages)
         self._check_complete(conversation, whole)
         spans: list[Span] = []
         thoughts: list[bool] = []
@@ -169,11 +177,12 @@ class Chat:
 
     def _span(self, conversation: Conversation, turn: int, whole: str) -> tuple[Span, bool]:
         """Return a turn's span, and whether it begins where the generation prompt ends."""
-        messages, tools, source = conversation.messages, conversation.tools, conversation.source
-        prompt = self.render(messages[:turn], tools, source, generation=True)
+        messages = conversation.messages
+        # many templates read the first message, so nothing is rendered before it
+        prompt = self._render(conversation, messages[:turn], generation=True) if turn else SENTINEL
         closed = whole
         if turn + 1 < len(messages):
-            closed = self.render(messages[: turn + 1], tools, source)
+            closed = self._render(conversation, messages[: turn + 1])
         starts, ends = whole.startswith(prompt), whole.startswith(closed)
         if starts and ends and len(closed) > len(prompt):
             return self._ended(whole, len(prompt), len(closed)), True
@@ -217,7 +226,7 @@ class Chat:
         """Return the text of messages[:stop] before and after the content of a turn."""
         messages = list(conversation.messages[:stop])
         messages[turn] = {"role": "assistant", "content": SENTINEL}
-        marked = self.render(messages, conversation.tools, conversation.source)
+        marked = self._render(conversation, messages)
         before, *rest = marked.split(SENTINEL)
         if len(rest) != 1:
             raise _not_found(conversation, turn, "its content is not in the text exactly once")
@@ -244,12 +253,12 @@ class Chat:
         """Return whether a message's content is rendered, possibly escaped."""
         messages = list(conversation.messages)
         messages[number] = {**messages[number], "content": SENTINEL}
-        return SENTINEL in self.render(messages, conversation.tools, conversation.source)
+        return SENTINEL in self._render(conversation, messages)
 
     def _check_tools(self, conversation: Conversation, whole: str) -> None:
         names = [tool["function"]["name"] for tool in conversation.tools]
         if not self._writes_tools:
-            bare = self.render(conversation.messages, (), conversation.source)
+            bare = self._render(replace(conversation, tools=()), conversation.messages)
             self._writes_tools = bare != whole
         if not self._writes_tools or any(name not in whole for name in names):
             raise DataError(
@@ -266,7 +275,7 @@ class Chat:
             probe = {"name": function["name"], "arguments": {"value": SENTINEL}}
             calls = [{**c, "function": probe} for c in messages[number]["tool_calls"]]
             messages[number] = {**messages[number], "tool_calls": calls}
-            marked = self.render(messages, conversation.tools, conversation.source)
+            marked = self._render(conversation, messages)
             self._writes_calls = SENTINEL in marked
         if not self._writes_calls or function["name"] not in whole:
             raise DataError(

@@ -22,14 +22,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from peftkit.data.examples import (
     ANSWERS,
+    CONTEXT,
     QUESTIONS,
     TEXTS,
     TURNS,
     Example,
     conversation_of,
     first_of,
+    with_parsed_cells,
 )
-from peftkit.data.messages import WrongField, parse_messages
+from peftkit.data.messages import WrongField, parse_messages, unused_keys
 from peftkit.data.records import Record
 from peftkit.settings import FormatName
 
@@ -81,7 +83,7 @@ def parse(
         names = dict.fromkeys(name for record in records for name in record.fields)
         unused = tuple(n for n in names if n not in (fields.prompt, fields.completion))
         return ParsedRow(parsed.format, parsed.examples, unused)
-    records = [with_usual_names(record) for record in records]
+    records = [with_usual_names(with_parsed_cells(record)) for record in records]
     format_name = detect(records[0].fields) if name == "auto" else name
     if format_name is None:
         from peftkit.data.format_errors import unknown_fields
@@ -97,9 +99,9 @@ def read_each(
     read: Callable[[Record], tuple[Parsed, Iterable[str]]],
     what: str,
     where: str,
-    fix: str = "Correct or remove these rows.",
+    fix: str = "Correct or remove these rows, or drop them: data.drop_invalid: true.",
 ) -> tuple[list[Parsed], tuple[str, ...]]:
-    """Parse each record; return the results, and the fields that no record used.
+    """Parse each record; return the results, and the fields and keys that no record used.
 
     Args:
         read: Returns a record's result, and the fields that it used.
@@ -109,11 +111,15 @@ def read_each(
         DataError: `read` raised WrongField; with file, line and field of the first few such rows.
     """
     parsed, problems, used = list[Parsed](), list[str](), set[str]()
+    inner: dict[str, None] = {}
     for record in records:
         try:
             result, used_fields = read(record)
             parsed.append(result)
-            used.update(used_fields)
+            read_fields = {name: record.fields.get(name) for name in used_fields}
+            used.update(read_fields)
+            for name, value in read_fields.items():
+                inner.update(dict.fromkeys(unused_keys(value, name)))
         except WrongField as problem:
             problems.append(f"{record.source}: {problem}")
     if problems:
@@ -121,11 +127,19 @@ def read_each(
 
         raise bad_rows(problems, len(records), what, where, fix)
     names = dict.fromkeys(name for record in records for name in record.fields)
-    return parsed, tuple(name for name in names if name not in used)
+    return parsed, (*[name for name in names if name not in used], *inner)
 
 
 def detect(fields: Mapping[str, Any]) -> FormatName | None:
-    """Return the format of a row's fields, the most specific one if several match."""
+    """Return the format of a row's fields, the most specific one if several match.
+
+    Fields without a value count only if no others match.
+    """
+    filled = {name: value for name, value in fields.items() if value is not None}
+    return _format_of(filled) or _format_of(fields)
+
+
+def _format_of(fields: Mapping[str, Any]) -> FormatName | None:
     turns = first_of(fields, TURNS)
     if turns is not None:
         value = fields[turns]
@@ -163,7 +177,7 @@ def _example(record: Record, name: FormatName, *, auto: bool) -> tuple[Example, 
     if key is None:
         raise WrongField(TURNS[0], "missing")
     messages, targets = parse_messages(fields[key], key)
-    return conversation_of(record, messages, targets), {key, "system", "tools"}
+    return conversation_of(record, messages, targets), {key, *CONTEXT}
 
 
 def refuse_fields(fields: Mapping[str, Any], kinds: Mapping[str, str] = MEDIA) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from peftkit.data.readers import DECODER
@@ -27,25 +27,38 @@ _ROLES = {
     "gpt": "assistant",
     "model": "assistant",
     "bot": "assistant",
+    "ai": "assistant",
     "chatgpt": "assistant",
     "function_call": "assistant",
+    "tool_call": "assistant",
     "tool": "tool",
     "function": "tool",
     "observation": "tool",
+    "ipython": "tool",
     "tool_response": "tool",
+    "tool_result": "tool",
     "function_response": "tool",
 }
-# roles that may precede a turn; None: the turn comes first
-_BEFORE: dict[str, tuple[str | None, ...]] = {
-    "system": (None,),
-    "developer": (None, "system"),
-    "user": (None, "system", "developer", "assistant"),
-    "assistant": ("user", "tool"),
-    "tool": ("assistant", "tool"),
-}
-
-
+_CALLS = ("function_call", "tool_call")
+"""Roles of assistant turns whose text is a tool call in JSON."""
+MARKS = ("weight", "loss", "train", "trainable", "training", "loss_mask")
+"""Fields of a turn that exclude it from the loss (false or 0) or include it (true or 1)."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+_TURN = frozenset(
+    ("role", "from", "content", "value", "tool_calls", "function_call", *MARKS, *_REASONING)
+)
+_KEYS: dict[str, tuple[str, ...]] = {
+    "content[]": ("type", "text", *_REASONING),
+    "value[]": ("type", "text", *_REASONING),
+    "tool_calls[]": ("id", "type", "function", "name", "arguments"),
+    "function": ("name", "arguments"),
+    "function_call": ("name", "arguments"),
+    "tools[]": ("type", "function"),
+    "input": ("messages", "tools"),
+    "chat_template_kwargs": (),
+}
+"""Keys that are read of each object in a row, by the end of its path; the others are turns."""
+_NESTED = ("content", "value", "tool_calls", "function_call", "messages", "tools")
 _THINK_TAG = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
@@ -101,10 +114,10 @@ def texts_of(fields: Mapping[str, Any], name: str) -> list[str]:
 def parse_messages(value: Any, field: str) -> tuple[list[Message], list[int]]:
     """Return the messages and the indices of the assistant turns to train on.
 
-    An assistant turn with `weight: 0` (OpenAI's format) is context only.
+    An assistant turn with a mark such as `weight: 0` is context only. The chat template decides
+    which orders of roles are valid.
     """
     messages, weights = _messages(value, field)
-    _check_order(messages, field)
     turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise WrongField(field, "there is no assistant turn")
@@ -119,7 +132,6 @@ def completion_messages(
     if completion not in fields:
         raise WrongField(completion, "missing")
     response, weights = _messages(fields[completion], completion)
-    _check_order([*context, *response], f"{prompt} + {completion}")
     turns = [n for n, message in enumerate(response) if message["role"] == "assistant"]
     if not turns:
         raise WrongField(completion, "there is no assistant turn")
@@ -149,6 +161,8 @@ def parse_tools(value: Any, field: str) -> list[Mapping[str, Any]]:
 
 
 def _messages(value: Any, field: str) -> tuple[list[Message], list[bool]]:
+    if isinstance(value, str) and value.lstrip().startswith("["):  # a cell of a CSV file
+        value = _parse_json(value, field)
     if not isinstance(value, list):
         raise WrongField(field, f"expected a list of turns, found {kind_of(value)}")
     if not value:
@@ -161,17 +175,17 @@ def _message(turn: Any, path: str) -> tuple[Message, bool]:
     if not isinstance(turn, Mapping):
         raise WrongField(path, f"expected an object, found {kind_of(turn)}")
     role_key, text_key = turn_keys(turn)
-    name = text_of(turn, role_key, f"{path}.{role_key}")
+    name = _usual_role(text_of(turn, role_key, f"{path}.{role_key}"))
     role = _ROLES.get(name)
     if role is None:
         hint = did_you_mean(name, _ROLES)
         raise WrongField(f"{path}.{role_key}", f"unknown role '{name}'. {hint}".rstrip())
-    handled = {role_key, text_key, "tool_calls", "function_call", "weight", *_REASONING}
+    handled = {role_key, text_key, "tool_calls", "function_call", *MARKS, *_REASONING}
     message: dict[str, Any] = {"role": role}
     if reasoning := _reasoning(turn, role, text_key, path):
         message["reasoning_content"] = reasoning
     calls = turn.get("tool_calls")
-    if name == "function_call":
+    if name in _CALLS:
         calls = _parse_json(text_of(turn, text_key, f"{path}.{text_key}"), f"{path}.{text_key}")
         calls = calls if isinstance(calls, list) else [calls]
     else:
@@ -182,7 +196,7 @@ def _message(turn: Any, path: str) -> tuple[Message, bool]:
     if calls:
         message["tool_calls"] = _calls(calls, role, f"{path}.tool_calls")
     message |= {k: v for k, v in turn.items() if k not in handled and v is not None}
-    return message, _weight(turn, role, f"{path}.weight")
+    return message, _is_target(turn, role, path)
 
 
 def turn_keys(turn: Mapping[str, Any]) -> tuple[str, str]:
@@ -195,7 +209,33 @@ def role_of(turn: Any) -> str:
     """Return the role of a row's turn by the templates' name, "" for an unknown role."""
     if not isinstance(turn, Mapping):
         return ""
-    return _ROLES.get(str(turn.get(turn_keys(turn)[0])), "")
+    return _ROLES.get(_usual_role(str(turn.get(turn_keys(turn)[0]))), "")
+
+
+def unused_keys(value: Any, path: str) -> Iterator[str]:
+    """Yield the paths of a field's keys that nothing reads, such as "messages[].score".
+
+    A chat template may read further keys of a turn, and variables.
+    """
+    if isinstance(value, list):
+        for item in value:
+            yield from unused_keys(item, f"{path}[]")
+    if not isinstance(value, Mapping):
+        return
+    place = path.rpartition(".")[2]
+    keys = _KEYS.get(place, _TURN if "role" in value or "from" in value else value)
+    if place == "tools[]" and "function" not in value:  # the function itself
+        return
+    for key, item in value.items():
+        if key not in keys:
+            if item is not None:
+                yield f"{path}.{key}"
+        elif key in _NESTED or (key, place) == ("function", "tool_calls[]"):
+            yield from unused_keys(item, f"{path}.{key}")
+
+
+def _usual_role(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
 
 
 def _reasoning(turn: Mapping[str, Any], role: str, text_key: str, path: str) -> str:
@@ -225,13 +265,19 @@ def without_reasoning(message: Message) -> Message:
     return bare
 
 
-def _weight(turn: Mapping[str, Any], role: str, path: str) -> bool:
-    weight = turn.get("weight")
-    if weight is None:
-        return True
-    if role != "assistant" or isinstance(weight, bool) or weight not in (0, 1):
-        raise WrongField(path, f"expected 0 or 1 on an assistant turn, found {weight!r} on {role}")
-    return bool(weight)
+def _is_target(turn: Mapping[str, Any], role: str, path: str) -> bool:
+    """Return whether a turn's marks include it in the loss; only an assistant turn may be."""
+    values = {mark: turn[mark] for mark in MARKS if turn.get(mark) is not None}
+    for mark, value in values.items():
+        if value not in (0, 1) or (value and role != "assistant"):
+            expected = "false or 0" if role != "assistant" else "true, false, 0 or 1"
+            problem = f"expected {expected} on a turn of {role}, found {value!r:.40}"
+            raise WrongField(f"{path}.{mark}", problem)
+    first, *others = values or ["weight"]
+    if other := next((mark for mark in others if values[mark] != values[first]), None):
+        problem = f"{values[other]!r} contradicts {first}: {values[first]!r}"
+        raise WrongField(f"{path}.{other}", problem)
+    return bool(values.get(first, 1))
 
 
 def _content(turn: Mapping[str, Any], key: str, path: str) -> str:
@@ -277,16 +323,13 @@ def _calls(value: Any, role: str, path: str) -> list[Mapping[str, Any]]:
     return calls
 
 
-def _check_order(messages: list[Message], field: str) -> None:
-    before: str | None = None
-    for number, message in enumerate(messages):
-        role = message["role"]
-        if before not in _BEFORE[role]:
-            place = "comes first" if before is None else f"follows {before}"
-            raise WrongField(f"{field}[{number}].role", f"wrong order: {role} {place}")
-        if role == "tool" and before == "assistant" and "tool_calls" not in messages[number - 1]:
-            raise WrongField(f"{field}[{number}].role", "wrong order: tool follows no tool call")
-        before = role
+def parsed_json(text: str) -> Any:
+    """Return the list or object that a text is in JSON; None if it is neither."""
+    try:
+        value = DECODER.decode(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, list | dict) else None
 
 
 def _parse_json(text: str, path: str) -> Any:

@@ -1,8 +1,9 @@
 """Rows of comparisons: pairs of answers, or single answers with a verdict.
 
 | rows     | fields                                                                            |
-| pairs    | chosen, rejected; the prompt before both as prompt, as instruction (question,     |
-|          | query; input), as messages or conversations, or as what both begin with           |
+| pairs    | chosen, rejected; the prompt before both as prompt, as messages or conversations  |
+|          | that end before the answers, as instruction (question, query; input), or as the   |
+|          | common beginning of both                                                          |
 | OpenAI's | input: {messages, tools}, preferred_output, non_preferred_output                  |
 | verdicts | prompt and completion, or any other format of causal_lm, and label: true or false |
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from peftkit.data.examples import (
+    CONTEXT,
     QUESTIONS,
     TURNS,
     Completion,
@@ -26,6 +28,7 @@ from peftkit.data.examples import (
     Text,
     conversation_of,
     first_of,
+    with_parsed_cells,
 )
 from peftkit.data.format import parse, read_each, refuse_fields
 from peftkit.data.messages import (
@@ -89,6 +92,7 @@ def read_pair(record: Record, margin: str | None = None) -> tuple[Pair | Dropped
     Raises:
         WrongField: It is no pair.
     """
+    record = with_parsed_cells(record)
     if is_useless(record):
         return Dropped(record.source, USELESS), ()
     pair, used = _pair(record)
@@ -174,33 +178,64 @@ def _pair(record: Record) -> tuple[Pair, set[str]]:
     refuse_fields(fields)
     if sides == OPENAI_SIDES:
         return _of_openai(record)
-    turns = first_of(fields, TURNS)
-    if turns or isinstance(fields.get("prompt"), list):
-        return _of_messages(record, turns or "prompt")
+    turns = first_of(fields, TURNS) if fields.get("prompt") is None else None
+    if isinstance(fields.get("prompt"), list):
+        return _of_messages(record, "prompt")
+    if turns and _is_prompt(fields[turns], fields):
+        return _of_messages(record, turns)
     texts = [isinstance(fields[side], str) for side in SIDES]
     if texts[0] != texts[1]:
         raise WrongField("rejected", "one of the two answers is text, the other is not")
     return _of_texts(record) if texts[0] else _of_conversations(record)
 
 
+def _is_prompt(turns: Any, fields: Mapping[str, Any]) -> bool:
+    """Return whether a field holds the turns before both answers."""
+    if not isinstance(turns, list) or not turns:
+        return False
+    answers = [_as_list(fields[side]) for side in SIDES]
+    starts = [role_of(answer[0]) in ("assistant", "") for answer in answers]
+    begins = [answer[: len(turns)] == turns for answer in answers]
+    is_before = all(one or other for one, other in zip(starts, begins, strict=True))
+    return is_before and role_of(turns[-1]) != "assistant"
+
+
+def _question(record: Record) -> tuple[Instruction | None, set[str]]:
+    """Return the instruction before both answers, if any, and the names of its fields."""
+    fields = record.fields
+    question = first_of(fields, QUESTIONS)
+    if question is None or fields[question] is None:
+        return None, set()
+    material = text_of(fields, "input") if question != "input" and fields.get("input") else ""
+    request = full_text(fields, question)
+    return Instruction(request, material, "", record.source), {question, "input"}
+
+
 def _of_texts(record: Record) -> tuple[Pair, set[str]]:
     """Read two texts, after a prompt or with one in common."""
     fields, source = record.fields, record.source
-    for key in ("tools", "system"):
-        if fields.get(key):
-            raise WrongField(key, f"{key} need messages; a plain prompt has no place for them")
     chosen, rejected = (text_of(fields, side) for side in SIDES)
-    if fields.get("prompt") is not None:
-        prompt = text_of(fields, "prompt")
-        sides = [Completion(prompt, text, source) for text in (chosen, rejected)]
-        return Pair(sides[0], sides[1], False, source), {"prompt", *SIDES, "system", "tools"}
-    question = first_of(fields, QUESTIONS)
-    if question is None:
-        return Pair(Text(chosen, source), Text(rejected, source), True, source), {*SIDES}
-    request = full_text(fields, question)
-    material = text_of(fields, "input") if question != "input" and fields.get("input") else ""
-    answers = [Instruction(request, material, text, source) for text in (chosen, rejected)]
-    return Pair(answers[0], answers[1], False, source), {question, "input", *SIDES}
+    prompt = text_of(fields, "prompt") if fields.get("prompt") is not None else None
+    question, used = (None, {"prompt"}) if prompt is not None else _question(record)
+    context = [key for key in CONTEXT if fields.get(key)]
+    examples: list[Example]
+    if question is not None:
+        answers = [replace(question, output=text) for text in (chosen, rejected)]
+        examples = [*answers]
+        if context:
+            turns = [answer.conversation.messages for answer in answers]
+            examples = [conversation_of(record, messages, (1,)) for messages in turns]
+    elif context:
+        problem = f"{context[0]} need messages; a plain prompt has no place for them"
+        raise WrongField(context[0], problem)
+    elif prompt is not None:
+        examples = [Completion(prompt, text, source) for text in (chosen, rejected)]
+    elif (key := first_of(fields, TURNS)) and fields[key]:
+        raise WrongField(key, "is no prompt of both answers, and the row has no other")
+    else:
+        examples = [Text(text, source) for text in (chosen, rejected)]
+    is_shared = isinstance(examples[0], Text)
+    return Pair(examples[0], examples[1], is_shared, source), {*used, *SIDES, *CONTEXT}
 
 
 def _of_openai(record: Record) -> tuple[Pair, set[str]]:
@@ -234,22 +269,27 @@ def _of_messages(record: Record, key: str) -> tuple[Pair, set[str]]:
                 raise WrongField(side, f"there is nothing after {key}")
         messages, targets = completion_messages({key: prompt, side: answer}, key, side)
         examples.append(_conversation(messages, targets, record, side))
-    return Pair(examples[0], examples[1], False, record.source), {key, *SIDES, "tools", "system"}
+    return Pair(examples[0], examples[1], False, record.source), {key, *SIDES, *CONTEXT}
 
 
 def _of_conversations(record: Record) -> tuple[Pair, set[str]]:
     """Read two conversations; their common prefix is the prompt."""
     fields = record.fields
     prompt = text_of(fields, "prompt") if fields.get("prompt") is not None else None
+    question, used = (None, {"prompt"}) if prompt is not None else _question(record)
+    request = question.request if question is not None else prompt
     sides = []
     for side in SIDES:
         answer = _as_list(fields[side])
-        if prompt is not None and role_of(answer[0]) == "assistant":
-            answer = [{"role": "user", "content": prompt}, *answer]
+        if role_of(answer[0]) == "assistant":
+            if request is None:
+                raise WrongField(side, "there is no prompt before it")
+            answer = [{"role": "user", "content": request}, *answer]
         messages, _ = parse_messages(answer, side)
         questions = [message.get("content") for message in messages if message["role"] == "user"]
         if prompt is not None and prompt not in questions:
             raise WrongField("prompt", f"{side} does not begin with it")
+        used = used if request in questions else set()
         sides.append(messages)
     common = 0
     while common < min(map(len, sides)) and sides[0][common] == sides[1][common]:
@@ -263,8 +303,7 @@ def _of_conversations(record: Record) -> tuple[Pair, set[str]]:
         turns = range(common, len(messages))
         targets = [turn for turn in turns if messages[turn]["role"] == "assistant"]
         examples.append(_conversation(messages, targets, record, side))
-    used = {*SIDES, "tools", "system"} | ({"prompt"} if prompt is not None else set())
-    return Pair(examples[0], examples[1], False, record.source), used
+    return Pair(examples[0], examples[1], False, record.source), {*used, *SIDES, *CONTEXT}
 
 
 def _conversation(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from peftkit.data.examples import (
@@ -16,6 +16,7 @@ from peftkit.data.examples import (
     Instruction,
     Text,
     first_of,
+    with_parsed_cells,
 )
 from peftkit.data.format import ParsedRow, parse
 from peftkit.data.messages import Message, role_of, turn_keys
@@ -35,12 +36,14 @@ class PromptExample:
         prompt: The user's text, or a conversation up to the answer.
         reference: The row's own answer, if it has one.
         tools: Functions that the assistant may call.
+        variables: Variables of the chat template, which override the recipe's.
     """
 
     prompt: str | tuple[Message, ...]
     reference: str | None
     tools: tuple[Mapping[str, Any], ...]
     source: str
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -80,12 +83,13 @@ def _prompt(example: Example) -> PromptExample:
     else:
         prompt, answer = example.prompt, example.completion
     reference = answer if answer.strip() and answer != OPEN else None
-    return PromptExample(prompt, reference, tools, example.source)
+    variables = example.variables if isinstance(example, Conversation) else {}
+    return PromptExample(prompt, reference, tools, example.source, variables)
 
 
 def _with_answer(record: Record) -> Record:
     """Return a record that has an answer: its own, or the placeholder."""
-    fields = dict(record.fields)
+    fields = dict(with_parsed_cells(record).fields)
     turns = first_of(fields, TURNS)
     key = turns or first_of(fields, ("prompt", *QUESTIONS))
     if key is None:

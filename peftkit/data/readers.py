@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ PART_ROWS = 1_000
 PART_BYTES = 1 << 20
 
 _JSONL_FIX = "A .jsonl file holds one complete JSON object per line."
+_SEPARATOR = re.compile(r'"?sep=(.)"?\s*')
 _TO_UTF8 = "Convert it: iconv -f {} -t UTF-8 {} > utf8{}"
 
 # first bytes of files that are often given by mistake: (bytes, type, fix)
@@ -133,17 +136,21 @@ def read_json(path: Path) -> Iterator[tuple[int, Fields]]:
 def read_csv(path: Path) -> Iterator[tuple[int, Fields]]:
     """Yield (line, cells by column) of a CSV file with a header row; every cell is text.
 
-    If the header has no comma, a semicolon or tab in it separates cells.
+    The separator is that of Excel's first line ("sep=;"), or a comma; if the header has none, a
+    semicolon or tab. A column without a name, such as pandas' index, is called "column 1".
     """
     with open(path, "rb") as file:
         _check_text(path, file.read(4096))
     limit = csv.field_size_limit(2**31 - 1)  # the default refuses cells over 128 KiB
+    before = 0
     try:
-        delimiter = _delimiter(path)
-        reader = csv.reader(_csv_lines(path), strict=True, delimiter=delimiter)
-        header = next(reader)
+        delimiter, before = _delimiter(path)
+        lines = islice(_csv_lines(path), before, None)
+        reader = csv.reader(lines, strict=True, delimiter=delimiter)
+        header = [name or f"column {n}" for n, name in enumerate(next(reader), 1)]
         _check_header(path, header)
-        line = reader.line_num + 1  # cells may span lines: a row begins after the previous one
+        # cells may span lines: a row begins after the previous one
+        line = before + reader.line_num + 1
         for cells in reader:
             if cells and len(cells) != len(header):
                 raise DataError(
@@ -153,21 +160,24 @@ def read_csv(path: Path) -> Iterator[tuple[int, Fields]]:
                 )
             if cells:
                 yield line, dict(zip(header, cells, strict=True))
-            line = reader.line_num + 1
+            line = before + reader.line_num + 1
     except csv.Error as problem:
-        where = f"{path}:{reader.line_num}"
+        where = f"{path}:{before + reader.line_num}"
         raise DataError(f"Cannot read {where} as CSV.", found=str(problem)) from None
     finally:
         csv.field_size_limit(limit)
 
 
-def _delimiter(path: Path) -> str:
+def _delimiter(path: Path) -> tuple[str, int]:
+    """Return the separator of cells, and the number of lines before the header."""
+    if named := _SEPARATOR.fullmatch(next(_csv_lines(path))):
+        return named[1], 1
     if path.suffix.lower() == ".tsv":
-        return "\t"
+        return "\t", 0
     header = next(csv.reader(_csv_lines(path), strict=True))
     if len(header) > 1:
-        return ","
-    return next((sign for sign in ";\t" if sign in header[0]), ",")
+        return ",", 0
+    return next((sign for sign in ";\t" if sign in header[0]), ","), 0
 
 
 def _csv_lines(path: Path) -> Iterator[str]:
@@ -184,12 +194,9 @@ def _csv_lines(path: Path) -> Iterator[str]:
 
 
 def _check_header(path: Path, header: list[str]) -> None:
-    duplicates = sorted({name for name in header if header.count(name) > 1})
-    if duplicates or "" in header:
-        problem = "A column has no name."
-        if duplicates:
-            problem = f"The column {duplicates[0]!r} is given twice."
-        raise DataError(f"Cannot use the header of {path}.", found=problem)
+    if twice := [name for n, name in enumerate(header) if name in header[:n]]:
+        problem = f"The column {twice[0]!r} is given twice."
+        raise DataError(f"Cannot use the header of {path}.", found=problem, fix="Rename one.")
 
 
 def _check_text(path: Path, head: bytes) -> None:
@@ -324,6 +331,10 @@ def open_data_set(where: str) -> Any:
     split = parts[-1] if parts else "train"
     config = parts[0] if len(parts) == 2 else None
     try:
+        if (Path(place) / "state.json").is_file():  # of Dataset.save_to_disk
+            if parts:
+                raise DataError("It is one data set, without splits or configurations.")
+            return datasets.load_from_disk(place)
         return datasets.load_dataset(name, config, split=split, revision=revision or None)
     except Exception as problem:  # network, hub, arrow and format errors share no base class
         raise _no_data_set(where, problem) from problem
@@ -334,13 +345,19 @@ def _no_data_set(where: str, problem: Exception) -> DataError:
         return DataError(
             f"Cannot load the data set '{where}'.",
             found=_first_lines(problem),
-            fix=f"Select files with a pattern; errors then name file and line: '{folder}/*.jsonl'.",
+            fix="Give a folder of data files, or of Dataset.save_to_disk, or files by a pattern "
+            f"such as '{folder}/*{_commonest_suffix(folder)}'.",
         )
     return DataError(
         f"Cannot load the data set '{where}'.",
         found=f"There is no such file, and loading a data set failed: {_first_lines(problem)}",
         fix='A data set is named "org/name", "org/name:split" or "org/name:config:split".',
     )
+
+
+def _commonest_suffix(folder: Path) -> str:
+    suffixes = [path.suffix for path in folder.iterdir() if path.suffix in READERS]
+    return max(suffixes, key=suffixes.count, default=".jsonl")
 
 
 def _rows(rows: Any) -> Iterator[tuple[int, Fields]]:

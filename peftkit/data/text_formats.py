@@ -7,6 +7,7 @@ from typing import Any
 
 from peftkit.data.examples import (
     ANSWERS,
+    CONTEXT,
     QUESTIONS,
     TEXTS,
     Completion,
@@ -70,7 +71,7 @@ def completion(record: Record) -> tuple[Example, set[str]]:
     used = {prompt, answer, "tools"}
     if isinstance(fields.get(prompt), list):  # conversational: two lists of messages
         messages, targets = completion_messages(fields, prompt, answer)
-        return conversation_of(record, messages, targets), {*used, "system"}
+        return conversation_of(record, messages, targets), {*used, *CONTEXT}
     if fields.get("tools"):
         raise WrongField("tools", "tools need messages; a plain prompt cannot hold them")
     answer_text = text_or_number(fields, answer)

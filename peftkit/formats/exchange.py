@@ -350,7 +350,7 @@ def _import_peft(
             # the subtracted update depends on the base's weights
             loaded = load_base(base, device="cpu", dtype="fp32", on_event=on_event)
             origin = Provenance(loaded.name, loaded.hub_id, loaded.revision, loaded.fingerprint)
-            restore_tokens(loaded, foreign.folder)
+            restore_tokens(loaded, foreign.folder, file.method.token_rows)
             adapter = load_adapter(loaded.model, source)
         else:
             origin = _moved(file.provenance, location)

@@ -101,7 +101,7 @@ def open_adapter(
         file, base, quantize=quantize, dtype=dtype, device=device, task=task, on_event=on_event
     )
     on_event(Stage(f"Loading the adapter {file.folder}"))
-    adopt_tokenizer(loaded, file.folder, on_event)
+    adopt_tokenizer(loaded, file.folder, file.method.token_rows, on_event)
     placed = load_adapter(loaded.model, file.folder, fingerprint=loaded.fingerprint, force=force)
     return Opened(loaded, placed, file, task)
 
@@ -262,7 +262,7 @@ def continue_adapter(
     same_class = task_of(file).auto_class == auto_class
     if not same_class:
         _check_name(file, base)
-    has_own = adopt_tokenizer(base, file.folder, on_event)
+    has_own = adopt_tokenizer(base, file.folder, file.method.token_rows, on_event)
     adapter = load_adapter(
         base.model,
         file.folder,

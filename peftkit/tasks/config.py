@@ -44,7 +44,7 @@ class TaskConfig(Config, ABC):
     writes_text: ClassVar[bool] = False
     """Whether text can be sampled during training (train.sample_every)."""
     data_fields: ClassVar[frozenset[str]] = frozenset()
-    """Fields of DataConfig that the task reads in addition to train and eval; others are errors."""
+    """Fields of DataConfig that the task reads in addition to EVERY_TASK; others are errors."""
     evaluates_answers: ClassVar[bool] = False
     """Whether `peftkit eval` compares greedy completions with the answers of the rows."""
     predicts: ClassVar[frozenset[Predicts]] = frozenset()

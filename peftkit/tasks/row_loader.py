@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from peftkit.data.chat_template import choose_template, shortened
+from peftkit.data.chat_template import choose_template, own_template, shortened
 from peftkit.data.encode import agreed_style
 from peftkit.data.generation import template_of
 from peftkit.data.records import sources_of
@@ -22,6 +23,7 @@ from peftkit.tasks.rows import (
     NO_TEMPLATE,
     TRAINED_SYSTEM,
     check_dropped,
+    check_tokens,
     named,
     off_prompt,
 )
@@ -40,17 +42,19 @@ class RowLoader:
         template: The chat template that replaces the tokenizer's own, if any.
         reasoning: How the assistant's reasoning is handled.
         check_first: Checks the first row of each file, if set.
+        num_embeddings: Rows of the model's token embedding; None: it reads no tokens.
     """
 
     encoder: RowEncoder
     max_length: int = 0
     check_first: Callable[[Any], None] | None = None
+    num_embeddings: int | None = None
 
     def __init__(
         self, processor: Any, data: DataConfig, style: Style | None, on_event: Listener
     ) -> None:
         self.tokenizer: Any = getattr(processor, "tokenizer", processor)
-        self.data, self.style, self.on_event = data, style, on_event
+        self.processor, self.data, self.style, self.on_event = processor, data, style, on_event
         self._files: list[StoredRows] = []
         if style is None or style.kind != "chat":
             self.reasoning: str = data.reasoning
@@ -127,9 +131,11 @@ class RowLoader:
                 self.on_event(Notice(NO_TEMPLATE))
             is_first = not self._files
             self.style = agreed_style(self.style, style, rows.where, of_adapter=is_first)
-        check_dropped(rows, self.data, self.encoder.drops)
+        check_dropped(rows, self.data, self.encoder.reasons)
         if number := rows.counts["off_prompt"]:
             self.on_event(Notice(off_prompt(rows.where, number)))
+        if self.num_embeddings is not None:
+            check_tokens(rows, self.num_embeddings, self.tokenizer, self.encoder.placeholders)
         self.encoder.check(rows)
         if self.check_first is not None:
             self.check_first(rows[0])
@@ -141,6 +147,7 @@ class RowLoader:
     def encode(self, where: str) -> StoredRows:
         """Return the encoded rows of a file; emit a table of counts."""
         where = self.encoder.file_of(where)
+        self.encoder.drops_invalid = self.data.drop_invalid
         self.on_event(Stage(f"Reading {where}"))
         rows = encoded(where, self.encoder, on_event=self.on_event)
         counts = {
@@ -175,7 +182,7 @@ class RowLoader:
         if rows.counts["unwritten"]:
             yield "turns whose reasoning the template omits", f"{rows.counts['unwritten']:,}"
         yield from self.encoder.summary(rows)
-        for reason in self.encoder.drops:
+        for reason in self.encoder.reasons:
             yield f"dropped: {reason}", named(rows.dropped(reason))
         if tokens := int(rows.num_tokens.sum()):
             yield "tokens", f"{tokens:,}"
@@ -183,8 +190,14 @@ class RowLoader:
             yield "tokens of a row: median, 95 %, longest", ", ".join(map("{:,}".format, sizes))
         if "targets" in rows.counts:
             yield "target tokens", f"{rows.counts['targets']:,}"
-        if rows.unused:
-            yield "fields not used", ", ".join(rows.unused)
+        if unused := [name for name in rows.unused if not self._is_in_template(name)]:
+            yield "fields not used", ", ".join(unused)
+
+    def _is_in_template(self, path: str) -> bool:
+        """Return whether a key of a turn, or a variable, is one that the chat template reads."""
+        key = re.fullmatch(r"(?:\w+\[\]|chat_template_kwargs)\.(\w+)", path)
+        text = self.template or own_template(self.processor)
+        return key is not None and re.search(rf"\b{key[1]}\b", text) is not None
 
     def _report_duplicates(self, rows: StoredRows) -> None:
         """Report duplicate rows of a file, and rows that an earlier file has too."""

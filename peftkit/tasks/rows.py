@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -49,7 +50,7 @@ def check_dropped(rows: StoredRows, data: DataConfig, drops: Mapping[str, str]) 
         problem = f"Cannot train on {rows.where}: no row has a target token."
     elif number / rows.num_read > data.max_dropped:
         problem = (
-            f"Cannot use {rows.where}: {number} of {rows.num_read} rows have nothing to train on, "
+            f"Cannot use {rows.where}: {number} of {rows.num_read} rows cannot be trained on, "
             f"more than data.max_dropped ({data.max_dropped:.0%}) allows."
         )
     else:
@@ -138,6 +139,41 @@ def _positions(model: nn.Module) -> int | None:
     return None if limit is None else limit - num_virtual(model)
 
 
+def num_embeddings(model: nn.Module) -> int | None:
+    """Return the number of rows of a model's token embedding; None if it reads no tokens."""
+    try:
+        embedding = unwrapped(model).get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # wav2vec2
+        return None
+    # the weight's shape is no substitute: it may be packed or sharded
+    return getattr(None if embedding is None else unwrap_adapter(embedding), "num_embeddings", None)
+
+
+def check_tokens(
+    rows: StoredRows, num_embeddings: int, tokenizer: Any, placeholders: Collection[int]
+) -> None:
+    """Refuse rows with a token that has no row in the embedding.
+
+    Args:
+        placeholders: Tokens that the model replaces before its embedding.
+
+    Raises:
+        DataError: Names the first such row and token.
+    """
+    if rows.highest_token < num_embeddings:
+        return
+    for row in rows:
+        ids = {*getattr(row, "input_ids", ()), *getattr(row, "labels", ())}.difference(placeholders)
+        if (token := max(ids, default=0)) >= num_embeddings:
+            text = tokenizer.convert_ids_to_tokens(token)
+            raise DataError(
+                f"Cannot use {row.source}: the base has no embedding of its token {text!r}.",
+                found=f"The token has the id {token:,}; the embedding has {num_embeddings:,} rows.",
+                fix=f"Train a row for it, base.new_tokens: [{json.dumps(text)}], or remove it from "
+                "the rows and the chat template.",
+            )
+
+
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
     """Refuse a tokenizer whose vocabulary is larger than the model's embedding.
 
@@ -146,14 +182,8 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
     Raises:
         BaseError: The vocabulary is too large.
     """
-    words, embedding = getattr(tokenizer, "vocab_size", None), None
-    if words:
-        with suppress(NotImplementedError):  # models that read no tokens, such as wav2vec2
-            embedding = unwrapped(model).get_input_embeddings()
-    if embedding is not None:
-        embedding = unwrap_adapter(embedding)
-    # the weight's shape is no substitute: it may be packed or sharded
-    rows = getattr(embedding, "num_embeddings", words)
+    words = getattr(tokenizer, "vocab_size", None)
+    rows = num_embeddings(model)
     if words is not None and rows is not None and words > rows:
         raise BaseError(
             f"The vocabulary of the tokenizer is too large for {type(unwrapped(model)).__name__}.",

@@ -216,7 +216,7 @@ class CausalLMConfig(AnswerConfig):
 
     evaluates_answers: ClassVar[bool] = True
     data_fields: ClassVar[frozenset[str]] = frozenset(
-        {"format", "max_length", "packing", *CHAT, "reasoning", "max_dropped"}
+        {"format", "max_length", "packing", *CHAT, "reasoning"}
     )
 
     type: Literal["causal_lm"] = "causal_lm"

@@ -114,9 +114,9 @@ def test_a_file_of_several_formats_is_named_without_a_model(tmp_path):
 def test_rows_of_wrong_roles_fit_no_task_and_characters_are_those_of_texts(tmp_path):
     path = tmp_path / "a.jsonl"
     turns = [{"role": "user", "content": "abcd"}, {"role": "assistant", "content": "ef"}]
-    write_rows(path, [{"messages": turns}, {"messages": turns[1:]}])
+    write_rows(path, [{"messages": turns}, {"messages": [turns[1] | {"role": "usr"}]}])
     summary = survey(str(path))
     assert summary.fields[0].mean_chars == 4
     assert (summary.num_chars, summary.num_wrong) == (8, 1)
-    assert "a.jsonl:2: messages[0].role: wrong order: assistant comes first" in summary.wrong
+    assert "a.jsonl:2: messages[0].role: unknown role 'usr'" in summary.wrong
     assert summary.tasks == ("causal_lm", "distill", "grpo")

@@ -121,6 +121,48 @@ def test_template_variables_of_training_apply_unless_overridden(tokenizer):
         choose_template(custom, None, {"enable_thoughts": False})
 
 
+@pytest.mark.parametrize("of_recipe", [None, True, False])
+@pytest.mark.parametrize("of_row", [True, False])
+def test_variables_of_a_row_replace_those_of_the_recipe(of_recipe, of_row, tokenizer):
+    custom = with_template(tokenizer, QWEN3)
+    template, same = (
+        choose_template(custom, None, None if value is None else {"enable_thinking": value})
+        for value in (of_recipe, of_row)
+    )
+    row = {"messages": messages([("user", Q1), ("assistant", "a")])}
+    records = [
+        Record(row | {"chat_template_kwargs": {"enable_thinking": of_row}}, "a:1"),
+        Record(row, "a:1"),
+    ]
+    with_variables, without = parse(records, "auto", where="a").examples
+    expected = Encoder(custom, same).encode(without)
+    assert Encoder(custom, template).encode(with_variables) == expected
+
+
+ORDERS = {
+    "system in the middle": [("user", Q1), ("assistant", "a"), ("system", "s"), ("assistant", "b")],
+    "two questions": [("user", Q1), ("user", Q2), ("assistant", "b")],
+    "two answers": [("user", Q1), ("assistant", "a"), ("assistant", "b")],
+    "an answer first": [("assistant", "a"), ("user", Q1), ("assistant", "b")],
+    "a result without a call": [("user", Q1), ("tool", "3"), ("assistant", "b")],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_template_decides_which_orders_are_valid(tokenizer, order):
+    row = {"messages": messages(ORDERS[order])}
+    answers = [f"{text}<|im_end|>" for role, text in ORDERS[order] if role == "assistant"]
+    custom = with_template(tokenizer, CHATML)
+    assert learnt(custom, encoded(custom, row)) == answers
+    strict = (
+        "{% if messages[1].role != 'assistant' %}{{ raise_exception('Take turns!') }}{% endif %}"
+    )
+    custom = with_template(tokenizer, strict + CHATML)
+    if ORDERS[order][1][0] != "assistant":
+        with pytest.raises(DataError, match=r"cannot render a\.jsonl:7(.|\n)*Take turns!"):
+            encoded(custom, row)
+
+
 def messages(turns: list[tuple[str, str]]) -> list[dict[str, Any]]:
     return [{"role": role, "content": content} for role, content in turns]
 

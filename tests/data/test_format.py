@@ -1,5 +1,7 @@
 """Rows are understood by their fields; what cannot be used is named by file, line and field."""
 
+import itertools
+import json
 from typing import Any
 
 import pytest
@@ -129,6 +131,81 @@ def test_openai_tool_calls_keep_ids_and_lose_the_json_in_their_arguments():
     ]
 
 
+@pytest.mark.parametrize("mark", messages.MARKS)
+@pytest.mark.parametrize(("off", "on"), [(False, True), (0, 1), (0.0, None)])
+def test_a_turn_with_any_mark_is_context(mark, off, on):
+    turns = [{**U, mark: off}, {**A, mark: off}, {**U, mark: None}, {**A, mark: on}]
+    (example,) = parsed({"messages": turns}).examples
+    assert isinstance(example, Conversation)
+    assert (example.messages, example.target_turns) == ((U, A, U, A), (3,))
+    assert parsed({"messages": turns}).unused == ()
+
+
+@pytest.mark.parametrize(("first", "second"), [*itertools.combinations(messages.MARKS, 2)])
+def test_contradictory_marks_of_a_turn_are_both_named(first, second):
+    assert parsed({"messages": [U, {**A, first: 1, second: True}]}).unused == ()
+    words = refused({"messages": [U, {**A, first: 1, second: False}]})
+    assert f"messages[1].{second}: False contradicts {first}: 1" in words
+
+
+def test_keys_in_turns_calls_tools_and_parts_that_nothing_reads_are_unused_fields():
+    call = {"id": "c1", "index": 0, "function": {"name": "f", "arguments": "{}", "strict": True}}
+    turns = [
+        {**U, "content": [{"type": "text", "text": "q", "cache_control": {}}], "score": 0},
+        {"role": "assistant", "tool_calls": [call], "refusal": None},
+        {"role": "tool", "content": "3", "tool_call_id": "c1"},
+        A,
+    ]
+    tools = [{"type": "function", "strict": True, "function": {"name": "f", "description": "d"}}]
+    row = {"messages": turns, "tools": tools, "chat_template_kwargs": {"thinking": 1}, "id": 7}
+    assert set(parsed(row).unused) == {
+        "id",
+        "messages[].content[].cache_control",
+        "messages[].score",
+        "messages[].tool_calls[].index",
+        "messages[].tool_calls[].function.strict",
+        "messages[].tool_call_id",
+        "tools[].strict",
+        "chat_template_kwargs.thinking",
+    }
+    as_cells = {name: json.dumps(value) for name, value in row.items()}
+    assert parsed(as_cells) == parsed(row)
+
+
+@pytest.mark.parametrize(
+    ("role", "usual"),
+    [
+        *(("User", "user"), ("SYSTEM", "system"), ("Human", "user"), ("AI", "assistant")),
+        *(("Assistant", "assistant"), ("tool-response", "tool"), ("ipython", "tool")),
+    ],
+)
+def test_synonyms_of_roles_are_the_same_roles(role, usual):
+    assert messages.role_of({"role": role}) == messages.role_of({"from": role}) == usual
+
+
+@pytest.mark.parametrize("role", ["function_call", "tool_call", "Tool-Call"])
+def test_a_turn_of_a_call_is_an_assistant_s_turn(role):
+    turns = [U, {"role": role, "content": '{"name": "f", "arguments": {}}'}, A]
+    (example,) = parsed({"messages": turns}).examples
+    assert isinstance(example, Conversation)
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    assert example.messages[1] == {"role": "assistant", "tool_calls": [call]}
+    assert example.target_turns == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": None, "conversation": [U, A]},
+        {"messages": None, "conversations": [HUMAN, GPT], "text": "t"},
+        {"text": None, "messages": [U, A]},
+        {"prompt": None, "completion": None, "messages": [U, A], "output": "x"},
+    ],
+)
+def test_a_field_without_a_value_is_not_the_format_of_a_row(row):
+    assert parsed(row).examples == (CONVERSATION,)
+
+
 def test_what_was_thought_is_one_field_whatever_it_was_called():
     thought = {**A, "reasoning_content": "hm"}
     for turn in (
@@ -161,12 +238,10 @@ def test_alpaca_with_system_and_history_is_a_conversation():
         ({"messages": [{"role": "user"}, A]}, "messages[0].content: missing"),
         ({"messages": [U, {**A, "content": None}]}, "messages[1].content: expected text, found nu"),
         ({"messages": [{**U, "role": "usr"}, A]}, "unknown role 'usr'. Did you mean 'user'?"),
-        ({"messages": [A, U]}, "messages[0].role: wrong order: assistant comes first"),
-        ({"messages": [U, U, A]}, "messages[1].role: wrong order: user follows user"),
-        (
-            {"messages": [U, A, {"role": "tool", "content": "3"}]},
-            "messages[2].role: wrong order: tool follows no tool call",
-        ),
+        ({"messages": "[{'role': 'user'}]"}, "messages: not JSON: Expecting property name"),
+        ({"messages": [U, {**A, "weight": 0.5}]}, "messages[1].weight: expected true, false, 0 or"),
+        ({"messages": [{**U, "train": 1}, A]}, "messages[0].train: expected false or 0 on a turn"),
+        ({"messages": [U, A], "chat_template_kwargs": 1}, "chat_template_kwargs: expected an obj"),
         (
             {"messages": [{**U, "content": [{"type": "image_url"}]}, A]},
             "messages[0].content[0]: only text can be trained on, found 'image_url'",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from peftkit.data.records import Record, files_of, read_records
+from peftkit.data.records import Record, files_of, read_records, stamp_of
 from peftkit.errors import ConfigError, DataError
 from peftkit.files.remote import PACKAGES
 
@@ -64,6 +64,30 @@ def test_csv_cells_may_be_long(tmp_path):
     assert len(read(tmp_path, "a.csv", "text\n" + "a" * 200_000)[0].fields["text"]) == 200_000
 
 
+@pytest.mark.parametrize("index", ["", ";"])
+@pytest.mark.parametrize("first", ["", "sep=;\n", '"sep=;"\r\n', "\ufeffsep=;\n"])
+def test_csv_files_are_read_as_excel_and_pandas_write_them(index, first, tmp_path):
+    rows = "".join(f'{n if index else ""}{index}"Add {n}; and 1";"{n + 1}"\n' for n in range(6))
+    text = f"{first}{index}instruction;output\n{rows}"
+    records = read(tmp_path, "a.csv", text.encode())
+    expected = [{"instruction": f"Add {n}; and 1", "output": str(n + 1)} for n in range(6)]
+    unnamed: list[dict[str, str]] = [{"column 1": str(n)} if index else {} for n in range(6)]
+    assert [r.fields for r in records] == [a | b for a, b in zip(unnamed, expected, strict=True)]
+    lines = [int(record.source.rpartition(":")[2]) for record in records]
+    assert lines == [n + 2 + bool(first) for n in range(6)]
+
+
+def test_a_folder_of_save_to_disk_is_read(tmp_path):
+    import datasets
+
+    rows = [{"instruction": f"Add {n} and 1", "output": str(n + 1)} for n in range(6)]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    assert [record.fields for record in read_records(str(tmp_path / "saved"))] == rows
+    assert stamp_of(str(tmp_path / "saved")) is not None
+    with pytest.raises(DataError, match="one data set, without splits"):
+        read_records(f"{tmp_path / 'saved'}:test")
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
 def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path, name):
     content = {"a.jsonl": ROW, "a.json": f"[{ROW}]", "a.csv": "text\na\n"}[name]
@@ -110,7 +134,8 @@ BROKEN: dict[str, list[tuple[str | bytes, str, str]]] = {
         ("a,b\n1,2\n1,2,3\n", "a.csv:3.", "3 cells, the header 2"),
         ("a,b\n1\n", "a.csv:2.", "1 cells, the header 2"),
         ("a,a\n1,2\n", "the header of", "'a' is given twice"),
-        ("a,\n1,2\n", "the header of", "A column has no name"),
+        ("sep=;\na;b\n1;2\n3\n", "a.csv:4.", "1 cells, the header 2"),
+        ('sep=;\na;b\n"1', "a.csv:3 as CSV", "unexpected end"),
         ('a\n"1\n', "as CSV", "unexpected end"),
         ("a,b\n", "a.csv.", "It holds no rows."),
     ],

@@ -63,7 +63,8 @@ def test_messages_are_one_prompt_and_two_answers(row):
         answered = conversation(side)
         assert [m["content"] for m in answered.messages] == ["who?", answer]
         assert answered.target_turns == (1,)
-    assert (unused, pair.shared) == ((), False)
+    assert not pair.shared
+    assert unused == (("input.parallel_tool_calls",) if "input" in row else ())
 
 
 def test_texts_follow_their_prompt_or_share_their_beginning():
@@ -77,6 +78,40 @@ def test_texts_follow_their_prompt_or_share_their_beginning():
     row = {"instruction": "add", "input": "1 2", "chosen": "3", "rejected": "4"}
     (pair,), _ = read_pairs_of(records(row), "a.jsonl")
     assert pair.rejected == Instruction("add", "1 2", "4", "a.jsonl:1")
+
+
+WHOLE = {"chosen": [USER, GOOD], "rejected": [USER, BAD]}
+ANSWERS = {"chosen": [GOOD], "rejected": [BAD]}
+
+
+@pytest.mark.parametrize(
+    ("row", "unused"),
+    [
+        ({"prompt": "who?", "messages": [USER, GOOD], **WHOLE}, ("messages",)),
+        ({"messages": [USER, GOOD], **WHOLE}, ("messages",)),
+        ({"prompt": "who?", "messages": [USER], **ANSWERS}, ("messages",)),
+        ({"conversations": [USER, GOOD], "question": "who?", **ANSWERS}, ("conversations",)),
+        ({"question": "what?", "input": "this", **WHOLE}, ("question", "input")),
+        ({"prompt": None, "messages": None, **WHOLE}, ("prompt", "messages")),
+        ({"messages": [USER], **WHOLE}, ()),
+        ({"question": "who?", **ANSWERS}, ()),
+    ],
+)
+def test_a_column_that_is_no_prompt_of_both_answers_is_unused(row, unused):
+    (pair,), found = read_pairs_of(records(row), "a.jsonl")
+    assert conversation(pair.chosen).messages == (USER, GOOD)
+    assert conversation(pair.rejected).messages == (USER, BAD)
+    assert found == unused
+
+
+def test_a_system_prompt_comes_before_the_question_of_both_answers():
+    row = {"system": "Be kind.", "question": "who?", "chosen": "the fox", "rejected": "the dog"}
+    (pair,), unused = read_pairs_of(records(row), "a.jsonl")
+    for side, answer in ((pair.chosen, GOOD), (pair.rejected, BAD)):
+        system = {"role": "system", "content": "Be kind."}
+        assert conversation(side).messages == (system, USER, answer)
+        assert conversation(side).target_turns == (2,)
+    assert unused == ()
 
 
 def test_systems_tools_and_turns_after_a_call_belong_to_the_answer():
@@ -120,7 +155,7 @@ def openai(**changed: Any) -> dict[str, Any]:
         (openai(input={}), "input.messages: expected a list of turns, found null"),
         (openai(input={"messages": [USER], "tools": [7]}), r"input.tools\[0\]: expected an object"),
         (openai(preferred_output=None), "preferred_output: missing: a pair has preferred_output"),
-        (openai(non_preferred_output=[USER]), r"input.messages \+ non_preferred_output\[1\].role:"),
+        (openai(non_preferred_output=[USER]), "non_preferred_output: there is no assistant turn"),
         (openai(preferred_output=[{**GOOD, "weight": 0}]), "preferred_output: empty"),
         ({"prompt": "a", "preferred_output": [GOOD]}, "non_preferred_output: missing"),
     ],
@@ -141,6 +176,9 @@ def test_what_is_wrong_with_openai_s_comparison_is_named(row, field):
             "chosen: prompt is not",
         ),
         ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "x"}, BAD]}, "chosen: turn 0"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "chosen: there is no prompt before it"),
+        ({"messages": [USER, GOOD], "chosen": "b", "rejected": "c"}, "messages: is no prompt"),
+        ({"prompt": "a", "system": "s", "chosen": "b", "rejected": "c"}, "system: system need"),
         ({"prompt": "a", "chosen": "b", "rejected": [BAD]}, "rejected: one of the two"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "image": "x.png"}, "image: "),
         ({"prompt": [USER], "chosen": 7, "rejected": [BAD]}, r"chosen\[0\]: expected an object"),

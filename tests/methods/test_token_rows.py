@@ -1,5 +1,6 @@
 """Rows of some tokens are trained; tokens that the base does not know are added and found again."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from peftkit.adapter import attach
 from peftkit.base.load import Base, load_base
 from peftkit.base.new_tokens import add_tokens, restore_tokens, save_tokenizer, token_rows
 from peftkit.errors import AdapterError, DataError, TargetError
+from peftkit.events import Event
 from peftkit.formats.exchange import export_adapter, import_adapter
 from peftkit.formats.folders import CONFIG, TENSORS
-from peftkit.formats.peft.load import load_adapter
+from peftkit.formats.peft.load import load_adapter, read_adapter
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import QuantizedLinear, pack
@@ -106,6 +108,42 @@ def test_new_tokens_begin_as_the_mean_and_are_one_token_each(folder):
     assert torch.equal(base.model.get_input_embeddings().weight[:384], before)
     assert token_rows(base.model, ids) == {"model.embed_tokens": ids, "lm_head": ids}
     assert not any(parameter.requires_grad for parameter in base.model.parameters())
+
+
+@pytest.fixture
+def more_tokens(folder: Path, tokenizer: Any) -> Path:
+    """The folder of a base whose tokenizer has tokens without a row: 384 pads, 385 is <think>."""
+    more = copy.deepcopy(tokenizer)
+    more.add_special_tokens({"pad_token": "[PAD]"})
+    more.add_tokens([*NEW[:1]])
+    more.save_pretrained(folder)
+    return folder
+
+
+def test_a_pad_token_without_a_row_is_replaced_with_one_notice(more_tokens):
+    events: list[Event] = []
+    base = load_base(str(more_tokens), dtype="fp32", on_event=events.append)
+    assert base.tokenizer.pad_token == base.tokenizer.eos_token
+    text = "The pad token [PAD] has no row in the embedding (384 rows)"
+    assert sum(text in str(event) for event in events) == 1
+
+
+def test_a_token_of_the_tokenizer_without_a_row_can_be_trained(more_tokens, tmp_path):
+    base = opened(more_tokens)
+    ids = add_tokens(base, NEW[:1])
+    assert ids == (385,)
+    table = base.model.get_input_embeddings()
+    torch.testing.assert_close(table.weight[385], table.weight[:384].mean(0))
+    adapter = attach(base.model, LoRA(rank=2, token_rows=token_rows(base.model, ids)))
+    perturb(adapter.parameters(), 0.1)
+    inputs = {"input_ids": torch.cat([words(), torch.tensor([[385], [385]])], 1)}
+    expected = outputs(base.model, inputs)
+    out = saved(adapter, tmp_path / "adapter")
+    save_tokenizer(base, out)
+    again = opened(more_tokens)
+    assert restore_tokens(again, out, read_adapter(out).method.token_rows) == (385,)
+    load_adapter(again.model, out)
+    assert torch.equal(outputs(again.model, inputs), expected)
 
 
 @pytest.mark.parametrize("quantize", ["none", "nf4"])

@@ -23,6 +23,7 @@ from peftkit.data.style import Style
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Notice, Progress, Stage, Table
 from peftkit.settings import DataConfig
+from peftkit.tasks.table import TASKS
 from peftkit.tasks.tokens import CausalLM
 from tests.helpers.folders import write_rows
 
@@ -71,6 +72,40 @@ def test_another_tokenizer_is_refused(llama, tokenizer):
         CausalLM(llama, other, DataConfig(train=""))
 
 
+ROWS_OF_TASKS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "causal_lm": lambda text: {"prompt": "the ", "completion": text},
+    "distill": lambda text: {"prompt": text},
+    "preference": lambda text: {"prompt": "the ", "chosen": "dog", "rejected": text},
+    "grpo": lambda text: {"prompt": text},
+    "embedding": lambda text: {"anchor": "the", "positive": "a dog", "negatives": [text]},
+}
+
+
+@pytest.mark.parametrize("name", ROWS_OF_TASKS)
+def test_a_token_without_a_row_in_the_embedding_is_named(name, llama, tokenizer, tmp_path):
+    more, rows = copy.deepcopy(tokenizer), llama.get_input_embeddings().num_embeddings
+    more.add_tokens("<ask>")
+    assert more.convert_tokens_to_ids("<ask>") == rows
+    prompt = tmp_path / "rules.md"
+    prompt.write_text("Be kind.", encoding="utf-8")
+    settings = {
+        "distill": {"teacher": {"prompt": str(prompt)}, "max_new_tokens": 4},
+        "grpo": {"rewards": [{"use": "length", "max_chars": 9}], "max_new_tokens": 4},
+    }
+    config = TASKS[name](type=name, **settings.get(name, {}))
+    model = copy.deepcopy(llama).requires_grad_(False)
+    task = config.on(model, more, DataConfig(train="", max_length=64))
+    line = ROWS_OF_TASKS[name]
+    assert len(task.load(write(tmp_path / "a.jsonl", line("fox")))) == 1
+    where = write(tmp_path / "b.jsonl", line("fox"), line("a <ask>"))
+    with pytest.raises(DataError) as caught:
+        task.load(where)
+    message = str(caught.value)
+    assert f"{where}:2: the base has no embedding of its token '<ask>'" in message
+    assert f"has the id {rows}; the embedding has {rows} rows" in message
+    assert 'base.new_tokens: ["<ask>"]' in message
+
+
 def test_prompts_without_a_template_are_told(llama, tokenizer, tmp_path, events):
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None
@@ -108,13 +143,57 @@ def test_every_row_is_counted(tmp_path, task, events):
     assert any(isinstance(event, Progress) for event in events)
 
 
+BAD_ROWS = {
+    "no assistant turn": {"messages": [{"role": "user", "content": "the fox"}]},
+    "an unknown role": {"messages": [{"role": "usr", "content": "the fox"}]},
+    "another format": {"text": "the fox"},
+    "no format": {"foo": 1},
+    "refused by the template": {
+        "messages": [{"role": "user", "content": "STOP"}, {"role": "assistant", "content": "a"}]
+    },
+}
+REFUSES = "{% if messages[0].content == 'STOP' %}{{ raise_exception('no') }}{% endif %}"
+
+
+@pytest.mark.parametrize("bad", BAD_ROWS)
+@pytest.mark.parametrize("place", [1, 4])
+def test_invalid_rows_are_dropped_and_counted_if_the_recipe_says_so(
+    bad, place, tmp_path, task, tokenizer, events
+):
+    template = tmp_path / "strict.jinja"
+    template.write_text(REFUSES + tokenizer.chat_template)
+    rows = [said("the fox", f"the dog {n}") for n in range(4)]
+    where = write(tmp_path / "a.jsonl", *rows[:place], BAD_ROWS[bad], *rows[place:])
+    settings = {"chat_template": str(template), "max_dropped": 0.2}
+    with pytest.raises(DataError, match=r"data\.drop_invalid: true"):
+        task(**settings).rows.encode(where)
+    strict = task(**settings).rows.encode(write(tmp_path / "b.jsonl", *rows))
+    events.clear()
+    encoded = task(**settings, drop_invalid=True).rows.encode(where)
+    assert [row.input_ids for row in encoded] == [row.input_ids for row in strict]
+    assert counts(events)["dropped: invalid"] == f"1 ({where}:{place + 1})"
+    with pytest.raises(DataError, match="1 of 5 rows cannot be trained on"):
+        task(**settings | {"max_dropped": 0.1}, drop_invalid=True).rows.encode(where)
+
+
+def test_keys_that_the_template_reads_are_no_unused_fields(tmp_path, task, tokenizer, events):
+    template = tmp_path / "named.jinja"
+    template.write_text("{% set seen = messages[0].name %}" + tokenizer.chat_template)
+    row = said("the fox", "the dog") | {"chat_template_kwargs": {"seen": 1, "quiet": True}}
+    row["messages"][0] |= {"name": "n", "score": 3}
+    where = write(tmp_path / "a.jsonl", row)
+    task(chat_template=str(template)).rows.encode(where)
+    unused = {"messages[].score", "chat_template_kwargs.quiet"}
+    assert set(counts(events)["fields not used"].split(", ")) == unused
+
+
 def test_too_many_dropped_rows_are_named(tmp_path, task, events):
     rows = [said("the fox", "the dog")] * 8 + [said("the fox", "")] + [said("a " * 99, "b")]
     where = write(tmp_path / "a.jsonl", *rows)
     with pytest.raises(DataError) as caught:
         task(max_dropped=0.19).rows.encode(where)
     message = str(caught.value)
-    assert "2 of 10 rows have nothing to train on, more than data.max_dropped (19%)" in message
+    assert "2 of 10 rows cannot be trained on, more than data.max_dropped (19%)" in message
     assert f"Nothing to learn: 1 ({where}:9)" in message
     assert f"The answer is beyond the cut: 1 ({where}:10)" in message
     assert "raise data.max_length" in message

@@ -299,6 +299,7 @@ class MediaTemplate:
         tools: Any = None,
         chat_template: str | None = None,
         tokenize: bool = False,
+        **variables: Any,
     ) -> str:
         """Return a conversation as text; the interface of a tokenizer's method."""
         text: str = self._processor.apply_chat_template(
@@ -307,6 +308,7 @@ class MediaTemplate:
             chat_template=self.chat_template,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
+            **variables,
         )
         return text
 

@@ -47,6 +47,7 @@ from peftkit.data.examples import (
     Instruction,
     Text,
     first_of,
+    with_parsed_cells,
 )
 from peftkit.data.format import ParsedRow, parse, read_each
 from peftkit.data.media.files import ANY_MARK, KINDS, MARKS, Media, Picture, media_of
@@ -151,7 +152,7 @@ def parse_with_media(
         row = _Row(record, where)
         return (row.without_media(), tuple(row.media)), set()
 
-    pairs, _ = read_each(records, read, "media in text", where)
+    pairs, _ = read_each([*map(with_parsed_cells, records)], read, "media in text", where)
     parsed = parse([record for record, _ in pairs], name, where=where)
     for example in parsed.examples:
         try:
@@ -359,7 +360,7 @@ class MediaEncoder(RowEncoder):
         self._settings = (template, form, media_processor.limits, max_length)
         self._form, self._max_length, self._needed = form, max_length, needed
         self.media_processor, self._processor = media_processor, media_processor.processor
-        self._tokenizer = self._processor.tokenizer
+        self._tokenizer, self.placeholders = self._processor.tokenizer, media_processor.media_ids
         self._template = MediaTemplate(self._processor, media_processor.marks, needed, template)
         self._custom_template = template
         self._chat = Chat(self._tokenizer, self._template.chat_template, self._template)

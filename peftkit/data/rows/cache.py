@@ -109,7 +109,8 @@ def _cache_name(where: str, encoder: RowEncoder) -> tuple[str | None, int]:
     else:
         return None, 0
     code = _code_hash(type(encoder).__module__)
-    settings = (path.suffix.lower(), type(encoder).__qualname__, code, encoder.key(where))
+    kind = (type(encoder).__qualname__, encoder.drops_invalid)
+    settings = (path.suffix.lower(), *kind, code, encoder.key(where))
     digest.update(repr(settings).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()[:40], num_lines if is_read_by_lines(path) else 0
 
@@ -192,7 +193,7 @@ def _write(
     shared: dict[str, str] | None = None
     counts: Counter[str] = Counter()
     is_used: dict[str, bool] = {}
-    num_read = num_rows = 0
+    num_read = num_rows = highest = 0
     digest = hashlib.sha256()
     with (
         pa.OSFile(str(folder / ROWS), "wb") as file,
@@ -210,6 +211,7 @@ def _write(
             num_read += block.num_read
             num_rows += len(block.batch)
             writer.write_batch(block.batch)
+            highest = max(highest, columns_of(encoder.kind).highest_token(block.batch))
             feed(digest, block.batch)
             done = int(block.last.rpartition(":")[2]) if num_lines else num_read
             on_event(Progress(f"Encoding {where}", done, max(done, num_lines)))
@@ -219,10 +221,11 @@ def _write(
         "agreed": agreed,
         "shared": shared,
         "counts": dict(counts),
-        "drops": [*encoder.drops],
+        "drops": [*encoder.reasons],
         "unused": [name for name, used in is_used.items() if not used],
         "num_read": num_read,
         "num_rows": num_rows,
+        "highest_token": highest,
         "num_bytes": (folder / ROWS).stat().st_size,
         "sha256": digest.hexdigest(),
     }

@@ -109,6 +109,12 @@ class Columns:
         is_read = all(item.is_read for item in items)
         return row, self._digest(row, ints) if is_read else None
 
+    def highest_token(self, batch: Any) -> int:
+        """Return the highest token of a record batch; 0 without tokens."""
+        names = self._ints.intersection(("input_ids", "labels")).difference(self._labels)
+        tokens = (batch.column(f"row.{name}").flatten().to_numpy() for name in names)
+        return max((int(column.max(initial=0)) for column in tokens), default=0)
+
     def values(self, table: Any, name: str) -> Tensor:
         """Return the numbers of a field, with lists concatenated and without dropped records."""
         chunks = []
@@ -245,6 +251,7 @@ class StoredRows(LazyRows):
         digests: Digest of each row (rows,), equal for rows of equal content.
         num_read: Records of the file.
         num_dropped: Records without a row.
+        highest_token: Highest token of all rows.
         counts, agreed, shared, unused: See `EncodedRows`.
 
     Raises:
@@ -277,6 +284,7 @@ class StoredRows(LazyRows):
         self.num_dropped = len(self._dropped)
         self.digests = _numbers(table.column("digest"))[self._rows]
         self.num_read: int = facts["num_read"]
+        self.highest_token: int = facts["highest_token"]
         self.counts: dict[str, int] = Counter(facts["counts"])
         self.agreed: dict[str, str] = facts["agreed"]
         self.shared: dict[str, str] = facts["shared"]

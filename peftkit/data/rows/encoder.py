@@ -6,7 +6,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -38,6 +38,10 @@ class EncodedRows:
     shared: dict[str, str] = field(default_factory=dict)
 
 
+INVALID, INVALID_FIX = "invalid", "set data.drop_invalid: false, which reports each error"
+"""Reason to drop a record that cannot be used."""
+
+
 class RowEncoder(ABC):
     """Encoder of records as a task's rows; needs no model.
 
@@ -46,12 +50,21 @@ class RowEncoder(ABC):
         in_processes: Whether several processes may encode a file.
         at_once: Records that are encoded between two reports of progress.
         drops: Reasons to drop a record, each with a fix.
+        placeholders: Tokens that the model replaces before its embedding.
+        drops_invalid: Whether records that cannot be used are dropped instead of refused.
     """
 
     kind: ClassVar[type[Any]]
     in_processes: ClassVar[bool] = True
     at_once: ClassVar[int] = 1_000
     drops: Mapping[str, str] = MappingProxyType({})
+    placeholders: Collection[int] = ()
+    drops_invalid: bool = False
+
+    @property
+    def reasons(self) -> Mapping[str, str]:
+        """All reasons to drop a record, each with a fix."""
+        return {**self.drops, INVALID: INVALID_FIX} if self.drops_invalid else self.drops
 
     @abstractmethod
     def key(self, where: str) -> object:

@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from peftkit.data.records import Part
+from peftkit.data.records import Dropped, Part, Record
 from peftkit.data.rows.columns import columns_of
-from peftkit.data.rows.encoder import RowEncoder
-from peftkit.errors import RunError
+from peftkit.data.rows.encoder import INVALID, EncodedRows, RowEncoder
+from peftkit.errors import DataError, RunError
 
 POOL_PARTS = 16
 """Minimum parts of a file to start processes for."""
@@ -37,7 +37,7 @@ class Block:
         batch: Arrow record batch.
         num_read: Number of records.
         first, last: Sources of the first and the last record.
-        fields: Fields of the records, and whether a record used them.
+        fields: Fields of the records, and whether a record used them; unused keys within them.
         agreed, shared, counts: See `EncodedRows`.
     """
 
@@ -129,15 +129,41 @@ def _part_blocks(part: Part, where: str, encoder: RowEncoder) -> Iterator[Block]
     records = part()
     for start in range(0, len(records), encoder.at_once):
         chunk = records[start : start + encoder.at_once]
-        rows = encoder.rows(encoder.read(chunk, where))
+        if encoder.drops_invalid:
+            rows = _valid_rows(chunk, where, encoder)
+        else:
+            rows = encoder.rows(encoder.read(chunk, where))
         unused = {*rows.unused}
         yield Block(
-            batch=columns_of(encoder.kind).batch(where, rows.rows, encoder.drops),
+            batch=columns_of(encoder.kind).batch(where, rows.rows, encoder.reasons),
             num_read=len(chunk),
             first=chunk[0].source,
             last=chunk[-1].source,
-            fields={name: name not in unused for record in chunk for name in record.fields},
+            fields={name: name not in unused for record in chunk for name in record.fields}
+            | dict.fromkeys(rows.unused, False),
             agreed=rows.agreed,
             shared=rows.shared,
             counts=rows.counts,
         )
+
+
+def _valid_rows(records: Sequence[Record], where: str, encoder: RowEncoder) -> EncodedRows:
+    """Encode records one by one; drop invalid records, and records of another format."""
+    whole, used, shared = EncodedRows([]), set[str](), list[set[tuple[str, str]]]()
+    for record in records:
+        try:
+            one = encoder.rows(encoder.read([record], where))
+        except DataError:
+            one = EncodedRows([Dropped(record.source, INVALID)])
+        if any(whole.agreed.get(name, value) != value for name, value in one.agreed.items()):
+            one = EncodedRows([Dropped(record.source, INVALID)])
+        whole.rows += one.rows
+        whole.agreed |= one.agreed
+        whole.counts.update(one.counts)
+        if not all(isinstance(row, Dropped) for row in one.rows):
+            shared.append({*one.shared.items()})
+            used |= record.fields.keys() - set(one.unused)
+            whole.unused += one.unused
+    whole.unused = tuple(name for name in dict.fromkeys(whole.unused) if name not in used)
+    whole.shared = dict(set.intersection(*shared)) if shared else {}
+    return whole

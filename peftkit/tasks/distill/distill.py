@@ -354,9 +354,7 @@ class Distill(RolloutTask):
 class DistillConfig(AnswerConfig):
     """Distillation: train the adapter to match the base with a prompt, or another teacher."""
 
-    data_fields: ClassVar[frozenset[str]] = frozenset(
-        {"format", "max_length", *CHAT, "max_dropped"}
-    )
+    data_fields: ClassVar[frozenset[str]] = frozenset({"format", "max_length", *CHAT})
 
     task: ClassVar = Distill
 

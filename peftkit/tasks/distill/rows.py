@@ -71,7 +71,7 @@ def read_prompt(path: str | Path) -> TeacherPrompt:
     """Read a teacher's prompt: system text, or messages.
 
     Raises:
-        DataError: The file cannot be read, is empty, or has messages in an invalid order.
+        DataError: The file cannot be read, is empty, or has invalid messages.
     """
     file = Path(path).expanduser()
     try:
@@ -258,7 +258,7 @@ class DistillEncoder(RowEncoder):
 
     def _row(self, example: PromptExample, counts: Counter[str]) -> Distilled | Dropped:
         student, teacher = (
-            prompt_ids(self._tokenizer, messages, self.style, example.tools)
+            prompt_ids(self._tokenizer, messages, self.style, example.tools, example.variables)
             for messages in (example.messages, self._prompt.before(self._demonstrated(example)))
         )
         if self._shows_answer and not example.reference:
@@ -285,5 +285,6 @@ class DistillEncoder(RowEncoder):
     def _answer(self, example: PromptExample) -> list[int]:
         """Return the tokens of a row's answer, including its end token."""
         turns = (*example.messages, {"role": "assistant", "content": example.reference or ""})
-        whole = Conversation(turns, (len(turns) - 1,), example.tools, example.source)
+        target = (len(turns) - 1,)
+        whole = Conversation(turns, target, example.tools, example.source, example.variables)
         return [label for label in self._encoder.encode(whole).labels if label != IGNORE]

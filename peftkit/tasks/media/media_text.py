@@ -280,7 +280,7 @@ class MediaTextConfig(TaskConfig):
     writes_text: ClassVar[bool] = True
     evaluates_answers: ClassVar[bool] = True
     data_fields: ClassVar[frozenset[str]] = frozenset(
-        {"format", "max_length", "max_pixels", "video_frames", *CHAT, "max_dropped"}
+        {"format", "max_length", "max_pixels", "video_frames", *CHAT}
     )
     task = MediaText
 

@@ -383,7 +383,6 @@ class SpeechConfig(TaskConfig):
     command: ClassVar[str] = "peftkit generate {folder} --audio FILE"
     measures_before: ClassVar[bool] = True
     predicts: ClassVar[frozenset[Predicts]] = frozenset({"audio"})
-    data_fields: ClassVar[frozenset[str]] = frozenset({"max_dropped"})
 
     audio: str = "audio"
     """Field with the audio clip: a path relative to the file, or bytes; file_name works, too."""

@@ -412,7 +412,7 @@ class PreferenceConfig(AnswerConfig):
 
     num_texts: ClassVar[int] = 2
     scores_documents: ClassVar[bool] = True
-    data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT, "max_dropped"})
+    data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT})
 
     type: Literal["preference"] = "preference"
     loss: LossName = "dpo"

@@ -98,7 +98,9 @@ class RewardEncoder(TextsEncoder):
 
     def _as_text(self, example: Example) -> str:
         if isinstance(example, Conversation):
-            return self._chat.render(example.messages, example.tools, example.source)
+            return self._chat.render(
+                example.messages, example.tools, example.source, variables=example.variables
+            )
         if isinstance(example, Instruction):
             return f"{example.request}\n\n{example.output}"
         if isinstance(example, Completion):
@@ -187,7 +189,7 @@ class RewardConfig(TaskConfig):
     command: ClassVar[str] = "peftkit predict {folder} --data FILE --out scored.jsonl"
     num_texts: ClassVar[int] = 2
     predicts: ClassVar[frozenset[Predicts]] = frozenset({"texts", "rows"})
-    data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT, "max_dropped"})
+    data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT})
 
     type: Literal["reward"] = "reward"
     margin: str | None = None

@@ -21,7 +21,7 @@ class GRPOConfig(AnswerConfig):
 
     writes_text: ClassVar[bool] = False
     scores_documents: ClassVar[bool] = True
-    data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT, "max_dropped"})
+    data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT})
 
     task: ClassVar = GRPO
 

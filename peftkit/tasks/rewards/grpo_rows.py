@@ -127,11 +127,12 @@ class PromptEncoder(RowEncoder):
         rows: list[Prompt | Dropped] = []
         for example, fields in read:
             tools = self._tools or example.tools
-            ids = tuple(prompt_ids(self._tokenizer, example.prompt, self._style, tools))
+            prompt, variables = example.prompt, example.variables
+            ids = tuple(prompt_ids(self._tokenizer, prompt, self._style, tools, variables))
             if len(ids) > self._max_prompt:
                 rows.append(Dropped(example.source, NO_ROOM))
             else:
-                content = json.dumps(example.prompt, default=str)
+                content = json.dumps(prompt, default=str)
                 rows.append(Prompt(ids, content, example.reference, fields, example.source))
         agreed = {"style": str(self._style.kind)}
         shared = shared_system(example for example, _ in read)

@@ -261,7 +261,7 @@ class MaskedLMConfig(TaskConfig):
     task_type: ClassVar[None] = None
     auto_class: ClassVar[str] = "AutoModelForMaskedLM"
     task: ClassVar[Callable[..., Task]] = MaskedLM
-    data_fields: ClassVar[frozenset[str]] = frozenset({"format", "max_length", "max_dropped"})
+    data_fields: ClassVar[frozenset[str]] = frozenset({"format", "max_length"})
 
     type: Literal["masked_lm"] = "masked_lm"
     share: Annotated[float, Field(gt=0, lt=1)] = 0.15

@@ -363,7 +363,7 @@ class Seq2SeqConfig(TaskConfig):
     auto_class: ClassVar[str] = "AutoModelForSeq2SeqLM"
     task: ClassVar[Callable[..., Task]] = Seq2Seq
     writes_text: ClassVar[bool] = True
-    data_fields: ClassVar[frozenset[str]] = frozenset({"format", "max_length", "max_dropped"})
+    data_fields: ClassVar[frozenset[str]] = frozenset({"format", "max_length"})
 
     type: Literal["seq2seq"] = "seq2seq"
     max_target_length: Annotated[int, Field(ge=2)] = 256

@@ -109,7 +109,12 @@ BAD: list[tuple[Any, Kind, str, str]] = [
     (b'{"a": ' * 5000, "supervised", FORMAT, "nested too deep"),
     ([*chats(), {"messages": []}], "supervised", ROWS, "Line 13: messages: empty"),
     ([*chats(11), USER] * 7, "supervised", ROWS, "7 of 84 rows cannot be used. Line 12: messages:"),
-    ([*chats(), WEIGHTED], "supervised", ROWS, "Line 13: messages[0].weight: expected 0 or 1"),
+    (
+        [*chats(), WEIGHTED],
+        "supervised",
+        ROWS,
+        "Line 13: messages[0].weight: expected true, false, 0 or 1",
+    ),
     ([*chats(), OTHER], "supervised", ROWS, "Line 13: its"),
     ([{"text": "a"}] * 10, "supervised", ROWS, "Line 1: messages: missing"),
     (chats(), "dpo", ROWS, "Line 1: preferred_output: missing; its fields: messages"),

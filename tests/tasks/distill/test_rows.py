@@ -43,9 +43,9 @@ def test_a_prompt_is_text_or_messages(name, text, tmp_path):
         ("a.md", " \n", "is empty"),
         ("a.docx", "text", "'.docx'"),
         ("a.json", "{", "line 1"),
-        ("a.jsonl", '{"role": "user", "content": "?"}', r"messages\[1\]"),
+        ("a.jsonl", '{"role": "usr", "content": "?"}', r"messages\[0\].role: unknown role"),
         ("a.jsonl", '{"role": "system", "content": ""}', r"messages\[0\].content: empty"),
-        ("a.md", "## User\nOne?\n## Assistant\n\n## User\nTwo?", "user follows user"),
+        ("a.md", "## User\nOne?\n## Assistant\n\n## User\nTwo?", r"messages\[1\].content: empty"),
     ],
 )
 def test_an_unusable_prompt_is_refused(name, text, told, tmp_path):
