@@ -34,7 +34,7 @@ from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.signals import Interrupted, stopping_immediately
 from peftkit.figures import duration, loss_name, metric_name, score_of, short
 from peftkit.files.disk import LOCKS, new_folder, read_json, writable_folder, write_json, write_text
-from peftkit.formats.folders import SWEEP
+from peftkit.formats.folders import ADAPTER_FILES, CONFIG, RECORDS, SWEEP
 from peftkit.planning.resolve import resolve_plan
 from peftkit.recipe import Recipe, check_settings, load
 from peftkit.report.history import is_run, read_history
@@ -386,7 +386,8 @@ def _finish(out: Path, outcomes: Mapping[str, Outcome], on_event: Listener) -> l
         raise RunError("every member of the sweep failed", found=best.error, fix=fix)
     _write(out, outcomes, best.name)
     ignored = shutil.ignore_patterns("checkpoints", "metrics.jsonl", LOCKS)
-    with new_folder(out / BEST, last="adapter_config.json") as folder:
+    files = {*ADAPTER_FILES, *RECORDS}
+    with new_folder(out / BEST, last=CONFIG, replaced=files.__contains__) as folder:
         shutil.copytree(best.folder, folder, ignore=ignored, dirs_exist_ok=True)
     keys = list(dict.fromkeys(key for outcome in ranked for key in outcome.settings))
     names = [key.rpartition(".")[2] for key in keys]

@@ -62,6 +62,7 @@ from peftkit.settings import BaseConfig
 Dtype = Literal["bf16", "fp16", "fp32"]
 PACKING_FIELDS = ("quantize", "double_quant", "quantize_towers", "quantize_embeddings")
 """Recorded loading settings that determine which weights are packed, and their format."""
+WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 FROM_QUANTIZED = (
     "With --from-quantized the merged model keeps the rounding that the adapter was trained over."
 )
@@ -97,7 +98,8 @@ def merge(
         prompts: Inputs of the comparison.
         force: Accept a base with other weights than in training, and a GGUF file that loses more
             than half of the update in rounding.
-        overwrite: Write into a folder that is not empty; a model there is replaced.
+        overwrite: Replace the model in `out`. A folder with other weights, or with files but no
+            model, is refused.
 
     Raises:
         AdapterError: There is no adapter, or it belongs to another base.
@@ -260,21 +262,32 @@ def _check_kind(opened: Opened, from_quantized: bool) -> None:
 def new_model_folder(out: Path, overwrite: bool, sources: Sequence[Path]) -> Iterator[Path]:
     """Yield an empty folder; its files move to `out` when the block succeeds.
 
+    Args:
+        overwrite: Replace the model in `out`; other files stay.
+
     Raises:
-        OutputError: `out` is not empty, is a source folder, or cannot be written.
+        OutputError: `out` is a source folder, cannot be written, or holds files but no model to
+            replace, or weights with names that a merged model does not have.
     """
     message = f"cannot write the merged model to {out}"
     if any(out.resolve() == source.resolve() for source in sources):
         reason = "it is one of the source folders"
         raise OutputError(message, found=reason, fix="Choose another folder.")
-    if out.is_dir() and any(out.iterdir()) and not overwrite:
-        names = first_few(sorted(path.name for path in out.iterdir()), 5, ", ")
+    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    if overwrite and "config.json" in names:  # programs load weights of any name in a folder
+        names = [n for n in names if n.endswith(WEIGHTS) and not _is_models_weights(n)]
+    if names:
         raise OutputError(
-            message, found=f"it holds {names}", fix="Choose a new or an empty folder."
+            message,
+            found=f"it holds {first_few(names, 5, ', ')}",
+            fix="Choose a new or an empty folder.",
         )
-    weights = (".safetensors", ".safetensors.index.json", ".bin")
-    with new_folder(out, last="config.json", replaced=lambda n: n.endswith(weights)) as folder:
+    with new_folder(out, last="config.json", replaced=_is_models_weights) as folder:
         yield folder
+
+
+def _is_models_weights(name: str) -> bool:
+    return name.endswith(WEIGHTS) and name.startswith(("model.", "model-", "pytorch_model"))
 
 
 def _quantized_as(file: AdapterFile) -> str:
