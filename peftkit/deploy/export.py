@@ -211,7 +211,12 @@ def _output(
             f"--to {to} writes a folder, not the file {path}.",
             fix="Give a folder with --out, or use --to gguf --merged for one file.",
         )
-    if to != "gguf" and path.is_dir():
+    is_taken = path.exists() and (path.is_file() or any(path.iterdir()))
+    if is_taken and (not force or (to != "gguf" and path.is_file())):
+        raise OutputError(
+            f"cannot write {path}", found="It exists.", fix="Choose another --out, or add --force."
+        )
+    if to != "gguf" and is_taken:
         foreign = sorted(p.name for p in path.iterdir() if not _is_ours(p.name, model))
         if foreign:
             raise OutputError(
@@ -219,11 +224,6 @@ def _output(
                 found=f"It holds files of another origin: {first_few(foreign, 5, ', ')}.",
                 fix="Choose a new or an empty folder with --out.",
             )
-    is_taken = path.exists() and (path.is_file() or any(path.iterdir()))
-    if is_taken and (not force or (to != "gguf" and path.is_file())):
-        raise OutputError(
-            f"cannot write {path}", found="It exists.", fix="Choose another --out, or add --force."
-        )
     return path
 
 

@@ -212,9 +212,7 @@ def write_json(value: Mapping[str, Any], path: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(
-    out: Path, *, last: str, replaced: Callable[[str], bool]
-) -> Iterator[Path]:
+def new_folder(out: Path, *, last: str, replaced: Callable[[str], bool]) -> Iterator[Path]:
     """Yield an empty folder, whose files move to `out` if the block succeeds.
 
     Otherwise `out` is unchanged. An existing `out` is filled, not replaced, since it may be a mount

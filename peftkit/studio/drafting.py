@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.errors import ConfigError, PeftkitError, RunError
+from peftkit.execution.children import spawn_context
 
 IDLE_SECONDS = 600.0
 NUM_ROWS = 4
@@ -52,7 +53,7 @@ class Drafting:
             PeftkitError: As the function; RunError if its process ended.
         """
         if self._pool is None:
-            context = multiprocessing.get_context("spawn")
+            context = spawn_context()
             self._pool = ProcessPoolExecutor(1, context, _set_up, self._arguments)
         self._num_calls += 1
         try:

@@ -168,7 +168,7 @@ def test_a_valid_recipe_has_its_command_and_starts_as_a_process(studio, folder, 
     assert not checked["is_taken"]
     begun = studio.post("/api/train", recipe=recipe()).json
     assert (begun["id"], begun["command"]) == ("new", checked["command"])
-    assert started[0][1:] == ["-m", "peftkit_cli", "train", "recipes/new.yaml"]
+    assert started[0][1:] == ["-P", "-m", "peftkit_cli", "train", "recipes/new.yaml"]
     assert (folder / "recipes" / "new.yaml").read_text() == recipe()
     deadline = time.time() + 20
     while (ended := studio.get("/api/log?name=new").json)["code"] is None:
