@@ -1,4 +1,6 @@
-"""A LoRA layer that computes with its merged weight, quantised: y = fq(W + s B A) x.
+"""A LoRA layer that computes with its merged weight, quantised: y = fq(round(W + s B A)) x.
+
+`round` is that of the merged model's file: it is quantised from its 16-bit weights.
 
 Gradients pass straight through fq (Bengio et al., 2013, arXiv:1308.3432): those of A and B are
 LoRA's own, s (dy' x) A' and s B' (dy' x), from x and dy alone. Neither B A nor dW is kept. The
@@ -24,10 +26,11 @@ class FakeQuantized:
 
     Args:
         kind: A format of `kernels/fake_quantize.py`.
+        dtype: Dtype of the merged model; by default that of the layer's weight.
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, dtype: torch.dtype | None = None) -> None:
+        self.kind, self.dtype = kind, dtype
         self._weight: Tensor | None = None
         self._is_current = False
 
@@ -42,11 +45,13 @@ class FakeQuantized:
 
     @torch.no_grad()
     def weight(self, layer: Any, dtype: torch.dtype) -> Tensor:
-        """Return fq(W + s B A), (out, in); computed again after `forget`."""
+        """Return the quantised weight (out, in); computed again after `forget`."""
         if self._weight is None or self._weight.dtype != dtype or not self._is_current:
-            # a product in bfloat16 would move codes
-            merged = layer.merged_weight(weight_of(layer.base).float())
-            self._weight, self._is_current = fake_quantized(merged, self.kind).to(dtype), True
+            weight = weight_of(layer.base)
+            # the sum in float32, as in a merge; a product in bfloat16 would move codes
+            merged = layer.merged_weight(weight.float()).to(self.dtype or weight.dtype)
+            values = fake_quantized(merged.float(), self.kind)
+            self._weight, self._is_current = values.to(dtype), True
         return self._weight
 
     def forget(self) -> None:

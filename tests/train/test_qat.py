@@ -6,17 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional
 
 from peftkit.adapter import attach
+from peftkit.base.load import load_base
 from peftkit.errors import ConfigError
 from peftkit.events import EvalDone, Event, Notice, StepDone
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.notes import Provenance
 from peftkit.forward.fake_quantized import FakeQuantized
 from peftkit.kernels.fake_quantize import fake_quantized
+from peftkit.merging.merge import merge
 from peftkit.methods.base import Method
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
-from peftkit.quant.weights import weight_of
+from peftkit.quant.weights import MERGED_DTYPE, weight_of
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.tokens import CausalLM
 from peftkit.train.loop import fit
@@ -134,3 +139,28 @@ def test_a_resumed_run_continues_exactly(run, tmp_path):
 def test_impossible_settings_are_refused(method, settings, reason, run):
     with pytest.raises(ConfigError, match=reason):
         run("refused", method, quantize_for="q4_0", **settings)
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("computed", ["bf16", "fp32"])
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0", "int4_32"])
+def test_weights_are_those_of_the_merged_file_to_the_bit(
+    stored, computed, kind, tokenizer, tmp_path
+):
+    """For a base whose values are exact in both dtypes, as in a run that computes in the other."""
+    torch.manual_seed(0)
+    model = ARCHITECTURES["llama"]().to(torch.bfloat16).to(getattr(torch, stored))
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    base = load_base(str(tmp_path / "base"), dtype=computed, device="cpu")
+    adapter = attach(base.model, LORA)
+    perturb(adapter.parameters(), 0.1, seed=7)
+    folder = save_adapter(adapter, tmp_path / "run", Provenance(base=base.name))
+    merge(folder, tmp_path / "merged", verify=False)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    dtype = getattr(base.model, MERGED_DTYPE)
+    for path, module in adapter.modules.items():
+        file = merged[f"{path}.weight"]
+        assert file.dtype == dtype == getattr(torch, stored)
+        trained = FakeQuantized(kind, dtype).weight(module, torch.float32)
+        assert torch.equal(trained, fake_quantized(file.float(), kind))
