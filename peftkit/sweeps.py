@@ -41,6 +41,7 @@ from peftkit.report.history import is_run, read_history
 from peftkit.report.page import REPORT, LiveReport, write_report
 from peftkit.run import run
 from peftkit.train.checkpoint_files import Checkpoints
+from peftkit.train.finish import check_target
 from peftkit.train.metrics import check_services
 from peftkit.train.start import locked, prepare_output
 
@@ -232,6 +233,7 @@ def sweep(
     for member in waiting:
         prepare_output(member.folder, resume=resume and member.has_checkpoints)
         check_services(member.recipe.train)
+        check_target(member.recipe)
     for recipe in {m.recipe.method.model_dump_json(): m.recipe for m in waiting}.values():
         if not recipe.method.start_from:
             model, revision = recipe.base.model, recipe.base.revision

@@ -119,7 +119,7 @@ NAMES_SUFFICE = (
 )
 """Files on the main path whose names and signatures suffice."""
 
-MAIN_PATH_LINES = 12_520
+MAIN_PATH_LINES = 12_530
 """Maximum lines of MAIN_PATH and cli/train together. A commit may raise it only with a reason for
 the additional lines in its message."""
 

@@ -33,7 +33,6 @@ from peftkit.execution.environment import as_current, free_now, select_device
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.world import World
 from peftkit.quant.audit import Audit, audit
-from peftkit.quant.weights import MERGED_DTYPE
 from peftkit.settings import BaseConfig
 
 CPU = torch.device("cpu")
@@ -187,7 +186,6 @@ def _open(
         dtype = compute_dtype(settings, compute)
         target = compute if sharing is None else CPU
         request = request_of(settings, purpose, location, target, dtype)
-        merged_dtype = _merged_dtype(request)
         request = request.with_tokens_of(inputs.tokenizer)
         request, streams_to = _placed(request, placement, device is None, on_event)
         if sharing is None:
@@ -206,7 +204,6 @@ def _open(
         from peftkit.quant.copies import keep_copies
 
         keep_copies(loaded.model)
-    setattr(loaded.model, MERGED_DTYPE, merged_dtype)
     checkpoint = published_codes(request.config, settings)
     if checkpoint is not None:
         on_event(Notice(checkpoint.notice))
@@ -225,17 +222,6 @@ def _open(
         stored=checkpoint.description if checkpoint is not None else "",
         trunk=loaded.trunk,
     )
-
-
-def _merged_dtype(request: BaseRequest) -> torch.dtype | None:
-    """Return the dtype of the weights after a merge; None: unknown."""
-    if request.location.gguf:
-        return torch.float32  # quantised from the exact sum
-    if is_packed(request.config, request.settings):
-        return request.dtype
-    name = str(getattr(request.config, "dtype", None)).removeprefix("torch.")
-    dtype = getattr(torch, name, None)
-    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _placed(

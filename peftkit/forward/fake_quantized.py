@@ -1,6 +1,6 @@
 """A LoRA layer that computes with its merged weight, quantised: y = fq(round(W + s B A)) x.
 
-`round` is that of the merged model's file: it is quantised from its 16-bit weights.
+`round` is to the dtype of W. A merge of the adapter rounds the same (`merging/merge.py`).
 
 Gradients pass straight through fq (Bengio et al., 2013, arXiv:1308.3432): those of A and B are
 LoRA's own, s (dy' x) A' and s B' (dy' x), from x and dy alone. Neither B A nor dW is kept. The
@@ -26,11 +26,10 @@ class FakeQuantized:
 
     Args:
         kind: A format of `kernels/fake_quantize.py`.
-        dtype: Dtype of the merged model; by default that of the layer's weight.
     """
 
-    def __init__(self, kind: str, dtype: torch.dtype | None = None) -> None:
-        self.kind, self.dtype = kind, dtype
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
         self._weight: Tensor | None = None
         self._is_current = False
 
@@ -49,7 +48,7 @@ class FakeQuantized:
         if self._weight is None or self._weight.dtype != dtype or not self._is_current:
             weight = weight_of(layer.base)
             # the sum in float32, as in a merge; a product in bfloat16 would move codes
-            merged = layer.merged_weight(weight.float()).to(self.dtype or weight.dtype)
+            merged = layer.merged_weight(weight.float()).to(weight.dtype)
             values = fake_quantized(merged.float(), self.kind)
             self._weight, self._is_current = values.to(dtype), True
         return self._weight

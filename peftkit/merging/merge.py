@@ -127,7 +127,8 @@ def merge(
         return merge_into_gguf(file, out, **how)
     name, revision = file.base_or(base)
     out, tally, purpose = Path(out).expanduser(), Tally(), task_of(file).purpose
-    stored = DTYPES[dtype] if dtype else None
+    trained_over = _trained_over(file)
+    stored = DTYPES[dtype] if dtype else trained_over
     files = files_of(name, revision)
     checkpoint = published(read_config(name, revision, purpose))
     is_quantized = from_quantized or (checkpoint is not None and checkpoint.has_codes)
@@ -140,7 +141,7 @@ def merge(
             files is not None and same_config and not adds_tokens
         ):  # the file may have another tokenizer
             empty = skeleton(name, revision=revision, purpose=purpose)
-            changes = changes_of(file, files, empty, stored, tally)
+            changes = changes_of(file, files, empty, stored, tally, trained_over)
         if files is not None and changes is not None:
             if verify:
                 opened = load(quantize="none", dtype=precision(empty))
@@ -151,6 +152,8 @@ def merge(
             if from_quantized:
                 load = partial(load, device=_device_for_both(file, base, stored, on_event))
             opened, usual = _open_to_merge(load, files, from_quantized, is_quantized)
+            if trained_over is not None:
+                _round_base(opened, trained_over)
             reference = reference_of(opened, prompts) if verify else None
             write_in_memory(opened, folder, stored or usual, tally, on_event)
             del opened
@@ -198,6 +201,26 @@ def _open_to_merge(
     if not free_now(opened.base.device).on_gpu:
         opened.base.model.float()  # also the dtype of dequantised weights
     return opened, usual
+
+
+def _trained_over(file: AdapterFile) -> torch.dtype | None:
+    """Return the dtype that a base had in quantisation-aware training; None without it.
+
+    A merge starts from the same values and rounds to the same dtype: its weights, quantised, are
+    then those of the last evaluation to the bit (forward/fake_quantized.py).
+    """
+    if file.provenance.loading.get("quantize_for", "none") == "none":
+        return None
+    plan = file.provenance.plan or {}
+    return {str(d).removeprefix("torch."): d for d in DTYPES.values()}.get(str(plan.get("dtype")))
+
+
+@torch.no_grad()
+def _round_base(opened: Opened, dtype: torch.dtype) -> None:
+    for module in opened.adapter.modules.values():
+        for weight in module.base.parameters():
+            if weight.is_floating_point():
+                weight.copy_(weight.to(dtype))
 
 
 def _device_for_both(

@@ -13,10 +13,6 @@ from peftkit.kernels.packed import NESTED_BLOCK, PackedFormat
 from peftkit.model.places import is_conv1d
 from peftkit.quant.layers import Packing, QuantizedLinear
 
-MERGED_DTYPE = "merged_dtype"
-"""Attribute of a loaded base: the dtype in which a merge with an adapter stores its weights. The
-base may compute in another one."""
-
 
 def adopted(path: str, module: nn.Module, dtype: torch.dtype | None) -> QuantizedLinear:
     """Convert a layer of bitsandbytes to a QuantizedLinear over the same packed data.

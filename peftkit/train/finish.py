@@ -68,6 +68,18 @@ def _digest(path: Path, *, is_deep: bool) -> str:
     return hashlib.sha256(repr(sorted(stamps)).encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def check_target(recipe: Recipe) -> None:
+    """Check before a run that its upload can be written and replaces no other run.
+
+    Raises:
+        PeftkitError: The URL cannot be written to, or holds another run.
+    """
+    if recipe.train.upload and is_main_process():
+        from peftkit.formats.upload import check_upload
+
+        check_upload(recipe.train.upload, bound_settings(recipe))
+
+
 def finish(recipe: Recipe, result: Result, on_event: Listener) -> None:
     """Send the saved adapter to trackers and to `train.upload`; then record that nothing is left.
 

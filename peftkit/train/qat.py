@@ -19,7 +19,6 @@ from peftkit.errors import ConfigError
 from peftkit.events import Notice
 from peftkit.forward.fake_quantized import FakeQuantized
 from peftkit.model.blocks import is_sharded, is_streamed
-from peftkit.quant.weights import MERGED_DTYPE
 from peftkit.train.step import Trainer
 
 
@@ -45,7 +44,7 @@ def quantization_aware(trainer: Trainer, num_steps: int) -> Iterator[Callable[[]
             return
         has_begun = True
         for layer in layers:
-            layer.quantized = FakeQuantized(kind, getattr(run.model, MERGED_DTYPE, None))
+            layer.quantized = FakeQuantized(kind)
         if run.state.step == start:  # not a resumed run
             state = run.state
             state.best_step = state.best_loss = state.best_score = state.patience_loss = None

@@ -13,6 +13,7 @@ from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.errors import ConfigError
 from peftkit.events import EvalDone, Event, Notice, StepDone
+from peftkit.execution.plan import compute_dtype
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.forward.fake_quantized import FakeQuantized
@@ -21,7 +22,7 @@ from peftkit.merging.merge import merge
 from peftkit.methods.base import Method
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
-from peftkit.quant.weights import MERGED_DTYPE, weight_of
+from peftkit.quant.weights import weight_of
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.tokens import CausalLM
 from peftkit.train.loop import fit
@@ -141,26 +142,28 @@ def test_impossible_settings_are_refused(method, settings, reason, run):
         run("refused", method, quantize_for="q4_0", **settings)
 
 
-@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 @pytest.mark.parametrize("computed", ["bf16", "fp32"])
+@pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0", "int4_32"])
 def test_weights_are_those_of_the_merged_file_to_the_bit(
-    stored, computed, kind, tokenizer, tmp_path
+    stored, computed, in_memory, kind, tokenizer, tmp_path, monkeypatch
 ):
-    """For a base whose values are exact in both dtypes, as in a run that computes in the other."""
+    """Whatever the dtype of the base's files, and the dtype that the run computes in."""
     torch.manual_seed(0)
-    model = ARCHITECTURES["llama"]().to(torch.bfloat16).to(getattr(torch, stored))
-    model.save_pretrained(tmp_path / "base")
+    ARCHITECTURES["llama"]().to(getattr(torch, stored)).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     base = load_base(str(tmp_path / "base"), dtype=computed, device="cpu")
     adapter = attach(base.model, LORA)
     perturb(adapter.parameters(), 0.1, seed=7)
-    folder = save_adapter(adapter, tmp_path / "run", Provenance(base=base.name))
+    plan = {"dtype": str(compute_dtype(base.model)).removeprefix("torch.")}
+    origin = Provenance(base=base.name, loading={"quantize_for": kind}, plan=plan)
+    folder = save_adapter(adapter, tmp_path / "run", origin)
+    if in_memory:
+        monkeypatch.setattr("peftkit.merging.merge.changes_of", lambda *_: None)
     merge(folder, tmp_path / "merged", verify=False)
     merged = load_file(tmp_path / "merged" / "model.safetensors")
-    dtype = getattr(base.model, MERGED_DTYPE)
     for path, module in adapter.modules.items():
-        file = merged[f"{path}.weight"]
-        assert file.dtype == dtype == getattr(torch, stored)
-        trained = FakeQuantized(kind, dtype).weight(module, torch.float32)
-        assert torch.equal(trained, fake_quantized(file.float(), kind))
+        file = merged[f"{path}.weight"].float()
+        trained = FakeQuantized(kind).weight(module, torch.float32)
+        assert torch.equal(trained, fake_quantized(file, kind))
