@@ -66,7 +66,7 @@ def prepare_output(
     writable_folder(output_dir)
     if not (results or any((output_dir / name).exists() for name in (CONFIG, *MARKS))):
         names = {*ADAPTER_FILES, *RECORDS, OVERWRITTEN}
-        if checkpoints.folder.exists():  # `peftkit distill` writes the recipe before the run
+        if checkpoints.folder.exists():  # a server's job has its recipe before the run
             names.remove(RECIPE)
         if foreign := sorted(name for name in names if (output_dir / name).exists()):
             raise OutputError(

@@ -272,6 +272,7 @@ class Jobs:
             out=folder,
         )
         folder.mkdir(parents=True, exist_ok=True)
+        Checkpoints(folder).folder.mkdir(exist_ok=True)  # the run replaces only its own recipe
         write_text(dump_yaml(recipe, only_set=True), folder / RECIPE)
         with changing(self._store, id) as job:
             job["recipe"] = sha256_of(folder / RECIPE)
