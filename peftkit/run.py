@@ -89,7 +89,7 @@ def run(
             from peftkit.train.resume import check_settings_of_resume
 
             check_settings_of_resume(recipe, allow_changes)
-        check_services(recipe.train)
+        _check_services(recipe)
         world.check_equal_across_ranks(
             recipe=flat(recipe.model_dump(mode="json")), version=versions(), command=start
         )
@@ -142,7 +142,7 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
     Raises:
         PeftkitError: The first error that would have stopped the run.
     """
-    check_services(recipe.train)
+    _check_services(recipe)
     check_folder(recipe.train.output_dir)
     plan = resolve_plan(recipe, on_event)
     record = prepare(recipe, plan=replace(plan, shard="none"), on_event=on_event)  # one process
@@ -158,6 +158,14 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
     evaluated = f", {len(record.eval)} to evaluate on" if record.eval else ""
     counts = f"{len(record.train)} rows{evaluated}, {num_steps} optimizer steps"
     on_event(Notice(f"{verdict}: {counts}."))
+
+
+def _check_services(recipe: Recipe) -> None:
+    check_services(recipe.train)
+    if recipe.train.upload:
+        from peftkit.train.finish import check_target
+
+        check_target(recipe)
 
 
 def _warn_if_short(record: RunRecord, processes: int, on_event: Listener) -> bool:

@@ -7,6 +7,7 @@ Data goes to stdout, everything else to stderr. Commands import torch only when 
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -201,6 +202,11 @@ def _exit_code_of(error: Exception) -> int:
             typer.echo(error.format_message(), err=True)
             return 2
         _print_error("UsageError", f"{error.format_message()}\n  See: {command} --help")
+        return 2
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        # any look at such a path fails, in any command
+        name = os.path.basename(str(error.filename))
+        _print_error("ConfigError", f"the name '{name[:40]}...' is too long for this file system.")
         return 2
     if isinstance(code := getattr(error, "exit_code", None), int):  # stopped by a signal
         _print_error(type(error).__name__, str(error))

@@ -34,13 +34,14 @@ from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.signals import Interrupted, stopping_immediately
 from peftkit.figures import duration, loss_name, metric_name, score_of, short
 from peftkit.files.disk import LOCKS, new_folder, read_json, writable_folder, write_json, write_text
-from peftkit.formats.folders import SWEEP
+from peftkit.formats.folders import ADAPTER_FILES, CONFIG, RECORDS, SWEEP
 from peftkit.planning.resolve import resolve_plan
 from peftkit.recipe import Recipe, check_settings, load
 from peftkit.report.history import is_run, read_history
 from peftkit.report.page import REPORT, LiveReport, write_report
 from peftkit.run import run
 from peftkit.train.checkpoint_files import Checkpoints
+from peftkit.train.finish import check_target
 from peftkit.train.metrics import check_services
 from peftkit.train.start import locked, prepare_output
 
@@ -232,6 +233,7 @@ def sweep(
     for member in waiting:
         prepare_output(member.folder, resume=resume and member.has_checkpoints)
         check_services(member.recipe.train)
+        check_target(member.recipe)
     for recipe in {m.recipe.method.model_dump_json(): m.recipe for m in waiting}.values():
         if not recipe.method.start_from:
             model, revision = recipe.base.model, recipe.base.revision
@@ -386,7 +388,8 @@ def _finish(out: Path, outcomes: Mapping[str, Outcome], on_event: Listener) -> l
         raise RunError("every member of the sweep failed", found=best.error, fix=fix)
     _write(out, outcomes, best.name)
     ignored = shutil.ignore_patterns("checkpoints", "metrics.jsonl", LOCKS)
-    with new_folder(out / BEST, last="adapter_config.json") as folder:
+    files = {*ADAPTER_FILES, *RECORDS}
+    with new_folder(out / BEST, last=CONFIG, replaced=files.__contains__) as folder:
         shutil.copytree(best.folder, folder, ignore=ignored, dirs_exist_ok=True)
     keys = list(dict.fromkeys(key for outcome in ranked for key in outcome.settings))
     names = [key.rpartition(".")[2] for key in keys]

@@ -137,8 +137,7 @@ def _function(name: str) -> Callable[[str, str], float]:
         ConfigError: There is no such module or function.
     """
     module, _, attribute = name.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
+    sys.path.insert(0, "")  # the later imports of this process must not search there
     try:
         function = getattr(import_module(module), attribute)
     except (ModuleNotFoundError, AttributeError, ValueError) as error:
@@ -147,6 +146,8 @@ def _function(name: str) -> Callable[[str, str], float]:
             found=f"{error}. Searched in {Path.cwd()} and the installed packages.",
             fix="Give module:function, with def function(completion: str, reference: str) -> float",
         ) from None
+    finally:
+        sys.path.remove("")
     if not callable(function):
         raise ConfigError(f"{name} is not a function.", found=f"It is {function!r:.80}.")
     return cast("Callable[[str, str], float]", function)

@@ -7,13 +7,13 @@ the memory when the chat is closed.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import secrets
 import warnings
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from peftkit.execution.children import spawn_context
 from peftkit_server.refusals import RequestError
 from peftkit_studio.drafting import end_with_parent
 
@@ -40,7 +40,7 @@ class ChatServer:
         """Start a server of these adapters, in place of the current one."""
         self.close()
         self._key, self._port = secrets.token_urlsafe(24), 0
-        context = multiprocessing.get_context("spawn")
+        context = spawn_context()
         self._pipe, sender = context.Pipe(duplex=False)
         paths = {name: str(path) for name, path in folders.items()}
         self._process = context.Process(target=_serve, args=(paths, self._key, sender))

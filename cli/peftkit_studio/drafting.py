@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.errors import ConfigError, PeftkitError, RunError
+from peftkit.execution.children import spawn_context
+from peftkit_studio.folder import is_name
 
 IDLE_SECONDS = 600.0
 NUM_ROWS = 4
@@ -52,7 +54,7 @@ class Drafting:
             PeftkitError: As the function; RunError if its process ended.
         """
         if self._pool is None:
-            context = multiprocessing.get_context("spawn")
+            context = spawn_context()
             self._pool = ProcessPoolExecutor(1, context, _set_up, self._arguments)
         self._num_calls += 1
         try:
@@ -210,9 +212,11 @@ def _forbidden_files(recipe: Any) -> Iterator[tuple[str, str]]:
     from peftkit.config.schema import flat
 
     output = recipe.train.output_dir
-    if output.parent != Path("runs") or not _is_inside(output, _roots[:1]):
+    is_named = output.parent == Path("runs") and is_name(output.name)
+    if not is_named or not _is_inside(output, _roots[:1]):
         text = str(output)
-        yield text, f"train.output_dir: '{text}' is not of the form runs/NAME."
+        form = "runs/NAME, with at most 80 letters, digits, '.', '_' and '-'"
+        yield text, f"train.output_dir: '{text[:100]}' is not of the form {form}."
     for key, value in flat(recipe.model_dump(mode="json")).items():
         for text in _texts(value):
             if key != "train.output_dir" and not all(_is_inside(p, _roots) for p in _files(text)):

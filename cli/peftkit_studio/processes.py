@@ -13,13 +13,13 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from peftkit.execution.children import python
 from peftkit.files.disk import LOCKS, write_json
 from peftkit_server.refusals import RequestError
 from peftkit_studio.folder import Folder
@@ -53,7 +53,7 @@ class Processes:
             raise RequestError(f"{MAX_PROCESSES} processes run already.", status=429)
         with open(self._log_file(name), "wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "peftkit_cli", *arguments],
+                python("-m", "peftkit_cli", *arguments),
                 cwd=self.folder.path,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -23,6 +23,7 @@ from peftkit.report.history import (
     differing,
     row_of,
 )
+from peftkit_studio.folder import file_name
 from peftkit_studio.processes import trainer_of
 
 SCAN_SECONDS = 5.0
@@ -112,6 +113,7 @@ class FollowedRun:
         recipe, speeds = run.facts.recipe, run.curves["tokens_per_second"]
         return {
             **asdict(row_of(run, differs)),
+            "file": file_name(self.name),
             "state": state,
             "version": self.version,
             "sparkline": _thinned(run.curves["loss"]),

@@ -83,7 +83,7 @@ def _convert_into(target: Path, location: Location, on_event: Listener) -> None:
         model, _ = load_model(request, GGUFLoader(request, on_event=ignore), on_event)
     on_event(Progress(doing, 3, 4))
     forget_quantization(model)
-    with new_folder(target) as folder:
+    with new_folder(target, last="config.json", replaced=lambda name: False) as folder:
         with quiet():
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)

@@ -170,7 +170,9 @@ def keep(folder: Path, built: LoadedModel, request: BaseRequest) -> None:
     disk.writable_folder(folder.parent)
     disk.check_space(folder.parent, num_bytes(built.model))
     try:
-        with new_folder(folder, last=MANIFEST) as new:
+        if not (folder / MANIFEST).exists():  # left by a kill
+            (folder / WEIGHTS).unlink(missing_ok=True)
+        with new_folder(folder, last=MANIFEST, replaced={WEIGHTS}.__contains__) as new:
             specs = specs_of(tensors)
             values = (tensors[spec.name] for spec in specs)
             write_tensor_stream(new / WEIGHTS, specs, values, {"format": "pt"})

@@ -18,7 +18,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from peftkit.errors import AdapterError, DiskFullError, OutputError, PeftkitError, RunError
+from peftkit.errors import (
+    AdapterError,
+    DiskFullError,
+    OutputError,
+    PeftkitError,
+    RunError,
+    first_few,
+)
 from peftkit.files.strict_json import parse_json
 
 ErrorType = type[PeftkitError]
@@ -205,21 +212,22 @@ def write_json(value: Mapping[str, Any], path: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(
-    out: Path, *, last: str = "", replaced: Callable[[str], bool] = lambda name: True
-) -> Iterator[Path]:
+def new_folder(out: Path, *, last: str, replaced: Callable[[str], bool]) -> Iterator[Path]:
     """Yield an empty folder, whose files move to `out` if the block succeeds.
 
     Otherwise `out` is unchanged. An existing `out` is filled, not replaced, since it may be a mount
-    point.
+    point: other files and folders in it stay.
 
     Args:
         last: File that all readers of `out` require. It is removed first and moved last, so a
-            partially replaced folder is never read.
-        replaced: Whether an old file of this name is removed if there is no new one.
+            partially replaced folder is never read. Without it `out` is no earlier version of the
+            output: none of its files is replaced.
+        replaced: Whether a file of this name in an earlier version is removed if there is no new
+            one.
 
     Raises:
-        OutputError: The folder cannot be written into.
+        OutputError: The folder cannot be written into, or is no earlier version and holds a file
+            whose name is needed.
     """
     parent = writable_folder(out if out.exists() else out.parent)
     folder = parent / f".{out.name}-{secrets.token_hex(4)}"
@@ -239,11 +247,20 @@ def new_folder(
 
 
 def _move_into(folder: Path, out: Path, last: str, replaced: Callable[[str], bool]) -> None:
-    if last:
-        (out / last).unlink(missing_ok=True)
-    for path in out.iterdir():
-        if path.is_file() and replaced(path.name) and not (folder / path.name).exists():
-            path.unlink()
+    names = sorted(path.name for path in folder.iterdir())
+    is_earlier = (out / last).is_file()
+    foreign = [] if is_earlier else [name for name in names if os.path.lexists(out / name)]
+    if foreign:
+        raise OutputError(
+            f"cannot write into {out}",
+            found=f"It holds files of another origin: {first_few(foreign, 5, ', ')}.",
+            fix="Choose another output folder.",
+        )
+    if is_earlier:
+        (out / last).unlink()
+        for path in out.iterdir():
+            if path.is_file() and replaced(path.name) and path.name not in names:
+                path.unlink()
     for path in sorted(folder.iterdir(), key=lambda path: path.name == last):
         if path.is_dir():
             shutil.rmtree(out / path.name, ignore_errors=True)

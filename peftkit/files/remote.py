@@ -14,7 +14,7 @@ import posixpath
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +32,9 @@ PACKAGES: Mapping[str, str] = {
 """The schemes of URLs that are read, and the package that reads each."""
 FOLDER = "remote"
 CHUNK_BYTES = 1 << 20
+STARTED = ".peftkit-upload"
+"""Mark of an upload that has begun, with the content of its last mark."""
+MAX_MARK_BYTES = 1 << 20
 VERSIONS = (
     *("ETag", "etag", "generation", "version_id", "blob_id"),
     *("LastModified", "Last-Modified", "last_modified", "mtime"),
@@ -118,19 +121,58 @@ def check_writable(url: str) -> None:
     _ignoring_errors(lambda: fs.rm_file(probe))
 
 
-def upload(files: Mapping[str, Path], url: str, last: tuple[str, bytes]) -> None:
+def check_vacant(
+    url: str, names: Iterable[str], mark: str, is_same: Callable[[bytes], bool]
+) -> None:
+    """Check that an upload to a folder would replace nothing but an earlier one of the same run.
+
+    Args:
+        names: Names of the objects to write, without the mark.
+        is_same: Whether the content of a mark, complete or started, is of the same run.
+
+    Raises:
+        ConfigError: The folder holds another upload, or objects of these names without a mark.
+    """
+    fs, folder = _open(url)
+
+    def is_vacant() -> bool:
+        for name in (mark, STARTED):
+            if fs.exists(path := posixpath.join(folder, name)):
+                return is_same(fs.cat_file(path, end=MAX_MARK_BYTES))
+        return not any(fs.exists(posixpath.join(folder, name)) for name in names)
+
+    if not _call(f"cannot read {url}", ConfigError, is_vacant):
+        raise ConfigError(
+            f"cannot upload to {url}.",
+            found="It holds another run, or files of another origin.",
+            fix="Choose another folder (train.upload), or delete that one.",
+        )
+
+
+def upload(
+    files: Mapping[str, Path],
+    url: str,
+    last: tuple[str, bytes],
+    is_same: Callable[[bytes], bool],
+) -> None:
     """Upload files to a folder, and then an object that marks it as complete.
 
     An earlier mark is deleted first. If the upload fails, the files of this call are deleted as far
     as the connection allows, and there is no mark.
 
+    Args:
+        last: Name and content of the mark. is_same: See `check_vacant`.
+
     Raises:
+        ConfigError: The folder holds another upload; it is unchanged.
         RunError: The upload failed.
     """
+    check_vacant(url, files, last[0], is_same)
     fs, folder = _open(url)
-    mark = posixpath.join(folder, last[0])
+    mark, started = (posixpath.join(folder, name) for name in (last[0], STARTED))
 
     def put() -> None:
+        fs.pipe_file(started, last[1])
         if fs.exists(mark):
             fs.rm_file(mark)
         for name, path in files.items():
@@ -141,11 +183,12 @@ def upload(files: Mapping[str, Path], url: str, last: tuple[str, bytes]) -> None
             if stored != size:
                 raise OSError(f"{name} has {stored:,} bytes there, not {size:,}.")
         fs.pipe_file(mark, last[1])
+        _ignoring_errors(lambda: fs.rm_file(started))
 
     try:
         _call(f"cannot upload to {url}", RunError, put)
     except BaseException:
-        for name in files:
+        for name in (STARTED, *files):
             target = posixpath.join(folder, name)
             if not _ignoring_errors(functools.partial(fs.rm_file, target)):
                 break  # no connection

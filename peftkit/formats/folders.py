@@ -38,11 +38,13 @@ ADAPTER_FILES = (
     *(CARD, RECIPE, ORIGIN, *TOKENIZER_FILES),
 )
 """Files of an adapter in any format, which a new adapter replaces."""
+MARKS = ("run.json", "metrics.jsonl")
+"""Files that every recipe's run writes when it starts."""
 FINISHED, TRACKERS = "finished.json", "trackers.json"
 """Of a run: the result, written when nothing is left to do; the ids of its runs in trackers."""
 RECORDS = (
-    *("run.json", "metrics.jsonl", "samples.jsonl", "answers.jsonl", "tasks.json"),
-    *("report.html", "diagnosis.json", "teacher_answers.jsonl", FINISHED, TRACKERS),
+    *(*MARKS, "samples.jsonl", "answers.jsonl", "tasks.json", "report.html", "diagnosis.json"),
+    *("teacher_answers.jsonl", FINISHED, TRACKERS),
 )
 """Files of a run besides the adapter: logs, samples, reports and later evaluations."""
 OVERWRITTEN = "overwritten"
@@ -99,7 +101,7 @@ def new_adapter_folder(out: Path, *, force: bool, sources: Sequence[Path] = ()) 
         OutputError: `out` exists and may not be replaced, or cannot be written.
     """
     check_free(out, force=force, sources=sources)
-    with new_folder(out, last=CONFIG, replaced=lambda name: name in ADAPTER_FILES) as folder:
+    with new_folder(out, last=CONFIG, replaced=ADAPTER_FILES.__contains__) as folder:
         yield folder
 
 

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from peftkit.errors import PeftkitError, RunError
 from peftkit.events import Listener, Stage
-from peftkit.files.remote import check_writable, upload
+from peftkit.files.remote import check_vacant, check_writable, upload
 from peftkit.formats.folders import ADAPTER_FILES, CONFIG, FINISHED, RECORDS
 
 HUB = "hf://"
 FILES = (*ADAPTER_FILES, CONFIG, *(name for name in RECORDS if name != FINISHED))
 
 
-def check_upload(url: str) -> None:
+def check_upload(url: str, settings: Mapping[str, Any]) -> None:
     """Check before a run that it can be uploaded.
 
+    Args:
+        settings: The run's settings, as in `finished.json`.
+
     Raises:
-        PeftkitError: The URL cannot be written to.
+        PeftkitError: The URL cannot be written to, or holds another run.
     """
     if url.startswith(HUB):
         from peftkit.formats.folders import parse_hub_id
@@ -28,6 +33,13 @@ def check_upload(url: str) -> None:
         parse_hub_id(url.removeprefix(HUB))
     else:
         check_writable(url)
+        check_vacant(url, FILES, FINISHED, partial(_is_same, settings))
+
+
+def _is_same(settings: Mapping[str, Any], mark: bytes) -> bool:
+    with suppress(ValueError, TypeError, KeyError):
+        return bool(json.loads(mark)["settings"] == settings)
+    return False
 
 
 def upload_run(folder: Path, url: str, record: Mapping[str, Any], on_event: Listener) -> None:
@@ -44,7 +56,8 @@ def upload_run(folder: Path, url: str, record: Mapping[str, Any], on_event: List
             push_adapter(folder, url.removeprefix(HUB), on_event=on_event)
             return
         files = {name: folder / name for name in FILES if (folder / name).is_file()}
-        upload(files, url, (FINISHED, json.dumps(record, indent=2, sort_keys=True).encode()))
+        mark = json.dumps(record, indent=2, sort_keys=True).encode()
+        upload(files, url, (FINISHED, mark), partial(_is_same, record["settings"]))
     except PeftkitError as problem:
         raise RunError(
             problem.problem,

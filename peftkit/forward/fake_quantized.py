@@ -1,4 +1,6 @@
-"""A LoRA layer that computes with its merged weight, quantised: y = fq(W + s B A) x.
+"""A LoRA layer that computes with its merged weight, quantised: y = fq(round(W + s B A)) x.
+
+`round` is to the dtype of W. A merge of the adapter rounds the same (`merging/merge.py`).
 
 Gradients pass straight through fq (Bengio et al., 2013, arXiv:1308.3432): those of A and B are
 LoRA's own, s (dy' x) A' and s B' (dy' x), from x and dy alone. Neither B A nor dW is kept. The
@@ -42,11 +44,13 @@ class FakeQuantized:
 
     @torch.no_grad()
     def weight(self, layer: Any, dtype: torch.dtype) -> Tensor:
-        """Return fq(W + s B A), (out, in); computed again after `forget`."""
+        """Return the quantised weight (out, in); computed again after `forget`."""
         if self._weight is None or self._weight.dtype != dtype or not self._is_current:
-            # a product in bfloat16 would move codes
-            merged = layer.merged_weight(weight_of(layer.base).float())
-            self._weight, self._is_current = fake_quantized(merged, self.kind).to(dtype), True
+            weight = weight_of(layer.base)
+            # the sum in float32, as in a merge; a product in bfloat16 would move codes
+            merged = layer.merged_weight(weight.float()).to(weight.dtype)
+            values = fake_quantized(merged.float(), self.kind)
+            self._weight, self._is_current = values.to(dtype), True
         return self._weight
 
     def forget(self) -> None:

@@ -187,13 +187,20 @@ def _fold(module: AdapterModule, layer: nn.Module, dtype: torch.dtype | None, ta
 
 @torch.no_grad()
 def merged_tensor(
-    module: AdapterModule, name: str, tensor: Tensor, *, dtype: torch.dtype, tally: Tally
+    module: AdapterModule,
+    name: str,
+    tensor: Tensor,
+    *,
+    dtype: torch.dtype,
+    tally: Tally,
+    trained_over: torch.dtype | None = None,
 ) -> Tensor:
     """Return a tensor of the base's files, in their layout, with the adapter merged in.
 
     Args:
         module: A module on a skeleton of the base, whose parameter of this name is replaced.
         dtype: Dtype of the result.
+        trained_over: Dtype to which the tensor is rounded first.
     """
 
     def laid_out(values: Tensor) -> Tensor:
@@ -202,7 +209,7 @@ def merged_tensor(
 
     empty = module.base.get_parameter(name)
     merged = torch.empty_like(tensor, dtype=dtype)
-    before = laid_out(tensor).float()
+    before = laid_out(tensor if trained_over is None else tensor.to(trained_over)).float()
     exact = module.merged_weight(before, name)
     stored = laid_out(merged).copy_(exact)
     tally.add(before, exact, stored)

@@ -62,6 +62,7 @@ from peftkit.settings import BaseConfig
 Dtype = Literal["bf16", "fp16", "fp32"]
 PACKING_FIELDS = ("quantize", "double_quant", "quantize_towers", "quantize_embeddings")
 """Recorded loading settings that determine which weights are packed, and their format."""
+WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 FROM_QUANTIZED = (
     "With --from-quantized the merged model keeps the rounding that the adapter was trained over."
 )
@@ -97,7 +98,8 @@ def merge(
         prompts: Inputs of the comparison.
         force: Accept a base with other weights than in training, and a GGUF file that loses more
             than half of the update in rounding.
-        overwrite: Write into a folder that is not empty; a model there is replaced.
+        overwrite: Replace the model in `out`. A folder with other weights, or with files but no
+            model, is refused.
 
     Raises:
         AdapterError: There is no adapter, or it belongs to another base.
@@ -125,7 +127,8 @@ def merge(
         return merge_into_gguf(file, out, **how)
     name, revision = file.base_or(base)
     out, tally, purpose = Path(out).expanduser(), Tally(), task_of(file).purpose
-    stored = DTYPES[dtype] if dtype else None
+    trained_over = _trained_over(file)
+    stored = DTYPES[dtype] if dtype else trained_over
     files = files_of(name, revision)
     checkpoint = published(read_config(name, revision, purpose))
     is_quantized = from_quantized or (checkpoint is not None and checkpoint.has_codes)
@@ -138,7 +141,7 @@ def merge(
             files is not None and same_config and not own.tokens
         ):  # the file may have another tokenizer
             empty = skeleton(name, revision=revision, purpose=purpose)
-            changes = changes_of(file, files, empty, stored, tally)
+            changes = changes_of(file, files, empty, stored, tally, trained_over)
         if files is not None and changes is not None:
             if verify:
                 opened = load(quantize="none", dtype=precision(empty))
@@ -149,6 +152,8 @@ def merge(
             if from_quantized:
                 load = partial(load, device=_device_for_both(file, base, stored, on_event))
             opened, usual = _open_to_merge(load, files, from_quantized, is_quantized)
+            if trained_over is not None:
+                _round_base(opened, trained_over)
             reference = reference_of(opened, prompts) if verify else None
             write_in_memory(opened, folder, stored or usual, tally, on_event)
             del opened
@@ -197,6 +202,26 @@ def _open_to_merge(
     if not free_now(opened.base.device).on_gpu:
         opened.base.model.float()  # also the dtype of dequantised weights
     return opened, usual
+
+
+def _trained_over(file: AdapterFile) -> torch.dtype | None:
+    """Return the dtype that a base had in quantisation-aware training; None without it.
+
+    A merge starts from the same values and rounds to the same dtype: its weights, quantised, are
+    then those of the last evaluation to the bit (forward/fake_quantized.py).
+    """
+    if file.provenance.loading.get("quantize_for", "none") == "none":
+        return None
+    plan = file.provenance.plan or {}
+    return {str(d).removeprefix("torch."): d for d in DTYPES.values()}.get(str(plan.get("dtype")))
+
+
+@torch.no_grad()
+def _round_base(opened: Opened, dtype: torch.dtype) -> None:
+    for module in opened.adapter.modules.values():
+        for weight in module.base.parameters():
+            if weight.is_floating_point():
+                weight.copy_(weight.to(dtype))
 
 
 def _device_for_both(
@@ -261,21 +286,32 @@ def _check_kind(opened: Opened, from_quantized: bool) -> None:
 def new_model_folder(out: Path, overwrite: bool, sources: Sequence[Path]) -> Iterator[Path]:
     """Yield an empty folder; its files move to `out` when the block succeeds.
 
+    Args:
+        overwrite: Replace the model in `out`; other files stay.
+
     Raises:
-        OutputError: `out` is not empty, is a source folder, or cannot be written.
+        OutputError: `out` is a source folder, cannot be written, or holds files but no model to
+            replace, or weights with names that a merged model does not have.
     """
     message = f"cannot write the merged model to {out}"
     if any(out.resolve() == source.resolve() for source in sources):
         reason = "it is one of the source folders"
         raise OutputError(message, found=reason, fix="Choose another folder.")
-    if out.is_dir() and any(out.iterdir()) and not overwrite:
-        names = first_few(sorted(path.name for path in out.iterdir()), 5, ", ")
+    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    if overwrite and "config.json" in names:  # programs load weights of any name in a folder
+        names = [n for n in names if n.endswith(WEIGHTS) and not _is_models_weights(n)]
+    if names:
         raise OutputError(
-            message, found=f"it holds {names}", fix="Choose a new or an empty folder."
+            message,
+            found=f"it holds {first_few(names, 5, ', ')}",
+            fix="Choose a new or an empty folder.",
         )
-    weights = (".safetensors", ".safetensors.index.json", ".bin")
-    with new_folder(out, last="config.json", replaced=lambda n: n.endswith(weights)) as folder:
+    with new_folder(out, last="config.json", replaced=_is_models_weights) as folder:
         yield folder
+
+
+def _is_models_weights(name: str) -> bool:
+    return name.endswith(WEIGHTS) and name.startswith(("model.", "model-", "pytorch_model"))
 
 
 def _quantized_as(file: AdapterFile) -> str:

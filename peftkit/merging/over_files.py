@@ -120,7 +120,12 @@ def _header(path: Path) -> Header:
 
 
 def changes_of(
-    file: AdapterFile, shards: Shards, model: nn.Module, dtype: torch.dtype | None, tally: Tally
+    file: AdapterFile,
+    shards: Shards,
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    tally: Tally,
+    trained_over: torch.dtype | None = None,
 ) -> Changes | None:
     """Return the merge function of each changed tensor; None if merging needs the model in memory.
 
@@ -128,6 +133,7 @@ def changes_of(
         model: The base without weights; it is filled with zeros.
         dtype: Dtype of the stored weights; None keeps each weight's dtype.
         tally: Updated while the tensors are merged.
+        trained_over: Dtype to which changed weights are rounded before the merge.
 
     Raises:
         AdapterError: The adapter does not fit the base.
@@ -154,7 +160,9 @@ def changes_of(
             if entry.shape != tuple(module.base.get_parameter(name).shape):
                 return None
             stored = dtype or FLOATS[entry.dtype]
-            changes[stored_name] = partial(merged_tensor, module, name, dtype=stored, tally=tally)
+            changes[stored_name] = partial(
+                merged_tensor, module, name, dtype=stored, tally=tally, trained_over=trained_over
+            )
     return changes
 
 

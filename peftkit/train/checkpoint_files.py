@@ -179,6 +179,12 @@ class Checkpoints:
             failpoint(LATEST)
             self._delete_old(step, best_step)
 
+    def delete_all(self) -> None:
+        """Delete all checkpoints, and leave other files of the folder."""
+        for step in self.steps():
+            shutil.rmtree(self.path(step), ignore_errors=True)
+        (self.folder / LATEST).unlink(missing_ok=True)
+
     def remove_leftovers(self) -> None:
         """Delete half-written checkpoints of processes that no longer run."""
         with contextlib.suppress(OSError):

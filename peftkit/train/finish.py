@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from peftkit.data.records import sources_of
 from peftkit.errors import CheckpointError, PeftkitError
 from peftkit.events import Listener, Notice, Saved, plain
 from peftkit.execution.environment import is_main_process
@@ -18,20 +21,63 @@ from peftkit.formats.folders import FINISHED, TENSORS
 from peftkit.recipe import Recipe
 from peftkit.train.checkpoint import UNBOUND
 
-SETTLED_LATER = {"data": {"packing"}, "train": {"shard"}, "base": {"store", "placement"}}
-"""Settings that follow from base and rows, or that a resume may change."""
+FREE = {"train": UNBOUND, "base": {"store", "placement"}}
+"""Settings by section that a resumed run may change: weights do not depend on them."""
 MAX_BYTES = 1 << 20
+HASHED_BYTES = 1 << 30
+"""Largest file whose content is compared; of larger ones, size and time."""
 
 
 def bound_settings(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Return the settings of a recipe that a resumed run must share, as plain JSON by section."""
+    """Return the settings of a recipe that determine its weights, as plain JSON by section."""
     settings = {}
-    for section in ("base", "method", "data", "train"):
+    for section in type(recipe).model_fields:
         values = getattr(recipe, section).model_dump(mode="json")
-        left_out = SETTLED_LATER.get(section, set()) | (UNBOUND if section == "train" else set())
         plain = json.loads(json.dumps(values, default=str))
-        settings[section] = {name: plain[name] for name in plain if name not in left_out}
+        free = FREE.get(section, ())
+        settings[section] = {name: plain[name] for name in plain if name not in free}
     return settings
+
+
+def inputs_of(recipe: Recipe) -> dict[str, str]:
+    """Return a digest of each local file and folder that the bound settings name."""
+    texts = set(_texts(bound_settings(recipe)))
+    paths = {*texts, *(text.rpartition(":")[0] for text in texts)}  # FILE.py:NAME
+    rows = {source.path for source in sources_of(recipe.data)} | {str(recipe.data.eval)}
+    found = {path: Path(path).expanduser() for path in paths | rows if path and "\0" not in path}
+    return {
+        path: _digest(place, is_deep=path in rows)
+        for path, place in sorted(found.items())
+        if os.path.exists(place)
+    }
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner)
+
+
+def _digest(path: Path, *, is_deep: bool) -> str:
+    if path.is_file() and path.stat().st_size <= HASHED_BYTES:
+        return sha256_of(path)
+    files = [path] if path.is_file() else path.rglob("*") if is_deep else path.iterdir()
+    stamps = [(str(f), s.st_size, s.st_mtime_ns) for f in files if f.is_file() and (s := f.stat())]
+    return hashlib.sha256(repr(sorted(stamps)).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def check_target(recipe: Recipe) -> None:
+    """Check before a run that its upload can be written and replaces no other run.
+
+    Raises:
+        PeftkitError: The URL cannot be written to, or holds another run.
+    """
+    if recipe.train.upload and is_main_process():
+        from peftkit.formats.upload import check_upload
+
+        check_upload(recipe.train.upload, bound_settings(recipe))
 
 
 def finish(recipe: Recipe, result: Result, on_event: Listener) -> None:
@@ -52,6 +98,7 @@ def finish(recipe: Recipe, result: Result, on_event: Listener) -> None:
     record = {
         "result": plain(asdict(result)),
         "settings": bound_settings(recipe),
+        "inputs": inputs_of(recipe),
         "adapter": sha256_of(folder / TENSORS),
         "upload": recipe.train.upload,
     }
@@ -69,8 +116,8 @@ def finish(recipe: Recipe, result: Result, on_event: Listener) -> None:
 def read_finished(recipe: Recipe) -> Result | None:
     """Return the result of a finished run of this recipe; None if it is not finished.
 
-    The record counts only if the adapter in the folder is the one that the run saved, and if it was
-    uploaded to where the recipe says now.
+    The record counts only if the adapter in the folder is the one that the run saved, if it was
+    uploaded to where the recipe says now, and if the files that the recipe names have not changed.
     """
     folder = recipe.train.output_dir
     if not (folder / FINISHED).is_file() or not (folder / TENSORS).is_file():
@@ -78,6 +125,7 @@ def read_finished(recipe: Recipe) -> Result | None:
     try:
         record = read_json(folder / FINISHED, max_bytes=MAX_BYTES, error=CheckpointError)
         is_same = record["settings"] == bound_settings(recipe)
+        is_same = is_same and record["inputs"] == inputs_of(recipe)
         is_uploaded = recipe.train.upload in (None, record["upload"])
         if not (is_same and is_uploaded) or record["adapter"] != sha256_of(folder / TENSORS):
             return None

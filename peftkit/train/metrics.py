@@ -28,7 +28,6 @@ from peftkit.events import (
     StepDone,
     plain,
 )
-from peftkit.execution.environment import is_main_process
 from peftkit.execution.plan import Activations
 from peftkit.execution.signals import Interrupted
 from peftkit.forward.blocks import Blocks
@@ -137,19 +136,15 @@ def reporting_a_stop(run: Run) -> Iterator[None]:
 
 
 def check_services(config: TrainConfig) -> None:
-    """Check the trackers and the upload of a run before it starts.
+    """Check the trackers of a run before it starts.
 
     Raises:
-        PeftkitError: A tracker is not installed, or the target of the upload cannot be written.
+        PeftkitError: A tracker is not installed.
     """
     if config.log_to or config.trackers:
         from peftkit.train.trackers import require, trackers_of
 
         require(trackers_of(config))
-    if config.upload and is_main_process():
-        from peftkit.formats.upload import check_upload
-
-        check_upload(config.upload)
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -14,6 +14,9 @@ from peftkit.train.checkpoint import check_same_run
 from peftkit.train.checkpoint_files import Checkpoints
 from peftkit.train.finish import bound_settings, read_finished
 
+SETTLED_LATER = {"data": {"packing"}, "train": {"shard"}}
+"""Settings that follow from base and rows, like all of the task's."""
+
 
 def finished_or_resume(
     recipe: Recipe, changes: Sequence[str], overwrite: bool, on_event: Listener
@@ -22,9 +25,10 @@ def finished_or_resume(
 
     The second value is whether the run resumes, the third the changes that are allowed then.
 
-    A run is finished if `finished.json` has the settings of the recipe and the hash of the adapter
-    in the folder, and no checkpoint is newer. All processes of a run decide alike, because none
-    writes to the folder before all have compared their decisions.
+    A run is finished if `finished.json` has the recipe's settings, the digests of the files that
+    they name and the hash of the adapter in the folder, and no checkpoint is newer. Otherwise it
+    resumes, which compares identities with those of its rows. All processes of a run decide alike,
+    because none writes to the folder before all have compared their decisions.
     """
     folder = recipe.train.output_dir
     steps = Checkpoints(folder).steps()
@@ -48,8 +52,10 @@ def check_settings_of_resume(recipe: Recipe, allow_changes: Sequence[str]) -> No
     manifest = Checkpoints(recipe.train.output_dir, keep=1).newest_valid(ignore).manifest
     saved, now = dict[str, Any](), dict[str, Any]()
     for section, values in bound_settings(recipe).items():
+        if section == "task":
+            continue
         before = manifest["identity"].get(section, {})
-        names = [name for name in values if name in before]
+        names = [n for n in values if n in before and n not in SETTLED_LATER.get(section, ())]
         now[section] = {name: values[name] for name in names}
         saved[section] = {name: before[name] for name in names}
     keys = flat(now)

@@ -23,6 +23,7 @@ from peftkit.execution.signals import StopRequest
 from peftkit.execution.state import State
 from peftkit.execution.world import World
 from peftkit.files.disk import LOCKS, RUN_LOCK, alone, writable_folder, write_text
+from peftkit.formats.folders import ADAPTER_FILES, CONFIG, MARKS, OVERWRITTEN, RECIPE, RECORDS
 from peftkit.model.blocks import is_sharded, is_streamed
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
@@ -49,7 +50,8 @@ def prepare_output(
         allow_changes: Dotted keys of the identity, "train" or "rows" that may have changed.
 
     Raises:
-        OutputError: The folder cannot be written to, or holds a run.
+        OutputError: The folder cannot be written to, holds a run, or holds files of another origin
+            that have names of a run's files.
         CheckpointError: There is nothing to resume, or the arguments contradict each other.
     """
     if resume and overwrite:
@@ -62,6 +64,16 @@ def prepare_output(
     if resume and not results:
         raise checkpoints.nothing_to_resume()
     writable_folder(output_dir)
+    if not (results or any((output_dir / name).exists() for name in (CONFIG, *MARKS))):
+        names = {*ADAPTER_FILES, *RECORDS, OVERWRITTEN}
+        if checkpoints.folder.exists():  # a server's job has its recipe before the run
+            names.remove(RECIPE)
+        if foreign := sorted(name for name in names if (output_dir / name).exists()):
+            raise OutputError(
+                f"{output_dir} holds files that the run would replace",
+                found=f"No run wrote them: {', '.join(foreign)}",
+                fix="Train into another folder (--out DIR).",
+            )
     results += sorted(path.name for path in output_dir.glob("*.safetensors"))
     if results and not (resume or overwrite):
         raise OutputError(
@@ -123,7 +135,7 @@ def delete_checkpoints(output_dir: Path) -> None:
         OutputError: A checkpoint cannot be deleted.
     """
     checkpoints = Checkpoints(output_dir)
-    shutil.rmtree(checkpoints.folder, ignore_errors=True)
+    checkpoints.delete_all()
     if checkpoints.steps():
         raise OutputError(f"cannot delete the run in {output_dir}", fix="Delete the folder.")
     writable_folder(checkpoints.folder)

@@ -113,6 +113,16 @@ def test_every_command_has_help_that_loads_no_torch_and_comes_soon():
 
 
 @pytest.mark.parametrize(
+    "args", ["train NAME", "runs NAME", "chat NAME", "export NAME --to ollama", "plan NAME"]
+)
+def test_a_name_that_is_too_long_is_a_usage_error(args, peftkit):
+    done = peftkit(*args.replace("NAME", "x" * 300).split())
+    assert (done.code, done.out) == (2, "")
+    assert "is too long for this file system" in done.err
+    assert "traceback" not in done.err
+
+
+@pytest.mark.parametrize(
     ("args", "message"),
     [
         (["trian", "x.yaml"], "No such command 'trian'. Did you mean 'train'?"),

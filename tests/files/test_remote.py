@@ -2,6 +2,7 @@
 
 import io
 import json
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -11,7 +12,7 @@ from peftkit.base.locate import locate
 from peftkit.errors import BaseError, ConfigError, DataError, RunError
 from peftkit.files import remote
 from peftkit.files.disk import LOCKS
-from peftkit.files.remote import check_writable, fetch, fetch_folder, matching, upload
+from peftkit.files.remote import STARTED, check_writable, fetch, fetch_folder, matching, upload
 
 LENGTH = {"max_length": 64, "packing": False}
 
@@ -100,7 +101,8 @@ def test_the_mark_of_an_upload_is_written_last_and_withdrawn_first(store, tmp_pa
     files = {name: tmp_path / name for name in "ab"}
     check_writable("memory://b/run")
     assert store.find("/b") == []
-    upload(files, "memory://b/run", ("finished.json", b"{}"))
+    mark = ("finished.json", b"{}")
+    upload(files, "memory://b/run", mark, b"{}".__eq__)
     assert store.find("/b") == ["/b/run/a", "/b/run/b", "/b/run/finished.json"]
 
     put = type(store).put_file
@@ -112,8 +114,23 @@ def test_the_mark_of_an_upload_is_written_last_and_withdrawn_first(store, tmp_pa
 
     monkeypatch.setattr(type(store), "put_file", put_file)
     with pytest.raises(RunError, match="reset by peer"):
-        upload(files, "memory://b/run", ("finished.json", b"{}"))
+        upload(files, "memory://b/run", mark, b"{}".__eq__)
     assert store.find("/b") == []
+
+
+@pytest.mark.parametrize("there", ["finished.json", STARTED, "a"])
+def test_an_upload_replaces_no_other_one(store, tmp_path, there):
+    (tmp_path / "a").write_text("new")
+    send = partial(upload, {"a": tmp_path / "a"}, "memory://b/run", ("finished.json", b"{}"))
+    before = {"/b/run/a": b"old", f"/b/run/{there}": b"other"}
+    store.pipe(before)
+    with pytest.raises(ConfigError, match="It holds another run, or files of another origin"):
+        send(b"{}".__eq__)
+    assert {name: store.cat(name) for name in before} == before
+    if there != "a":  # the same run, finished or killed in an upload, uploads again
+        store.pipe(f"/b/run/{there}", b"{}")
+        send(b"{}".__eq__)
+        assert store.find("/b") == ["/b/run/a", "/b/run/finished.json"]
 
 
 @pytest.mark.parametrize(

@@ -286,9 +286,17 @@ def test_a_folder_that_is_taken_is_left_alone(saved):
     (saved.out / "thesis.txt").write_text("mine")
     with pytest.raises(OutputError, match=r"it holds thesis\.txt"):
         merge(saved.adapter, saved.out, verify=False)
+    with pytest.raises(OutputError, match=r"it holds thesis\.txt"):  # there is no model to replace
+        merge(saved.adapter, saved.out, overwrite=True, verify=False)
+    (saved.out / "thesis.txt").unlink()
+    merge(saved.adapter, saved.out, verify=False)
+    (saved.out / "thesis.txt").write_text("mine")
     merge(saved.adapter, saved.out, overwrite=True, verify=False)
     assert (saved.out / "thesis.txt").read_text() == "mine"
     saved.merged()
+    (saved.out / "other.safetensors").write_text("mine")
+    with pytest.raises(OutputError, match=r"it holds other\.safetensors"):
+        merge(saved.adapter, saved.out, overwrite=True, verify=False)
 
 
 @pytest.mark.parametrize("which", ["base", "adapter"])

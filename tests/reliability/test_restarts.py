@@ -2,17 +2,23 @@
 
 import json
 import random
+import re
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from peftkit.errors import CheckpointError, OutputError
-from peftkit.events import Notice
-from peftkit.recipe import load
+from peftkit.config.schema import from_dict
+from peftkit.errors import CheckpointError, OutputError, PeftkitError
+from peftkit.events import Notice, ignore
+from peftkit.recipe import Recipe, load
 from peftkit.run import run as run_recipe
+from peftkit.train.finish import FREE
+from peftkit.train.resume import finished_or_resume
 from tests.helpers import command_line
 from tests.helpers.children import exit_code, start
 
@@ -80,11 +86,82 @@ def test_what_is_not_this_finished_run_is_resumed_or_refused(asked, tmp_path):
         run_recipe(longer, resume="auto", overwrite=True)
 
 
+DEPENDENT = {
+    *("base.quantize_embeddings", "data.max_pixels", "data.video_frames", "method.eva_rho"),
+    *("method.type", "task.completion", "task.prompt", "task.type", "train.drift"),
+    *("train.early_stopping", "train.eval_before", "train.eval_generate", "train.keep_best"),
+    *("train.log_to", "train.sample_every", "train.trackers"),
+}
+"""Fields that are valid only with other fields, or with another kind of section."""
+CANDIDATES = (True, False, 1, 2, 3, 0.5, 0.25, "x", "x.py:f", ["x"], [1], {"x": 1}, None)
+
+
+def other_values(schema: dict[str, Any], value: Any) -> Iterator[Any]:
+    """Yield values of a field that differ from its own, the likely ones first."""
+    for option in (schema, *schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        yield from option.get("enum", ())
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield from (value + 1, value * 2, value / 2, max(value - 1, 0))
+    yield from CANDIDATES
+
+
+def other_recipes(recipe: Recipe) -> Iterator[tuple[str, str, Recipe | None]]:
+    """Yield section, field and a valid recipe that differs in it; None if none was found."""
+    whole = recipe.model_dump(mode="json")
+    for section in Recipe.model_fields:
+        config = getattr(recipe, section)
+        fields = type(config).model_json_schema()["properties"]
+        for name, schema in fields.items():
+            other = None
+            for value in other_values(schema, whole[section][name]):
+                values = {**whole, section: {**whole[section], name: value}}
+                try:
+                    other = from_dict(Recipe, values, "x")
+                except PeftkitError:
+                    continue
+                if other != recipe:
+                    break
+                other = None
+            yield section, name, other
+
+
+def test_a_finished_run_is_not_that_of_a_recipe_that_differs_in_any_field(asked):
+    """Each field is free by a list, or `auto` resumes, which compares the identities."""
+    run_recipe(asked, resume="auto")
+    without = set()
+    for section, name, other in other_recipes(asked):
+        if other is None:
+            without.add(f"{section}.{name}")
+        elif name not in ("output_dir", "upload"):  # another run; uploads again
+            result, resumes, _ = finished_or_resume(other, (), False, ignore)
+            assert (result is not None) == (name in FREE.get(section, ())), f"{section}.{name}"
+            assert result is not None or resumes
+    assert without == DEPENDENT
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("task.anchor", 1.0), ("data.packing", True), ("rows", "the cat")],
+)
+def test_what_differs_from_a_finished_run_is_listed(key, value, asked, tmp_path, recipe_file):
+    run_recipe(asked, resume="auto")
+    if key == "rows":
+        text = (tmp_path / "train.jsonl").read_text()
+        (tmp_path / "train.jsonl").write_text(text.replace("the fox", value))
+        key, other = "rows.train", asked
+    else:
+        section, name = key.split(".")
+        whole = asked.model_dump(mode="json")
+        other = from_dict(Recipe, {**whole, section: {**whole[section], name: value}}, "x")
+    with pytest.raises(CheckpointError, match=re.escape(key)):
+        run_recipe(other, resume="auto")
+
+
 def test_an_adapter_of_unknown_origin_is_not_overwritten(asked, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / TENSORS).write_bytes(b"of another program")
-    with pytest.raises(OutputError, match="already holds a run"):
+    with pytest.raises(OutputError, match="No run wrote them"):
         run_recipe(asked, resume="auto")
 
 

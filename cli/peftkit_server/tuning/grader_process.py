@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from peftkit.execution.children import python
 from peftkit.tasks.user_code import UserCode, file_of
 
 _CHILD = """
@@ -52,7 +52,7 @@ class ProcessCode(UserCode):
 
 def _call(path: Path, name: str, seconds: float, *arguments: Any) -> Any:
     process = subprocess.Popen(
-        [sys.executable, "-c", _CHILD, str(path), name, str(int(seconds) + 1)],
+        python("-c", _CHILD, str(path), name, str(int(seconds) + 1)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -28,9 +28,9 @@ from peftkit.config.strict_yaml import printable
 from peftkit.errors import CheckpointError, DataError, PeftkitError
 from peftkit.events import Listener
 from peftkit.execution.signals import Interrupted, pause_points
-from peftkit.files.disk import new_folder, sha256_of, write_text
+from peftkit.files.disk import sha256_of, write_text
 from peftkit.formats import folders
-from peftkit.formats.folders import CONFIG, NOTES, RECIPE, TENSORS
+from peftkit.formats.folders import CONFIG, NOTES, RECIPE, TENSORS, new_adapter_folder
 from peftkit.recipe import Recipe
 from peftkit.report.history import read_history
 from peftkit.run import run
@@ -172,7 +172,7 @@ class Jobs:
         start = self._training.models.folder(model, owner)
         if start is None or not start.is_relative_to(self._training.folder.resolve()):
             return  # the base, or an operator's adapter
-        with new_folder(self.folder(id) / START, last=CONFIG) as new:
+        with new_adapter_folder(self.folder(id) / START, force=True) as new:
             for name in (CONFIG, TENSORS, NOTES, folders.START):
                 if name == folders.START and not (start / name).exists():
                     continue
@@ -272,6 +272,7 @@ class Jobs:
             out=folder,
         )
         folder.mkdir(parents=True, exist_ok=True)
+        Checkpoints(folder).folder.mkdir(exist_ok=True)  # the run replaces only its own recipe
         write_text(dump_yaml(recipe, only_set=True), folder / RECIPE)
         with changing(self._store, id) as job:
             job["recipe"] = sha256_of(folder / RECIPE)

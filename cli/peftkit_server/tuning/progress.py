@@ -22,8 +22,7 @@ from peftkit.events import (
     Table,
 )
 from peftkit.execution.signals import Interrupted, stop_here
-from peftkit.files.disk import new_folder
-from peftkit.formats.folders import CONFIG, NOTES, START, TENSORS
+from peftkit.formats.folders import CONFIG, NOTES, START, TENSORS, new_adapter_folder
 from peftkit.report.history import History, read_history
 from peftkit_server.models import KEPT
 from peftkit_server.store import new_id
@@ -167,7 +166,7 @@ class JobProgress:
             return
         folder = self._folder / KEPT / f"step-{step}"
         folder.parent.mkdir(exist_ok=True)
-        with new_folder(folder, last=CONFIG) as new:
+        with new_adapter_folder(folder, force=True) as new:
             checkpoint = self._folder / "checkpoints" / f"step-{step}"
             for name in (CONFIG, TENSORS, NOTES, START):
                 if name != START or (checkpoint / name).exists():
