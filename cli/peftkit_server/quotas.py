@@ -1,6 +1,6 @@
 """Quotas of API keys: no key can use up what the keys share.
 
-`Intake` handles every route, so a new route has these limits without code of its own.
+`Intake` handles every route, so a new route has these limits without further code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from peftkit_server.refusals import RequestError, refusal
 from peftkit_server.store import Store
 
 FILE, MODEL, WEIGHTS, SAMPLER = "file", "model", "tinker.weights", "tinker.sampler"
-"""Kinds of the store's documents; those of files and models have their sizes."""
+"""Kinds of the store's documents; documents of files and models have their sizes."""
 RECORDS = ("job", "tinker.session", "tinker.model", SAMPLER)
 """Kinds that `key_records` counts."""
 

@@ -25,9 +25,9 @@ class EncodedRows:
 
     Attributes:
         rows: Rows in the order of the records, and `Dropped` for records without a row.
-        agreed: Values that all rows of a file must share, by name: the format.
-        shared: Values stored only if all rows of a file share them, by name: the system prompt.
-        counts: Counts that are summed over the file, by name.
+        agreed: Names and values that all rows of a file must share: the format.
+        shared: Names and values stored only if all rows of a file share them: the system prompt.
+        counts: Names and counts that are summed over the file.
         unused: Fields that no record used.
     """
 
