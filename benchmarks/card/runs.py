@@ -189,9 +189,7 @@ def decoding(job: Job) -> Iterator[Line]:
 
 
 def _pinned_bytes() -> int:
-    """Return the main memory that torch holds pinned; 0 before torch 2.9 or without CUDA."""
-    if not hasattr(torch.cuda, "host_memory_stats"):
-        return 0
+    """Return the main memory that torch holds pinned; 0 without CUDA."""
     try:
         return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
     except RuntimeError:

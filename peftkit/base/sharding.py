@@ -44,6 +44,9 @@ from peftkit.files.tensors import DTYPES, open_tensors
 from peftkit.model.blocks import SHARDED, recomputable_blocks
 from peftkit.quant.layers import packed_tensors
 
+SHARDS_PACKED = torch.__version__ >= (2, 13)
+"""Whether torch shards tensors of integers: older releases give their shards a gradient."""
+
 
 def open_together(request: BaseRequest, world: World, on_event: Listener) -> LoadedModel:
     """Open a base on several ranks, which all map the same files.
@@ -139,7 +142,8 @@ def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False)
         offload: Keep the shards in main memory and gather only the running block on the device.
 
     Raises:
-        ConfigError: The model has no blocks, or skips some at random (layer dropout).
+        ConfigError: The model has no blocks, or skips some at random (layer dropout), or is packed
+            and torch is too old.
     """
     blocks, name = list(dict.fromkeys(recomputable_blocks(model))), type(model).__name__
     if not blocks:
@@ -152,7 +156,14 @@ def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False)
             found=f"Its config.json has {drops[0]}.",
             fix="Set it to 0 there, or train.shard: none.",
         )
-    for _, _, packing in packed_tensors(model):
+    packings = [packing for _, _, packing in packed_tensors(model)]
+    if packings and not SHARDS_PACKED:
+        raise ConfigError(
+            f"cannot shard {name}: its weights are packed",
+            found=f"torch {torch.__version__} shards weights of floating-point numbers only.",
+            fix="Install torch 2.13 or newer, or set train.shard: none, or base.quantize: none.",
+        )
+    for packing in packings:
         packing.unpacked = None
     world = World(device)
     unsharded = {p for p in model.parameters() if p.requires_grad or p.dim() == 0}

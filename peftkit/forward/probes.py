@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from peftkit.errors import BaseError, DataError
-from peftkit.execution.out_of_memory import one_line
+from peftkit.execution.out_of_memory import is_out_of_memory, one_line
 from peftkit.forward.attention import TrainingAttention
 from peftkit.forward.loss import accepted, unwrapped
 from peftkit.forward.noise import Trial
@@ -75,7 +75,10 @@ def why_padded(model: nn.Module, attention: TrainingAttention, *, share: bool) -
                 together, changed = (
                     _probed_unpadded(model, attention, rows, share) for rows in (documents, others)
                 )
-            except Exception as error:  # the model does not support such sequences
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                # the model does not support such sequences
                 return f"{type(bare).__name__} raises {one_line(error)}"
             finally:
                 attention.layout = None

@@ -109,9 +109,7 @@ def spans_attention(
     if len(spans.tokens):
         rows[1:] = [gathered(x, spans) for x in rows[1:]]
     left = -1 if window is None else window - 1
-    run = kernel()
-    assert run is not None
-    out: Tensor = run(
+    out: Tensor = kernel()(
         *rows,
         spans.queries,
         spans.keys,
@@ -145,12 +143,10 @@ def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 @cache
-def kernel() -> Callable[..., Any] | None:
-    """Return torch's kernel for grouped heads, whose module is slow to import; None before 2.10."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
+def kernel() -> Callable[..., Any]:
+    """Return torch's kernel for grouped heads, whose module is slow to import."""
+    from torch.nn.attention.varlen import varlen_attn
+
     attend: Callable[..., Any] = varlen_attn
     # before 2.12 the kernel takes grouped heads without the argument
     has_argument = "enable_gqa" in inspect.signature(attend).parameters
@@ -159,13 +155,10 @@ def kernel() -> Callable[..., Any] | None:
 
 @cache
 def is_available(device: torch.device) -> bool:
-    """Return whether device and torch support the kernel; its arguments changed up to 2.12."""
+    """Return whether the device supports the kernel."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    run = kernel()
-    parameters = {} if run is None else inspect.signature(run).parameters
-    has_arguments = {"scale", "window_size"} <= parameters.keys()
-    return has_arguments and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+    return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
 @cache

@@ -19,6 +19,7 @@ from peftkit.forward.blocks import COMPILER_WARNING
 from peftkit.forward.fake_quantized import _StraightThrough
 from peftkit.kernels.cross_entropy import ChunkedValues, chunked_cross_entropy
 from peftkit.kernels.delta_rule import _UnitLowerSolve
+from peftkit.kernels.device import _SmallLayer
 from peftkit.kernels.fused import Gated, RMSNorm, Rotary
 from peftkit.kernels.lora import Layer, Saved, _GroupedLoRALinear, grouped_lora_linear
 from peftkit.kernels.packed import PackedFormat, PackedLinear, pack_int8, packed_linear
@@ -116,6 +117,7 @@ CASES: dict[type[torch.autograd.Function], Callable[[], Case]] = {
         lambda x: Rotary.apply(x, *torch.ones(2, 1, 5, 8).double()),
         [randn(3, 4, 5, 8)],
     ),
+    _SmallLayer: lambda: (_SmallLayer.apply, [randn(9, 6), randn(2, 6), randn(6, 2)]),
     _UnitLowerSolve: lambda: (_UnitLowerSolve.apply, [randn(2, 8, 8), randn(2, 8, 3)]),
     _StraightThrough: lambda: (
         lambda x, a, b: _StraightThrough.apply(x, a, b, torch.ones(5, 6).double(), 0.5),

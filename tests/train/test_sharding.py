@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from peftkit.base import sharding
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
 from peftkit.formats.peft.load import named_tensors
+from peftkit.quant.quantize import quantize_model
 from peftkit.recipe import Recipe
 from peftkit.run import check, run
 from tests.helpers.sharded import logged_losses, ragged_recipe, run_alone, run_ranks
@@ -26,6 +28,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path
     directory = tmp_path_factory.mktemp("sharded")
     assert run_ranks(directory, {"two": settings_of(directory, model_folder)}) == {}
     return directory
+
+
+def test_packed_weights_that_torch_cannot_shard_are_refused(llama, monkeypatch):
+    monkeypatch.setattr(sharding, "SHARDS_PACKED", False)
+    quantize_model(llama, "nf4", compute_dtype=torch.float32)
+    with pytest.raises(ConfigError, match="weights are packed"):
+        sharding.shard_base(llama, torch.device("cpu"))
 
 
 def test_two_ranks_learn_what_one_does(folder, model_folder, tmp_path):
