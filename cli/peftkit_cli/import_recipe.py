@@ -20,13 +20,14 @@ TABLES = frozenset(("embed_tokens", "lm_head"))
 DATA_KEYS = ("datasets", "test_datasets", "dataset", "eval_dataset", "dataset_dir", "stage", "data")
 
 
-def import_recipe(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of another program.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Recipe to write.")],
-) -> None:
+def import_recipe(file: Path, out: Annotated[Path, typer.Option()]) -> None:
     """Convert a YAML file of axolotl, LLaMA-Factory or mlx-lm. Prints the recipe's path.
 
     Keys without a counterpart are listed with their values.
+
+    Args:
+        file (FILE): YAML file of another program.
+        out (FILE): Recipe to write.
     """
     if out.exists():
         raise OutputError(f"'{out}' exists already.", fix="Choose another name with --out.")
