@@ -13,8 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from peftkit.kernels.lora import add_lora
-from peftkit.kernels.row_norms import adapted_row_norms
+from peftkit.kernels.lora import adapted_row_norms, add_lora
 from peftkit.methods.base import AdapterModule, Method
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_format import LoRAFormat, trains_biases
