@@ -324,7 +324,7 @@ class Conversation:
             self._adapter = name
         note(f"The {name} answers now." if name in (BASE, "adapter") else f"{name} answers now.")
 
-    def _stream_answer(self, name: str, messages: Sequence[dict[str, Any]]) -> _Answer | None:
+    def _stream_answer(self, name: str, messages: Sequence[dict[str, object]]) -> _Answer | None:
         """Stream the answer of a voice and return it; None if the prompt was refused."""
         style, tokenizer, tools = self.voices[name].style, self.base.tokenizer, self._tools
         pieces: list[AnswerPiece] = []

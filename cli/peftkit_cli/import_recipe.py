@@ -317,7 +317,7 @@ def put_files(ours: Settings, place: str, paths: list[str], lost: Settings, key:
         put(ours, f"data.{place}", paths[0] if len(paths) == 1 else several)
 
 
-def put(ours: Settings, place: str, value: Any) -> None:
+def put(ours: Settings, place: str, value: object) -> None:
     """Set a value by its dotted key."""
     *sections, name = place.split(".")
     for section in sections:

@@ -267,7 +267,7 @@ def show(facts: Mapping[str, Any], groups: Sequence[Group]) -> None:
     print_table("", (first, "modules", "count", "shape", "parameters"), rows)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Format the value of a fact; paths that differ only in the layer number are listed once."""
     if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
         counts = Counter(starred(name) for name in value)

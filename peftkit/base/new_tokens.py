@@ -292,7 +292,7 @@ def _num_rows(base: Base) -> int:
     return int(table.num_embeddings)
 
 
-def _head(model: Any) -> nn.Module | None:
+def _head(model: nn.Module) -> nn.Module | None:
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if getter else None
     return None if head is None else _dense(model, head)

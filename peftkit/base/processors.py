@@ -109,7 +109,7 @@ def load_multimodal(location: Location, kind: Processor) -> Any:
     return processor
 
 
-def _without_videos(location: Location, arguments: dict[str, Any]) -> Any:
+def _without_videos(location: Location, arguments: dict[str, object]) -> Any:
     config = load_config(location)
     kind: Any = PROCESSOR_MAPPING.get(type(config), None)
     if kind is None or "video_processor" not in getattr(kind, "get_attributes", list)():

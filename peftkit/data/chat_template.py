@@ -42,7 +42,7 @@ CHATML = """\
 
 
 def choose_template(
-    tokenizer: Any, choice: str | None, variables: Mapping[str, Any] | None = None
+    tokenizer: Any, choice: str | None, variables: Mapping[str, object] | None = None
 ) -> str | None:
     """Return the template of `data.chat_template`; None: the tokenizer's template, if any.
 

@@ -106,7 +106,9 @@ def _predicting(opened: Opened, what: Predicts) -> Any:
     return build_task(opened, is_suited, f"predicts nothing for {what}", fix, length)
 
 
-def write_rows(rows: Sequence[dict[str, Any]], path: Path, *, on_event: Listener = ignore) -> None:
+def write_rows(
+    rows: Sequence[dict[str, object]], path: Path, *, on_event: Listener = ignore
+) -> None:
     """Write rows as JSON Lines, atomically."""
     write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), path)
     on_event(Saved("rows", path))

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,7 +162,7 @@ def task_of(file: AdapterFile) -> TaskConfig:
     return from_dict(kind, settings, str(file.folder / CONFIG))
 
 
-def _noted(settings: Mapping[str, Any], notes: str) -> TaskConfig:
+def _noted(settings: Mapping[str, object], notes: str) -> TaskConfig:
     kind = TASKS.get(str(settings.get("type")))
     if kind is None:
         raise AdapterError(

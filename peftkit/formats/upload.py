@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from peftkit.errors import PeftkitError, RunError
 from peftkit.events import Listener, Stage
@@ -30,7 +29,7 @@ def check_upload(url: str) -> None:
         check_writable(url)
 
 
-def upload_run(folder: Path, url: str, record: Mapping[str, Any], on_event: Listener) -> None:
+def upload_run(folder: Path, url: str, record: Mapping[str, object], on_event: Listener) -> None:
     """Upload the adapter and the records of a run, without checkpoints; `finished.json` is last.
 
     Raises:

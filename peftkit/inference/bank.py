@@ -377,7 +377,7 @@ def read_files(adapters: Mapping[str, str | Path]) -> dict[str, AdapterFile]:
 
 
 def report_other_bases(
-    files: Mapping[str, AdapterFile], loading: Mapping[str, Any], on_event: Listener
+    files: Mapping[str, AdapterFile], loading: Mapping[str, object], on_event: Listener
 ) -> None:
     """Emit a notice for each adapter that was trained over another quantisation of the base.
 

@@ -112,7 +112,7 @@ def _whole(text: str) -> Any:
     return value
 
 
-def _call(value: Any) -> Call:
+def _call(value: object) -> Call:
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise NoCall("no object with a name")
     given = value.get("arguments", value.get("parameters", {}))
@@ -124,7 +124,7 @@ def _call(value: Any) -> Call:
     return Call(value["name"], given, identity if isinstance(identity, str) else None)
 
 
-def calls_of(value: Any) -> list[Call]:
+def calls_of(value: object) -> list[Call]:
     """Return the calls in an object with a name and arguments, or in a list of such objects.
 
     Raises:

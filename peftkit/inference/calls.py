@@ -233,7 +233,7 @@ def _num_held(text: str, marks: Sequence[str]) -> int:
 def read_answer(
     form: CallFormat | None,
     text: str,
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Mapping[str, object]] = (),
     *,
     thinks: bool = False,
 ) -> AnswerPiece:

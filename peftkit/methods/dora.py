@@ -114,7 +114,7 @@ class DoRAFormat(LoRAFormat):
     method_class: type[LoRA] = DoRA
     known_fields: ClassVar[Collection[str]] = (*LoRAFormat.known_fields, "use_dora")
 
-    def describes(self, fields: Mapping[str, Any]) -> bool:
+    def describes(self, fields: Mapping[str, object]) -> bool:
         ours = fields.get("peft_type") == self.peft_type and not trains_biases(fields)
         return ours and bool(fields.get("use_dora"))
 

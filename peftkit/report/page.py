@@ -220,7 +220,7 @@ def _scores(run: History) -> str:
     return table(columns, [[_cell(score.get(key)) for key in keys] for score in run.scores])
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     return short(value) if isinstance(value, float | None) else str(value)
 
 
