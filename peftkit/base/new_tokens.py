@@ -260,11 +260,7 @@ def grow(model: Any, num_rows: int) -> None:
 
 
 def resize(model: Any, num_rows: int) -> None:
-    """Set the number of rows of a model's embedding and head.
-
-    Raises:
-        TargetError: The rows are quantised.
-    """
+    """Set the rows of embedding and head; raises TargetError if they are quantised."""
     for table in token_tables(model).values():
         _dense(model, table)  # transformers cannot resize others
     with quiet():

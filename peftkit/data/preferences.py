@@ -144,11 +144,7 @@ def read_verdicts(
 
 
 def check_both_labels(where: str, wanted: int, unwanted: int) -> None:
-    """Refuse a file whose rows all have one label.
-
-    Raises:
-        DataError: They do.
-    """
+    """Refuse a file whose rows all have one label, with a DataError."""
     if not wanted or not unwanted:
         raise DataError(
             f"Cannot train on {where}: all of its rows have one label.",

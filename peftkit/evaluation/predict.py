@@ -141,11 +141,7 @@ def generate_with_media(
 
 
 def media_task(opened: Opened) -> MediaText:
-    """Return the task of an opened adapter that takes media in its prompts.
-
-    Raises:
-        AdapterError: The adapter has another task.
-    """
+    """Return the task of an adapter that takes media in prompts; raises AdapterError for others."""
     fix = "Leave them out; adapters of the tasks image_text and audio_text take them."
     complaint = "takes no images, audio or videos in a prompt"
     task = build_task(opened, bool(opened.task.prompt_media), complaint, fix)

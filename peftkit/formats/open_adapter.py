@@ -59,11 +59,7 @@ class Opened:
 
     @property
     def style(self) -> Style:
-        """The prompt style of training, or by default of the chat template.
-
-        Raises:
-            AdapterError: The adapter does not complete prompts.
-        """
+        """The prompt style of training or of the template; raises AdapterError for other tasks."""
         require_causal(self.task, self.file.folder)
         recorded = self.file.provenance.prompt_style
         return recorded or default_style(self.base.processor)

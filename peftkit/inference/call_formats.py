@@ -80,11 +80,7 @@ class CallFormat:
 
 
 def dumped(call: Call) -> str:
-    """Return a call's arguments as JSON text.
-
-    Raises:
-        ValueError, TypeError: The arguments are not JSON.
-    """
+    """Return arguments as JSON text; raises ValueError or TypeError for other values."""
     return json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
 
 
@@ -125,11 +121,7 @@ def _call(value: object) -> Call:
 
 
 def calls_of(value: object) -> list[Call]:
-    """Return the calls in an object with a name and arguments, or in a list of such objects.
-
-    Raises:
-        NoCall: The value is not a call or a list of calls.
-    """
+    """Return the call, or the calls of a list; raises NoCall for other values."""
     return [_call(item) for item in (value if isinstance(value, list) else [value])]
 
 

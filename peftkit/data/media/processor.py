@@ -190,11 +190,7 @@ class MediaProcessor:
             )
 
     def read(self, media: Sequence[Media]) -> list[tuple[type[Media], Any]]:
-        """Decode media for the processor.
-
-        Raises:
-            DataError: A medium cannot be read.
-        """
+        """Decode media for the processor; raises DataError if one cannot be read."""
         return [(type(one), one.read(self.limits)) for one in media]
 
     def replacements(self, text: str, media: ReadMedia, source: str) -> tuple[tuple[str, ...], int]:

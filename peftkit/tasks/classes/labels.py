@@ -149,11 +149,7 @@ def check_names(labels: Sequence[str]) -> None:
 def values_in(
     records: Iterable[Record], read: Callable[[Mapping[str, Any]], Read]
 ) -> Iterator[tuple[Read, str]]:
-    """Yield the result of `read` for each record, and the record's source.
-
-    Raises:
-        DataError: `read` raised WrongField.
-    """
+    """Yield `read` of each record and its source; raises DataError for a WrongField of `read`."""
     for record in records:
         try:
             value = read(record.fields)
