@@ -37,6 +37,7 @@ from peftkit_cli import (
     plan,
     runs,
     serving,
+    studio,
     talk,
     train,
 )
@@ -92,7 +93,7 @@ app.command("inspect", rich_help_panel=INSPECT)(with_help(inspect.inspect))
 app.command(rich_help_panel=INSPECT)(with_help(data.data))
 app.command(rich_help_panel=INSPECT)(with_help(runs.report))
 app.command(rich_help_panel=INSPECT)(with_help(runs.runs))
-app.command(rich_help_panel=INSPECT)(with_help(serving.studio))
+app.command(rich_help_panel=INSPECT)(with_help(studio.studio))
 app.add_typer(about.base, name="base", rich_help_panel=INSPECT)
 app.add_typer(about.recipes, name="recipes", rich_help_panel=INSPECT)
 app.command(rich_help_panel=INSPECT)(with_help(about.env))

@@ -1,4 +1,4 @@
-"""`peftkit serve`, an OpenAI-compatible server for adapters, and `peftkit studio`."""
+"""`peftkit serve`: an OpenAI-compatible HTTP server for adapters."""
 
 from __future__ import annotations
 
@@ -166,48 +166,4 @@ def _options(
         names=(model, *names),
         allow_code=allow_code,
         say=note,
-    )
-
-
-def studio(
-    folder: Annotated[Path, typer.Argument()] = Path("."),
-    host: str = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535)] = 8100,
-    api_key: Annotated[list[str] | None, typer.Option(envvar="PEFTKIT_API_KEY")] = None,
-    models: list[Path] | None = None,
-    run_code: bool = False,
-    open_browser: Annotated[bool, typer.Option("--open")] = False,
-) -> None:
-    """Serve a page to start, watch and compare runs, and to chat. Prints its address.
-
-    Args:
-        folder ([DIR]): Folder of data/, recipes/ and runs/.
-        host (HOST): Address to listen on.
-        port (N): 0 picks a free port.
-        api_key (KEY): Key of the page. Default: a random key, which the printed address contains.
-        models (DIR): Another folder whose files recipes may name. Repeatable.
-        run_code: Start recipes that name Python functions.
-        open_browser: Open the page in a browser.
-    """
-    for path in (folder, *(models or ())):
-        if not path.is_dir():
-            raise ConfigError(f"there is no folder '{path}'.", fix="Create it, or name another.")
-    from peftkit_studio.server import serve_studio
-
-    def announce(url: str) -> None:
-        typer.echo(url)
-        note("Ctrl-C stops the page. Runs continue.")
-        if open_browser:
-            import webbrowser
-
-            webbrowser.open(url)
-
-    serve_studio(
-        folder,
-        host=host,
-        port=port,
-        keys=api_key or (),
-        models=models or (),
-        run_code=run_code,
-        on_ready=announce,
     )

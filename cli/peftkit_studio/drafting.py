@@ -220,7 +220,7 @@ def _forbidden_files(recipe: Any) -> Iterator[tuple[str, str]]:
                 yield text, f"{key}: '{text}' is outside of {allowed} (further folders: --models)."
 
 
-def _texts(value: object) -> Iterator[str]:
+def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | tuple):

@@ -78,5 +78,5 @@ class Stream:
         return StreamingResponse(stream(), media_type="text/event-stream")
 
 
-def _events(state: dict[str, object]) -> str:
+def _events(state: dict[str, Any]) -> str:
     return "".join(f"event: {name}\ndata: {json.dumps(value)}\n\n" for name, value in state.items())

@@ -172,7 +172,11 @@ class RolloutTask(DocumentTask):
         return ModelSampler(model, self.tokenizer, MAX_ROWS)
 
     def check_answers(self, run: TrainingRun) -> None:
-        """Raise ConfigError if the base is sharded: each process generates answers alone."""
+        """Check that each process can generate answers alone.
+
+        Raises:
+            ConfigError: The base is sharded over processes.
+        """
         if run.parallel.in_lockstep:
             raise ConfigError(
                 "training on the model's own answers needs the whole base on each process",
