@@ -174,11 +174,7 @@ class PackingLoader:
         return parameter
 
     def install(self, model: nn.Module) -> None:
-        """Replace the loaded model's layers by layers with packed weights.
-
-        Raises:
-            BaseError: Weights could not be packed; lists them.
-        """
+        """Replace layers by layers with packed weights; raises BaseError for failed weights."""
         if self._problems:
             raise not_quantizable(model, self.request.settings.quantize, self._problems)
         packings = {key: item.packing for key, item in self._loaded.items() if item.packing}
