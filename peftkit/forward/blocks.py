@@ -245,7 +245,7 @@ class _Recompute:
         self._offload: Callable[..., Any] | None = None
         self._draws: dict[tuple[Any, bool], bool] = {}
 
-    def __call__(self, run: Callable[..., Any], *args: object) -> Any:
+    def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
         """Compute a block, and save the generators' state only if it draws random numbers.
 
         The first call in each mode observes whether a block draws (dropout).
@@ -281,7 +281,7 @@ class _Recompute:
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
         return checkpoint(forward, *args, **options)
 
-    def _with_weights(self, run: Callable[..., Any], *args: object) -> Any:
+    def _with_weights(self, run: Callable[..., Any], *args: Any) -> Any:
         with self._stream.around(_block_of(run)):
             return run(*args)
 
@@ -291,9 +291,7 @@ class _Recompute:
         return [torch.get_rng_state(), *([] if gpu is None else [gpu.get_rng(self._device)])]
 
 
-def _in_tiles(
-    plan: ExecutionPlan, module: nn.Module, x: Any, *args: object, **kwargs: object
-) -> Any:
+def _in_tiles(plan: ExecutionPlan, module: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute a feed-forward module in tiles if the row is long."""
     run: Any = functools.partial(type(module).forward, module)
     is_other = args or kwargs or not isinstance(x, Tensor) or x.dim() != 3
@@ -314,7 +312,7 @@ def _block_of(run: Callable[..., Any]) -> Any:
     return bound[0]
 
 
-def _with_gradient(call: Callable[..., Any], *args: object, **more: object) -> Any:
+def _with_gradient(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
     """Call a block with hidden states that require a gradient, like the blocks above it."""
     if args and isinstance(args[0], Tensor) and not args[0].requires_grad:
         args = args[0].detach().requires_grad_(torch.is_grad_enabled()), *args[1:]
@@ -327,7 +325,7 @@ class _Replayed:
     def __init__(self, device: torch.device) -> None:
         self._device, self._state = device, None
 
-    def __call__(self, run: Callable[..., Any], *args: object) -> Any:
+    def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
         gpu: Any = gpu_of(self._device)
         before = gpu.get_rng(self._device)
         if self._state is None:
@@ -340,5 +338,5 @@ class _Replayed:
             gpu.set_rng(before, self._device)
 
 
-def _call(run: Callable[..., Any], *args: object) -> Any:
+def _call(run: Callable[..., Any], *args: Any) -> Any:
     return run(*args)
