@@ -85,11 +85,7 @@ LOWER_IS_BETTER = re.compile(r"(^|_)((loss|perplexity|mse|wer|cer|kl)(_|$)|drift
 
 
 def score_of(metrics: Mapping[str, float], name: str) -> float:
-    """Return a metric as a score of which the lowest is the best.
-
-    Raises:
-        ConfigError: There is no such metric.
-    """
+    """Return a metric as a score, the lowest the best; raises ConfigError for an unknown one."""
     if name not in metrics:
         found = f"An evaluation of this task has: {', '.join(metrics)}."
         raise ConfigError(f"there is no metric {name!r} for train.best_metric", found=found)

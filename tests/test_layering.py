@@ -117,7 +117,6 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "google": ("server/tinker/wire",),  # protobuf: the optional extra `train-api`
     "llguidance": ("server/grammars",),  # the optional extra `json`; imported when called
     "lm_eval": ("inference/harness",),  # the optional extra `lm-eval`; imported when called
-    "xllamacpp": ("cli/deploy/run_xllamacpp",),  # a program by itself, in another environment
     "typer": ("cli/",),
     "rich": ("cli/",),
 }

@@ -15,7 +15,7 @@ import typer
 
 from peftkit.data.readers import READERS
 from peftkit.errors import ConfigError, OutputError, neighbours
-from peftkit_cli.arguments import Json, note
+from peftkit_cli.arguments import Json, note, with_help
 from peftkit_cli.start.recipes import recipe_file, recipes_folder
 
 recipes = typer.Typer(help="List, show or copy ready-made recipes.", no_args_is_help=False)
@@ -134,11 +134,13 @@ def write_recipe(path: Path, text: str) -> None:
 
 
 @recipes.command("cp")
-def copy_recipe(
-    name: RecipeName,
-    dest: Annotated[Path, typer.Argument(metavar="DEST", help="A new file, or a folder.")],
-) -> None:
-    """Copy a ready-made recipe to edit it."""
+@with_help
+def copy_recipe(name: RecipeName, dest: Path) -> None:
+    """Copy a ready-made recipe to edit it.
+
+    Args:
+        dest (DEST): A new file, or a folder.
+    """
     source = recipe_file(name)
     target = dest / source.name if dest.is_dir() else dest
     write_recipe(target, source.read_text(encoding="utf-8"))
@@ -173,12 +175,13 @@ def list_bases(as_json: Json = False) -> None:
 
 
 @base.command("rm")
-def remove_base(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Name or model from `peftkit base ls`.")
-    ],
-) -> None:
-    """Remove quantised bases from the cache; the models stay."""
+@with_help
+def remove_base(name: str) -> None:
+    """Remove quantised bases from the cache; the models stay.
+
+    Args:
+        name (NAME): Name or model from `peftkit base ls`.
+    """
     from peftkit.base.stored import remove_stored
     from peftkit.figures import size
 
@@ -187,18 +190,18 @@ def remove_base(
 
 
 @base.command("pack")
+@with_help
 def pack(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="Hub id, folder or short name."),
-    ],
-    quantize: Annotated[str, typer.Option(metavar="KIND", help="nf4, fp4 or int8.")] = "nf4",
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="bf16, fp16, fp32, auto.")] = "auto",
-    revision: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Branch, tag or commit.")
-    ] = None,
+    model: str, quantize: str = "nf4", dtype: str = "auto", revision: str | None = None
 ) -> None:
-    """Quantise a base into the cache, for runs that start in seconds."""
+    """Quantise a base into the cache, for runs that start in seconds.
+
+    Args:
+        model (MODEL): Hub id, folder or short name.
+        quantize (KIND): nf4, fp4 or int8.
+        dtype (DTYPE): bf16, fp16, fp32, auto.
+        revision (NAME): Branch, tag or commit.
+    """
     from peftkit.base.stored import pack_base
     from peftkit_cli.render import Renderer
 

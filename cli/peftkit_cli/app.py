@@ -42,7 +42,7 @@ from peftkit_cli import (
     talk,
     train,
 )
-from peftkit_cli.arguments import ResumeCommand
+from peftkit_cli.arguments import ResumeCommand, with_help
 
 
 class CommandsByPurpose(typer.core.TyperGroup):
@@ -71,34 +71,34 @@ app = typer.Typer(
 )
 LogFormat = Literal["text", "json"]
 TRAIN, USE, INSPECT = "Train", "Use", "Inspect"
-app.command(rich_help_panel=TRAIN)(about.quickstart)
-app.command(rich_help_panel=TRAIN)(init.init)
-app.command("import-recipe", rich_help_panel=TRAIN)(import_recipe.import_recipe)
-app.command(cls=ResumeCommand, rich_help_panel=TRAIN)(train.train)
-app.command(rich_help_panel=TRAIN)(train.check)
-app.command(rich_help_panel=TRAIN)(distill.distill)
-app.command(rich_help_panel=TRAIN)(runs.sweep)
-app.command(rich_help_panel=TRAIN)(plan.plan)
-app.command(rich_help_panel=USE)(talk.generate)
-app.command(rich_help_panel=USE)(talk.chat)
-app.command(rich_help_panel=USE)(talk.predict)
-app.command("eval", rich_help_panel=USE)(talk.evaluate)
-app.command(rich_help_panel=USE)(serving.serve)
-app.command(rich_help_panel=USE)(merge.merge)
-app.command(rich_help_panel=USE)(merge.combine)
-app.command(rich_help_panel=USE)(exchange.export)
-app.command("import", rich_help_panel=USE)(exchange.import_)
-app.command(rich_help_panel=USE)(exchange.push)
-app.command(rich_help_panel=USE)(exchange.pull)
-app.command("inspect", rich_help_panel=INSPECT)(inspect.inspect)
-app.command(rich_help_panel=INSPECT)(data.data)
-app.command(rich_help_panel=INSPECT)(runs.report)
-app.command(rich_help_panel=INSPECT)(runs.runs)
-app.command(rich_help_panel=INSPECT)(studio.studio)
+app.command(rich_help_panel=TRAIN)(with_help(about.quickstart))
+app.command(rich_help_panel=TRAIN)(with_help(init.init))
+app.command("import-recipe", rich_help_panel=TRAIN)(with_help(import_recipe.import_recipe))
+app.command(cls=ResumeCommand, rich_help_panel=TRAIN)(with_help(train.train))
+app.command(rich_help_panel=TRAIN)(with_help(train.check))
+app.command(rich_help_panel=TRAIN)(with_help(distill.distill))
+app.command(rich_help_panel=TRAIN)(with_help(runs.sweep))
+app.command(rich_help_panel=TRAIN)(with_help(plan.plan))
+app.command(rich_help_panel=USE)(with_help(talk.generate))
+app.command(rich_help_panel=USE)(with_help(talk.chat))
+app.command(rich_help_panel=USE)(with_help(talk.predict))
+app.command("eval", rich_help_panel=USE)(with_help(talk.evaluate))
+app.command(rich_help_panel=USE)(with_help(serving.serve))
+app.command(rich_help_panel=USE)(with_help(merge.merge))
+app.command(rich_help_panel=USE)(with_help(merge.combine))
+app.command(rich_help_panel=USE)(with_help(exchange.export))
+app.command("import", rich_help_panel=USE)(with_help(exchange.import_))
+app.command(rich_help_panel=USE)(with_help(exchange.push))
+app.command(rich_help_panel=USE)(with_help(exchange.pull))
+app.command("inspect", rich_help_panel=INSPECT)(with_help(inspect.inspect))
+app.command(rich_help_panel=INSPECT)(with_help(data.data))
+app.command(rich_help_panel=INSPECT)(with_help(runs.report))
+app.command(rich_help_panel=INSPECT)(with_help(runs.runs))
+app.command(rich_help_panel=INSPECT)(with_help(studio.studio))
 app.add_typer(about.base, name="base", rich_help_panel=INSPECT)
 app.add_typer(about.recipes, name="recipes", rich_help_panel=INSPECT)
-app.command(rich_help_panel=INSPECT)(about.env)
-app.command(rich_help_panel=INSPECT)(about.schema)
+app.command(rich_help_panel=INSPECT)(with_help(about.env))
+app.command(rich_help_panel=INSPECT)(with_help(about.schema))
 
 
 def _print_version(is_set: bool) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 import typer.core
@@ -72,6 +75,36 @@ class ResumeCommand(typer.core.TyperCommand):
             if not (arg == "auto" and n and args[n - 1] == "--resume")
         ]
         return super().parse_args(ctx, joined)
+
+
+_ENTRY = re.compile(r"(\w+)(?: \((\S+)\))?: (.+)", re.DOTALL)
+
+
+def with_help(command: Callable[..., None]) -> Callable[..., None]:
+    """Move the section Args of a command's docstring into typer's description of its parameters.
+
+    An entry is "name (METAVAR): help". A parameter without a default is an argument and one with a
+    default an option, unless its annotation says otherwise; a bool is a flag without a negation.
+    """
+    text, _, entries = inspect.cleandoc(command.__doc__ or "").partition("\n\nArgs:\n    ")
+    hints = get_type_hints(command, include_extras=True)
+    parameters = inspect.signature(command).parameters
+    for entry in filter(None, re.split(r"\n    (?! )", entries)):
+        match = _ENTRY.fullmatch(entry)
+        assert match, f"{command.__name__}: {entry}"
+        name, metavar, explanation = match.groups()
+        hint = hints[name]
+        if get_origin(hint) is Annotated:
+            hint, described = get_args(hint)
+        elif parameters[name].default is inspect.Parameter.empty:
+            described = typer.Argument()
+        else:
+            flags = [f"--{name.replace('_', '-')}"] if hint is bool else []
+            described = typer.Option(*flags)
+        described.metavar, described.help = metavar, " ".join(explanation.split())
+        command.__annotations__[name] = Annotated[hint, described]
+    command.__doc__ = text
+    return command
 
 
 def note(text: str) -> None:

@@ -47,11 +47,7 @@ class ChatTools:
         return tool_schemas(self._functions)
 
     def style(self, style: Style) -> CallStyle:
-        """Return the call format for a prompt style.
-
-        Raises:
-            ConfigError: The chat template does not support tool calls.
-        """
+        """Return the call format of a prompt style; raises ConfigError if it has none."""
         if style not in self._styles:
             self._styles[style] = CallStyle(self._tokenizer, style)
         return self._styles[style]

@@ -6,7 +6,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -27,7 +27,6 @@ from peftkit.inference.generate import stream
 from peftkit.tasks.media.media_text import MediaPrompt
 from peftkit_cli.arguments import note
 from peftkit_cli.chat_tools import ChatTools
-from peftkit_cli.terminal import edit_several_lines
 
 BASE = "base"
 """Name of the base without an adapter; reserved."""
@@ -325,7 +324,7 @@ class Conversation:
             self._adapter = name
         note(f"The {name} answers now." if name in (BASE, "adapter") else f"{name} answers now.")
 
-    def _stream_answer(self, name: str, messages: Sequence[dict[str, Any]]) -> _Answer | None:
+    def _stream_answer(self, name: str, messages: Sequence[dict[str, object]]) -> _Answer | None:
         """Stream the answer of a voice and return it; None if the prompt was refused."""
         style, tokenizer, tools = self.voices[name].style, self.base.tokenizer, self._tools
         pieces: list[AnswerPiece] = []
@@ -375,3 +374,16 @@ def _echoed(pieces: Iterable[AnswerPiece]) -> Iterator[AnswerPiece]:
     for piece in pieces:
         typer.echo(piece.thought + piece.text, nl=False)
         yield piece
+
+
+def edit_several_lines() -> None:
+    """Enable multi-line `input`: pasted lines are one text, and Alt-Enter inserts a line break.
+
+    Python's readline disables bracketed paste. libedit (macOS) supports neither.
+    """
+    with suppress(ImportError):  # no readline on Windows
+        import readline
+
+        if "libedit" not in (readline.__doc__ or ""):
+            readline.parse_and_bind("set enable-bracketed-paste on")
+            readline.parse_and_bind(r'"\e\C-m": "\C-v\C-j"')

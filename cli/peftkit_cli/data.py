@@ -16,31 +16,26 @@ if TYPE_CHECKING:
 
 
 def data(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A data file, folder or data set.")],
-    hard_negatives: Annotated[
-        str | None,
-        typer.Option(metavar="ADAPTER", help="Mine hard negatives with this embedding adapter."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the rows with negatives here.")
-    ] = None,
-    candidates: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Additional texts as candidates (field: text)."),
-    ] = None,
-    negatives: Annotated[int, typer.Option(min=1, metavar="N", help="Negatives per row.")] = 5,
-    margin: Annotated[
-        float,
-        typer.Option(
-            min=0, max=1, help="How much less similar than the positive a negative must be."
-        ),
-    ] = 0.05,
-    kind: Annotated[
-        Literal["embedding", "reranker"], typer.Option("--for", help="Task to write the rows for.")
-    ] = "embedding",
+    file: str,
+    hard_negatives: str | None = None,
+    out: Path | None = None,
+    candidates: str | None = None,
+    negatives: Annotated[int, typer.Option(min=1)] = 5,
+    margin: Annotated[float, typer.Option(min=0, max=1)] = 0.05,
+    kind: Annotated[Literal["embedding", "reranker"], typer.Option("--for")] = "embedding",
     as_json: Json = False,
 ) -> None:
-    """Show the format, fields and duplicates of a data file."""
+    """Show the format, fields and duplicates of a data file.
+
+    Args:
+        file (FILE): A data file, folder or data set.
+        hard_negatives (ADAPTER): Mine hard negatives with this embedding adapter.
+        out (FILE): Write the rows with negatives here.
+        candidates (FILE): Additional texts as candidates (field: text).
+        negatives (N): Negatives per row.
+        margin: How much less similar than the positive a negative must be.
+        kind: Task to write the rows for.
+    """
     if hard_negatives is not None:
         if out is None:
             raise typer.BadParameter("--hard-negatives needs --out FILE")

@@ -22,38 +22,11 @@ NUM_EXAMPLES = 5
 
 
 def distill(
-    prompt: Annotated[
-        Path,
-        typer.Argument(
-            metavar="PROMPT.md",
-            help='Instructions, with examples under "## User" and "## Assistant"; or messages '
-            "(.json, .jsonl).",
-            show_default=False,
-        ),
-    ],
-    base: Annotated[
-        str,
-        typer.Option(
-            metavar="MODEL",
-            help="Base model: hub id, folder, .gguf file or short name.",
-            show_default=False,
-        ),
-    ],
-    data: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Questions; answers are for comparison only. Default: the base writes them.",
-            show_default=False,
-        ),
-    ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Output folder.")] = Path(
-        "runs/distilled"
-    ),
-    questions: Annotated[
-        int,
-        typer.Option(min=16, metavar="N", help="Number of questions to generate without --data."),
-    ] = 96,
+    prompt: Annotated[Path, typer.Argument(show_default=False)],
+    base: Annotated[str, typer.Option(show_default=False)],
+    data: Annotated[str | None, typer.Option(show_default=False)] = None,
+    out: Path = Path("runs/distilled"),
+    questions: Annotated[int, typer.Option(min=16)] = 96,
     overrides: Overrides = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -61,6 +34,14 @@ def distill(
     """Train an adapter that replaces a prompt.
 
     It answers like the base with the prompt. Prints the folder of the adapter.
+
+    Args:
+        prompt (PROMPT.md): Instructions, with examples under "## User" and "## Assistant"; or
+            messages (.json, .jsonl).
+        base (MODEL): Base model: hub id, folder, .gguf file or short name.
+        data (FILE): Questions; answers are for comparison only. Default: the base writes them.
+        out (DIR): Output folder.
+        questions (N): Number of questions to generate without --data.
     """
     from peftkit.data.records import iterate_records
     from peftkit.report.page import LiveReport

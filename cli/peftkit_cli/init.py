@@ -33,33 +33,25 @@ Parsed = TypeVar("Parsed")
 
 
 def init(
-    data: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Training data: a file, folder or data set.")
-    ] = None,
+    data: str | None = None,
     task: Annotated[
         str | None, typer.Option(metavar="TASK", help=f"Task to train: {', '.join(GOALS)}.")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Base model: hub id, folder, .gguf or short name."),
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="GPU memory, such as 12GB; or cpu.")
-    ] = None,
-    fields: Annotated[
-        str | None,
-        typer.Option(
-            metavar="INPUT,TARGET",
-            help="Names of the input and the target field, if they are not standard.",
-        ),
-    ] = None,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Recipe to write.")] = Path(
-        "recipe.yaml"
-    ),
+    model: str | None = None,
+    memory: str | None = None,
+    fields: str | None = None,
+    out: Path = Path("recipe.yaml"),
 ) -> None:
     """Write a recipe for your data, from four questions.
 
     Options answer the questions in advance. Prints the path of the recipe.
+
+    Args:
+        data (FILE): Training data: a file, folder or data set.
+        model (MODEL): Base model: hub id, folder, .gguf or short name.
+        memory (SIZE): GPU memory, such as 12GB; or cpu.
+        fields (INPUT,TARGET): Names of the input and the target field, if they are not standard.
+        out (FILE): Recipe to write.
     """
     if out.exists():
         raise OutputError(f"'{out}' exists already.", fix="Choose another name with --out.")

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -66,20 +66,15 @@ class MethodFacts:
     remark: str
 
 
-def inspect(
-    what: Annotated[
-        str,
-        typer.Argument(
-            metavar="ADAPTER|MODEL",
-            help="An adapter folder; or a model: hub id, folder, .gguf file or short name.",
-        ),
-    ],
-    as_json: Json = False,
-) -> None:
+def inspect(what: str, as_json: Json = False) -> None:
     """Describe a model or an adapter, without loading weights.
 
     For a model: its roles, and the parameters that each method would train. For an adapter: its
     settings, tensors and the size of its updates.
+
+    Args:
+        what (ADAPTER|MODEL): An adapter folder; or a model: hub id, folder, .gguf file or short
+            name.
     """
     path = Path(what).expanduser()
     if path.name in ADAPTER_FILES:
@@ -272,7 +267,7 @@ def show(facts: Mapping[str, Any], groups: Sequence[Group]) -> None:
     print_table("", (first, "modules", "count", "shape", "parameters"), rows)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Format the value of a fact; paths that differ only in the layer number are listed once."""
     if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
         counts = Counter(starred(name) for name in value)

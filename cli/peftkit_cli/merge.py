@@ -16,49 +16,27 @@ Combination = Literal["linear", "cat", "svd", "ties", "dare_linear", "dare_ties"
 
 def merge(
     adapter: Adapter,
-    out: Annotated[
-        Path,
-        typer.Option(metavar="DIR", help="New folder; or FILE.gguf if the base is a .gguf file."),
-    ],
+    out: Annotated[Path, typer.Option()],
     base: Base = None,
-    dtype: Annotated[
-        Literal["bf16", "fp16", "fp32"] | None,
-        typer.Option(
-            metavar="TYPE", help="Dtype of the weights: bf16, fp16, fp32. Default: as in the base."
-        ),
-    ] = None,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force",
-            help="Merge an adapter of another base, or into a GGUF file that loses the update.",
-        ),
-    ] = False,
-    from_quantized: Annotated[
-        bool,
-        typer.Option(
-            "--from-quantized",
-            help="Merge into the quantised weights used in training instead of the originals.",
-        ),
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the model in the output folder.")
-    ] = False,
-    quantize: Annotated[
-        Literal["int4_32", "int4_128"] | None,
-        typer.Option(
-            metavar="FORMAT",
-            help="Store linear layers in 4 bits for vLLM (compressed-tensors): int4_32, int4_128.",
-        ),
-    ] = None,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="ROWS", help="With --quantize: rows of the task, on which GPTQ chooses codes."
-        ),
-    ] = None,
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None,
+    force: bool = False,
+    from_quantized: bool = False,
+    overwrite: bool = False,
+    quantize: Literal["int4_32", "int4_128"] | None = None,
+    calibrate: Path | None = None,
 ) -> None:
-    """Merge an adapter into its base, as an ordinary model. Prints its folder."""
+    """Merge an adapter into its base, as an ordinary model. Prints its folder.
+
+    Args:
+        out (DIR): New folder; or FILE.gguf if the base is a .gguf file.
+        dtype (TYPE): Dtype of the weights: bf16, fp16, fp32. Default: as in the base.
+        force: Merge an adapter of another base, or into a GGUF file that loses the update.
+        from_quantized: Merge into the quantised weights used in training instead of the originals.
+        overwrite: Replace the model in the output folder.
+        quantize (FORMAT): Store linear layers in 4 bits for vLLM (compressed-tensors): int4_32,
+            int4_128.
+        calibrate (ROWS): With --quantize: rows of the task, on which GPTQ chooses codes.
+    """
     folder = adapter_folder(adapter)
     if quantize is not None:
         return _merge_quantized(
@@ -114,38 +92,25 @@ def _merge_quantized(
 
 
 def combine(
-    adapters: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="ADAPTER[=WEIGHT]...",
-            help="Adapter folders and their weights: A=0.7 B=0.3. Default: equal weights.",
-        ),
-    ],
+    adapters: list[str],
     out: OutFolder,
-    method: Annotated[
-        Combination,
-        typer.Option(
-            metavar="NAME",
-            help="linear, cat: the exact weighted sum. svd: its best approximation with --rank. "
-            "ties, dare_linear, dare_ties, magnitude_prune: prune each update before summing.",
-        ),
-    ] = "linear",
-    rank: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="R",
-            help="Rank for svd and the pruning methods. Default: the largest rank of the adapters.",
-        ),
-    ] = None,
-    density: Annotated[
-        float | None,
-        typer.Option(metavar="D", help="Fraction of entries that pruning keeps. Default: 0.5."),
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the DARE methods.")] = 0,
+    method: Combination = "linear",
+    rank: Annotated[int | None, typer.Option(min=1)] = None,
+    density: float | None = None,
+    seed: int = 0,
     force: Replace = False,
 ) -> None:
-    """Combine adapters of one base into one. Prints its folder."""
+    """Combine adapters of one base into one. Prints its folder.
+
+    Args:
+        adapters (ADAPTER[=WEIGHT]...): Adapter folders and their weights: A=0.7 B=0.3. Default:
+            equal weights.
+        method (NAME): linear, cat: the exact weighted sum. svd: its best approximation with --rank.
+            ties, dare_linear, dare_ties, magnitude_prune: prune each update before summing.
+        rank (R): Rank for svd and the pruning methods. Default: the largest rank of the adapters.
+        density (D): Fraction of entries that pruning keeps. Default: 0.5.
+        seed (N): Seed of the DARE methods.
+    """
     weighted = _weighted(adapters)
     from peftkit.merging.combine import combine as combine_adapters
     from peftkit_cli.render import Renderer

@@ -25,30 +25,20 @@ offloaded activations in main memory; longest: longest row that fits, in tokens.
 
 
 def plan(
-    what: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE|MODEL",
-            help="A recipe; or a model: hub id, folder, .gguf file or short name.",
-        ),
-    ],
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="GPU memory to plan for, such as 24GB. Default: the memory of this machine.",
-        ),
-    ] = None,
-    link: Annotated[
-        float,
-        typer.Option(metavar="GB/s", min=0.1, help="Host-to-GPU bandwidth for streamed weights."),
-    ] = 16.0,
+    what: str,
+    memory: str | None = None,
+    link: Annotated[float, typer.Option(min=0.1)] = 16.0,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
     """Estimate the memory, time and disk space of a run.
 
     If the run does not fit into memory, suggests a change.
+
+    Args:
+        what (RECIPE|MODEL): A recipe; or a model: hub id, folder, .gguf file or short name.
+        memory (SIZE): GPU memory to plan for, such as 24GB. Default: the memory of this machine.
+        link (GB/s): Host-to-GPU bandwidth for streamed weights.
     """
     if what.endswith((".yaml", ".yml")):
         check_recipe_exists(Path(what))

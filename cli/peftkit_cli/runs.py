@@ -18,36 +18,25 @@ MAX_SETTINGS = 6
 
 
 def sweep(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="The recipe.")],
-    over: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE,VALUE",
-            help="Values to train with: method.rank=8,16,64. Repeatable, for a grid.",
-        ),
-    ] = None,
-    pick: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Train the runs defined in a YAML file: {NAME: {method.rank: 8}}.",
-        ),
-    ] = None,
+    recipe: Path,
+    over: list[str] | None = None,
+    pick: Path | None = None,
     overrides: Overrides = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder for the sweep and its runs. Default: train.output_dir of the recipe, else "
-            "runs/sweep.",
-            show_default=False,
-        ),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the sweep in DIR.")] = False,
+    out: Annotated[Path | None, typer.Option(show_default=False)] = None,
+    resume: bool = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train several adapters on one base, and compare them. Prints the folder of the best."""
+    """Train several adapters on one base, and compare them. Prints the folder of the best.
+
+    Args:
+        recipe (RECIPE.yaml): The recipe.
+        over (KEY=VALUE,VALUE): Values to train with: method.rank=8,16,64. Repeatable, for a grid.
+        pick (FILE): Train the runs defined in a YAML file: {NAME: {method.rank: 8}}.
+        out (DIR): Folder for the sweep and its runs. Default: train.output_dir of the recipe, else
+            runs/sweep.
+        resume: Continue the sweep in DIR.
+    """
     if bool(over) == bool(pick):
         raise ConfigError(
             "a sweep needs either --over or --pick.",
@@ -79,18 +68,14 @@ def sweep(
         note(f"Next: {command}; all members: {out / REPORT}, {out / SWEEP}")
 
 
-def report(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or of a sweep.")
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File to write. Default: RUN/report.html."),
-    ] = None,
-) -> None:
+def report(runs: list[Path], out: Path | None = None) -> None:
     """Write a report of one or several runs, as an HTML file.
 
     It shows curves, samples, data, recipe and versions. Prints the path of the file.
+
+    Args:
+        runs (RUN...): Folders of runs, or of a sweep.
+        out (FILE): File to write. Default: RUN/report.html.
     """
     from peftkit.report.history import METRICS
     from peftkit.report.page import REPORT, write_report
@@ -101,15 +86,13 @@ def report(
     typer.echo(write_report(runs, out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))))
 
 
-def runs(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder that contains runs, at any depth.")
-    ] = Path("runs"),
-    as_json: Json = False,
-) -> None:
+def runs(folder: Annotated[Path, typer.Argument()] = Path("runs"), as_json: Json = False) -> None:
     """List the runs in a folder, newest first.
 
     Shows state, steps, losses and the settings that differ.
+
+    Args:
+        folder (DIR): Folder that contains runs, at any depth.
     """
     from peftkit.report.history import list_runs
 

@@ -20,81 +20,43 @@ if TYPE_CHECKING:
 
 
 def serve(
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[NAME=]RUN...",
-            help="Adapters of one base: folders, or USER/NAME[@REVISION] on the hub. NAME is the "
-            "model name, by default the folder name. With --train, the base comes first.",
-        ),
-    ],
-    host: Annotated[
-        str, typer.Option(metavar="HOST", help="Address to listen on; other addresses need a key.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(metavar="N", min=0, max=65535, help="0 picks a free port.")
-    ] = 8000,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY",
-            envvar="PEFTKIT_API_KEY",
-            help="Key that clients must send. Better set it in the environment (separate several "
-            "with spaces), since other users can see arguments.",
-        ),
-    ] = None,
+    runs: list[str],
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
+    api_key: Annotated[list[str] | None, typer.Option(envvar="PEFTKIT_API_KEY")] = None,
     base: Base = None,
-    max_batch: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Maximum number of answers generated together.")
-    ] = 32,
-    max_waiting: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Queue limit; further requests get HTTP 429. Default: 64, with --train 4096.",
-        ),
-    ] = None,
+    max_batch: Annotated[int, typer.Option(min=1)] = 32,
+    max_waiting: Annotated[int | None, typer.Option(min=1)] = None,
     max_new_tokens: MaxNewTokens = 1024,
     temperature: Temperature = 0.0,
-    limit: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="Another limit of requests or API keys, such as key_files=50. Repeatable; "
-            "docs/limits.md lists them.",
-        ),
-    ] = None,
+    limit: list[str] | None = None,
     force: Force = False,
-    train: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Also train the base, for OpenAI and Tinker clients; DIR stores files, jobs and "
-            "weights.",
-        ),
-    ] = None,
-    quantize: Annotated[
-        Literal["none", "nf4", "fp4", "int8"],
-        typer.Option(
-            metavar="KIND", help="With --train: quantisation of the base: none, nf4, fp4, int8."
-        ),
-    ] = "none",
-    names: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--as", metavar="NAME", help="With --train: another name of the base. Repeatable."
-        ),
-    ] = None,
-    run_graders: Annotated[
-        bool,
-        typer.Option("--run-graders", help="With --train: run Python graders that clients send."),
-    ] = False,
+    train: Path | None = None,
+    quantize: Literal["none", "nf4", "fp4", "int8"] = "none",
+    names: Annotated[list[str] | None, typer.Option("--as")] = None,
+    run_graders: bool = False,
 ) -> None:
     """Run an OpenAI-compatible server. Prints its address.
 
     The models are the adapters and `base`. A request may set its own temperature and max_tokens.
     With --train, clients can also upload rows, train on them, and use the result.
+
+    Args:
+        runs ([NAME=]RUN...): Adapters of one base: folders, or USER/NAME[@REVISION] on the hub.
+            NAME is the model name, by default the folder name. With --train, the base comes first.
+        host (HOST): Address to listen on; other addresses need a key.
+        port (N): 0 picks a free port.
+        api_key (KEY): Key that clients must send. Better set it in the environment (separate
+            several with spaces), since other users can see arguments.
+        max_batch (N): Maximum number of answers generated together.
+        max_waiting (N): Queue limit; further requests get HTTP 429. Default: 64, with --train 4096.
+        limit (NAME=VALUE): Another limit of requests or API keys, such as key_files=50. Repeatable;
+            docs/limits.md lists them.
+        train (DIR): Also train the base, for OpenAI and Tinker clients; DIR stores files, jobs and
+            weights.
+        quantize (KIND): With --train: quantisation of the base: none, nf4, fp4, int8.
+        names (NAME): With --train: another name of the base. Repeatable.
+        run_graders: With --train: run Python graders that clients send.
     """
     options = None
     if train is not None:

@@ -155,7 +155,7 @@ def pick(
 
 
 def _member(
-    name: str, path: str | Path, settings: Mapping[str, Any], overrides: Sequence[str], out: Path
+    name: str, path: str | Path, settings: Mapping[str, object], overrides: Sequence[str], out: Path
 ) -> Member:
     """Return a member; its settings are YAML texts or values."""
     if not re.fullmatch(r"\w[\w.-]*", name) or ".." in name:  # a name that serve accepts too
@@ -344,7 +344,7 @@ def _write(out: Path, outcomes: Mapping[str, Outcome], best: str | None = None) 
     write_text(table.getvalue(), out / CSV)
 
 
-def _keys(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
+def _keys(mappings: Iterable[Mapping[str, object]]) -> list[str]:
     """Return the keys of all mappings, each once, in the order of their first occurrence."""
     return list(dict.fromkeys(key for mapping in mappings for key in mapping))
 

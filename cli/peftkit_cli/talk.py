@@ -32,24 +32,10 @@ Seed = Annotated[int | None, typer.Option(metavar="N", help="Seed for sampling."
 
 def generate(
     adapter: Adapter,
-    prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Prompt to complete; - reads it from stdin.")
-    ] = None,
-    image: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="An image to put before the prompt. Repeatable."),
-    ] = None,
-    audio: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Audio to put before the prompt; transcribed without --prompt. Repeatable.",
-        ),
-    ] = None,
-    video: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="A video to put before the prompt. Repeatable."),
-    ] = None,
+    prompt: str | None = None,
+    image: list[Path] | None = None,
+    audio: list[Path] | None = None,
+    video: list[Path] | None = None,
     system: System = None,
     base: Base = None,
     max_new_tokens: MaxNewTokens = 256,
@@ -57,7 +43,14 @@ def generate(
     seed: Seed = None,
     force: Force = False,
 ) -> None:
-    """Complete a prompt, or transcribe audio. Prints the text only."""
+    """Complete a prompt, or transcribe audio. Prints the text only.
+
+    Args:
+        prompt (TEXT): Prompt to complete; - reads it from stdin.
+        image (FILE): An image to put before the prompt. Repeatable.
+        audio (FILE): Audio to put before the prompt; transcribed without --prompt. Repeatable.
+        video (FILE): A video to put before the prompt. Repeatable.
+    """
     if audio and prompt is None and system is None:
         opened = _open(adapter, base, force)
         from peftkit.evaluation.predict import transcribe
@@ -97,61 +90,35 @@ def generate(
 
 def evaluate(
     adapter: Adapter,
-    data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Rows in any training format.")
-    ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,...",
-            help="Tasks of lm-evaluation-harness, for base and adapter: arc_easy,gsm8k.",
-        ),
-    ] = None,
-    include: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="With --tasks: a folder with your own task files."),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="With --tasks: maximum number of rows per task."),
-    ] = None,
-    fewshot: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=0, help="With --tasks: number of few-shot examples."),
-    ] = None,
-    chat_template: Annotated[
-        bool, typer.Option("--chat-template", help="With --tasks: apply the chat template.")
-    ] = False,
-    compare: Annotated[
-        bool,
-        typer.Option("--compare", help="With --data: also evaluate the base without the adapter."),
-    ] = False,
-    run_rewards: Annotated[
-        bool,
-        typer.Option(
-            "--run-rewards", help="Run the Python reward functions that the adapter names."
-        ),
-    ] = False,
-    row_style: Annotated[
-        bool,
-        typer.Option(
-            "--row-style",
-            help="With --data: use the prompt style of the rows, such as texts for a chat adapter.",
-        ),
-    ] = False,
-    drift: Annotated[
-        bool,
-        typer.Option(
-            "--drift",
-            help="Also measure how far training moved the model on its answers to unrelated "
-            "prompts, in nats per token.",
-        ),
-    ] = False,
+    data: Path | None = None,
+    tasks: str | None = None,
+    include: Path | None = None,
+    limit: Annotated[int | None, typer.Option(min=1)] = None,
+    fewshot: Annotated[int | None, typer.Option(min=0)] = None,
+    chat_template: bool = False,
+    compare: bool = False,
+    run_rewards: bool = False,
+    row_style: bool = False,
+    drift: bool = False,
     base: Base = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Evaluate an adapter on a data file or on benchmarks."""
+    """Evaluate an adapter on a data file or on benchmarks.
+
+    Args:
+        data (FILE): Rows in any training format.
+        tasks (NAME,...): Tasks of lm-evaluation-harness, for base and adapter: arc_easy,gsm8k.
+        include (DIR): With --tasks: a folder with your own task files.
+        limit (N): With --tasks: maximum number of rows per task.
+        fewshot (N): With --tasks: number of few-shot examples.
+        chat_template: With --tasks: apply the chat template.
+        compare: With --data: also evaluate the base without the adapter.
+        run_rewards: Run the Python reward functions that the adapter names.
+        row_style: With --data: use the prompt style of the rows, such as texts for a chat adapter.
+        drift: Also measure how far training moved the model on its answers to unrelated prompts, in
+            nats per token.
+    """
     if (data is None) == (tasks is None) and not (drift and tasks is None):
         raise DataError("eval needs either --data or --tasks.", fix="Give one of the two.")
     if tasks is not None:
@@ -283,16 +250,9 @@ def _run_tasks(opened: Opened, names: list[str], *, as_json: bool, **options: An
 
 def predict(
     adapter: Adapter,
-    text: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Text to classify. Repeatable.")
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Predict each row of this file.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the rows here, as JSON Lines. Default: stdout."),
-    ] = None,
+    text: list[str] | None = None,
+    data: Path | None = None,
+    out: Path | None = None,
     base: Base = None,
     force: Force = False,
     as_json: Json = False,
@@ -301,6 +261,11 @@ def predict(
 
     Prints the most likely label of each text, a tab, and its probability. With --data, writes each
     row with its prediction, score or embedding.
+
+    Args:
+        text (TEXT): Text to classify. Repeatable.
+        data (FILE): Predict each row of this file.
+        out (FILE): Write the rows here, as JSON Lines. Default: stdout.
     """
     if (text is None) == (data is None) or (data is None and out is not None):
         raise DataError(
@@ -342,41 +307,27 @@ def _predict_file(
 
 
 def chat(
-    adapter: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[ADAPTER]",
-            help="A folder saved by peftkit or PEFT, or USER/NAME[@REVISION] on the hub.",
-        ),
-    ] = None,
-    named: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--adapter",
-            metavar="[NAME=]ADAPTER",
-            help="One of several adapters on one base; /adapter NAME switches. Repeatable.",
-        ),
-    ] = None,
+    adapter: Annotated[str | None, typer.Argument()] = None,
+    named: Annotated[list[str] | None, typer.Option("--adapter")] = None,
     base: Base = None,
     max_new_tokens: MaxNewTokens = 1024,
     temperature: Temperature = 0.0,
     seed: Seed = None,
     system: System = None,
-    tool: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE.py:FUNCTION",
-            help="A function that the model may call, after you confirm. Repeatable.",
-        ),
-    ] = None,
-    run_tools: Annotated[
-        bool, typer.Option("--run-tools", help="Run the functions without confirmation.")
-    ] = False,
+    tool: list[str] | None = None,
+    run_tools: bool = False,
     force: Force = False,
 ) -> None:
     """Chat with one or several adapters, and with the base.
 
     /base and /adapter switch, /compare shows all answers, /help lists the commands.
+
+    Args:
+        adapter ([ADAPTER]): A folder saved by peftkit or PEFT, or USER/NAME[@REVISION] on the hub.
+        named ([NAME=]ADAPTER): One of several adapters on one base; /adapter NAME switches.
+            Repeatable.
+        tool (FILE.py:FUNCTION): A function that the model may call, after you confirm. Repeatable.
+        run_tools: Run the functions without confirmation.
     """
     _check_tools(tool or (), run_tools)
     source = _open_all(adapter, named, base, force)

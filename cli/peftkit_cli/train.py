@@ -22,41 +22,27 @@ RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="The rec
 
 
 def train(
-    recipe: Annotated[
-        Path | None, typer.Argument(metavar="RECIPE.yaml", help="The recipe; or use --from.")
-    ] = None,
+    recipe: Annotated[Path | None, typer.Argument()] = None,
     overrides: Overrides = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Output folder. Default: train.output_dir of the recipe."),
-    ] = None,
-    run_folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", metavar="RUN", help="Start a new run with the recipe of a finished run."
-        ),
-    ] = None,
+    out: Path | None = None,
+    run_folder: Annotated[Path | None, typer.Option("--from")] = None,
     resume: ResumeOrAuto = "no",
     overwrite: Overwrite = False,
-    allow_changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY",
-            help="Resume even if this key of the recipe, or rows, has changed. Repeatable.",
-        ),
-    ] = None,
-    metrics: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--metric",
-            metavar="MODULE:FUNCTION",
-            help="Metric of completion and reference, averaged over the answers of "
-            "train.eval_generate. Repeatable.",
-        ),
-    ] = None,
+    allow_changes: list[str] | None = None,
+    metrics: Annotated[list[str] | None, typer.Option("--metric")] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Train an adapter from a recipe. Prints the adapter's folder."""
+    """Train an adapter from a recipe. Prints the adapter's folder.
+
+    Args:
+        recipe (RECIPE.yaml): The recipe; or use --from.
+        out (DIR): Output folder. Default: train.output_dir of the recipe.
+        run_folder (RUN): Start a new run with the recipe of a finished run.
+        allow_changes (KEY): Resume even if this key of the recipe, or rows, has changed.
+            Repeatable.
+        metrics (MODULE:FUNCTION): Metric of completion and reference, averaged over the answers of
+            train.eval_generate. Repeatable.
+    """
     file = _recipe_file(recipe, run_folder)
     overrides = list(overrides or ())
     if out is not None:  # quoted, because YAML would read a name such as 2024 or "a: b" differently

@@ -64,7 +64,7 @@ def shown(shape: torch.Size, values: Tensor) -> bytes:
     return f"{tuple(shape)}".encode() + rounded.numpy().tobytes()
 
 
-def _settings(value: Any) -> Any:
+def _settings(value: object) -> Any:
     """Return the JSON-serialisable fields of a config that affect the computation."""
     if isinstance(value, Mapping):
         return {

@@ -90,7 +90,7 @@ def fast_reading() -> Iterator[Callable[[Any], ArrayReader]]:
                 ) from error
         return parsed[str(path)]
 
-    def load_checkpoint(path: Any, *args: Any, **options: Any) -> Any:
+    def load_checkpoint(path: Any, *args: object, **options: object) -> Any:
         if args or options.get("return_tensors"):
             return plain["load_gguf_checkpoint"](path, *args, **options)
         if str(path) not in checkpoints:

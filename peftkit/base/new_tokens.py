@@ -260,11 +260,7 @@ def grow(model: Any, num_rows: int) -> None:
 
 
 def resize(model: Any, num_rows: int) -> None:
-    """Set the number of rows of a model's embedding and head.
-
-    Raises:
-        TargetError: The rows are quantised.
-    """
+    """Set the rows of embedding and head; raises TargetError if they are quantised."""
     for table in token_tables(model).values():
         _dense(model, table)  # transformers cannot resize others
     with quiet():
@@ -292,7 +288,7 @@ def _num_rows(base: Base) -> int:
     return int(table.num_embeddings)
 
 
-def _head(model: Any) -> nn.Module | None:
+def _head(model: nn.Module) -> nn.Module | None:
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if getter else None
     return None if head is None else _dense(model, head)

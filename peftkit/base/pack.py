@@ -106,7 +106,7 @@ class PackingLoader:
         kwargs["config"] = without_quantization(self.request.config)
         return cls, source, kwargs | {"quantization_config": PackingConfig(self)}
 
-    def begin(self, model: Any) -> None:
+    def begin(self, model: nn.Module) -> None:
         """Collect names, shapes and weights to pack from the model without weights."""
         named = model.named_parameters(remove_duplicate=False)
         self._shapes = {name: p.shape for name, p in named if p.is_floating_point()}
@@ -116,7 +116,7 @@ class PackingLoader:
         if self._packs:
             self._find_jobs(model)
 
-    def _find_jobs(self, model: Any) -> None:
+    def _find_jobs(self, model: nn.Module) -> None:
         """Set the weights to pack, or to keep as codes."""
         settings = self.request.settings
         with _as_tied(model):
@@ -174,11 +174,7 @@ class PackingLoader:
         return parameter
 
     def install(self, model: nn.Module) -> None:
-        """Replace the loaded model's layers by layers with packed weights.
-
-        Raises:
-            BaseError: Weights could not be packed; lists them.
-        """
+        """Replace layers by layers with packed weights; raises BaseError for failed weights."""
         if self._problems:
             raise not_quantizable(model, self.request.settings.quantize, self._problems)
         packings = {key: item.packing for key, item in self._loaded.items() if item.packing}
@@ -204,7 +200,7 @@ def kept_in_float32(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
 
 
 @contextmanager
-def _as_tied(model: Any) -> Iterator[None]:
+def _as_tied(model: nn.Module) -> Iterator[None]:
     """Tie a model's weights within the context; transformers ties them only after loading."""
     before = []
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
@@ -252,23 +248,23 @@ class PackingQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.pre_quantized = False
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: object) -> None:
         self.quantization_config.loader.begin(model)
 
-    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+    def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
         """Return the conversions of the files' tensors, which run before the loader."""
         conversions = self.quantization_config.conversions
         return weight_conversions if conversions is None else conversions
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> Any:
         if self.quantization_config.conversions is not None:
             model._weight_conversions = None  # save it like any model of its class
         return model
 
-    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: object) -> bool:
         return self.quantization_config.loader.takes(param_name)
 
-    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+    def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
         """Return the bytes that transformers reserves for each value on a GPU."""
         loader = self.quantization_config.loader
         return loader.bytes_per_value(param_name) or param.element_size()
@@ -276,7 +272,7 @@ class PackingQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> ConversionOps:
         return _Take(self.quantization_config.loader)
 
-    def is_serializable(self, *args: Any) -> bool:
+    def is_serializable(self, *args: object) -> bool:
         return False
 
     @property

@@ -101,7 +101,7 @@ def snapshot(location: Location) -> Path | None:
     return None if config is None else config.parent
 
 
-def _cached(location: Location, name: str, **options: Any) -> Path | None:
+def _cached(location: Location, name: str, **options: object) -> Path | None:
     """Return the local path of a model's file; None if there is no such file."""
     path = cached_file(
         location.source,
@@ -343,7 +343,7 @@ def download_progress(on_event: Listener) -> dict[str, Any]:
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **(more | {"file": io.StringIO(), "disable": False}))
 
-        def display(self, *_: Any, **__: Any) -> bool:
+        def display(self, *_: object, **__: object) -> bool:
             nonlocal most
             if self.unit == "B" and self.total and self.n >= most:
                 most = int(self.n)

@@ -75,11 +75,7 @@ def load_image_processor(location: Location) -> Any:
 
 
 def load_feature_extractor(location: Location) -> Any:
-    """Load the feature extractor, which turns audio into tensors.
-
-    Raises:
-        BaseError: There is no feature extractor, or it cannot be used.
-    """
+    """Load the feature extractor of audio; raises BaseError if there is no usable one."""
     with quiet(), explained(location, "the feature extractor of "):
         return transformers.AutoFeatureExtractor.from_pretrained(
             location.source, **loader_arguments(location)
@@ -109,7 +105,7 @@ def load_multimodal(location: Location, kind: Processor) -> Any:
     return processor
 
 
-def _without_videos(location: Location, arguments: dict[str, Any]) -> Any:
+def _without_videos(location: Location, arguments: dict[str, object]) -> Any:
     config = load_config(location)
     kind: Any = PROCESSOR_MAPPING.get(type(config), None)
     if kind is None or "video_processor" not in getattr(kind, "get_attributes", list)():

@@ -43,7 +43,7 @@ class Purpose:
 CAUSAL_LM = Purpose()
 
 
-def head_modules(model: Any) -> tuple[str, ...]:
+def head_modules(model: nn.Module) -> tuple[str, ...]:
     """Return the paths of a model's head: the modules outside of its backbone."""
     return tuple(
         name

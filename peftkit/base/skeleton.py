@@ -205,7 +205,7 @@ def _tied(config: Any, purpose: Purpose, dtype: torch.dtype) -> Any:
 
 
 def _packed_weights(
-    model: Any,
+    model: nn.Module,
     config: Any,
     settings: BaseConfig,
     purpose: Purpose,

@@ -107,7 +107,7 @@ class LazyTable(LazyMap[type[T]]):
     def __hash__(self) -> int:
         return id(self)
 
-    def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, _: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         branch = core_schema.no_info_plain_validator_function
         branches: dict[Any, CoreSchema] = {
             name: branch(partial(self._validate, name)) for name in self._addresses
@@ -117,7 +117,7 @@ class LazyTable(LazyMap[type[T]]):
         union = core_schema.tagged_union_schema(branches, "type", metadata=functions)
         return core_schema.no_info_wrap_validator_function(self._of_plugins, union)
 
-    def _of_plugins(self, value: Any, built_in: ValidatorFunctionWrapHandler) -> Any:
+    def _of_plugins(self, value: object, built_in: ValidatorFunctionWrapHandler) -> Any:
         """Validate a section with the config of a plugin, or with a built-in one."""
         name = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
         if isinstance(name, str) and name not in self._addresses and name in self.plugins:
@@ -128,7 +128,7 @@ class LazyTable(LazyMap[type[T]]):
         union: Any = Union[tuple(self.values())]  # noqa: UP007  # classes are only available at run time
         return handler(TypeAdapter(Annotated[union, Field(discriminator="type")]).core_schema)
 
-    def _validate(self, name: str, value: Any) -> Any:
+    def _validate(self, name: str, value: object) -> Any:
         kind = self[name]
         if not issubclass(kind, BaseModel):
             package = _package(self.plugins[name])

@@ -105,7 +105,7 @@ def load_text(cls: type[C], text: str, source: str, overrides: Sequence[str] = (
 
 
 def from_dict(
-    cls: type[C], data: Mapping[str, Any], source: str, overrides: Sequence[str] = ()
+    cls: type[C], data: Mapping[str, object], source: str, overrides: Sequence[str] = ()
 ) -> C:
     """Validate a mapping; errors name `source` or the override.
 
@@ -134,7 +134,7 @@ def dump_yaml(config: Config, *, only_set: bool = False) -> str:
     )
 
 
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flat(value: object, prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings, joining keys with dots."""
     if not isinstance(value, Mapping) or not value:
         return {prefix: value} if prefix else {}

@@ -94,11 +94,11 @@ class Chat:
     def render(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, object]],
         source: str,
         *,
         generation: bool = False,
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
         """Return a conversation as text, with the generation prompt if `generation`.
 

@@ -42,7 +42,7 @@ CHATML = """\
 
 
 def choose_template(
-    tokenizer: Any, choice: str | None, variables: Mapping[str, Any] | None = None
+    tokenizer: Any, choice: str | None, variables: Mapping[str, object] | None = None
 ) -> str | None:
     """Return the template of `data.chat_template`; None: the tokenizer's template, if any.
 
@@ -97,11 +97,7 @@ def with_system(template: str, system: str) -> str:
 
 
 def template_in(folder: Path) -> str:
-    """Return the chat template in a folder of a model or adapter, or "".
-
-    Raises:
-        BaseError: The tokenizer's config is damaged.
-    """
+    """Return the chat template in a folder, or ""; raises BaseError for a damaged config."""
     if (folder / TEMPLATE).is_file():
         return (folder / TEMPLATE).read_text(encoding="utf-8")
     templates = read_tokenizer_config(folder / TOKENIZER_CONFIG).get("chat_template")

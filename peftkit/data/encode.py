@@ -182,11 +182,7 @@ class Encoder:
 
 
 def require_template(tokenizer: Any, template: str | None) -> None:
-    """Check that there is a chat template.
-
-    Raises:
-        DataError: `template` is None, and the tokenizer or processor has no template.
-    """
+    """Raise DataError if there is neither `template` nor a template of the tokenizer."""
     if template is None and not tokenizer.chat_template:
         raise DataError(
             "Cannot render a conversation for this base.",

@@ -90,7 +90,7 @@ class Text:
 Example = Conversation | Instruction | Completion | Text
 
 
-def first_of(fields: Mapping[str, Any], names: Sequence[str]) -> str | None:
+def first_of(fields: Mapping[str, object], names: Sequence[str]) -> str | None:
     """Return the first of these names that is a field of the row; one with a value, if any."""
     present = [name for name in names if name in fields]
     filled = [name for name in present if fields[name] is not None]

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from peftkit.data.examples import (
     ANSWERS,
@@ -130,7 +130,7 @@ def read_each(
     return parsed, (*[name for name in names if name not in used], *inner)
 
 
-def detect(fields: Mapping[str, Any]) -> FormatName | None:
+def detect(fields: Mapping[str, object]) -> FormatName | None:
     """Return the format of a row's fields, the most specific one if several match.
 
     Fields without a value count only if no others match.
@@ -139,7 +139,7 @@ def detect(fields: Mapping[str, Any]) -> FormatName | None:
     return _format_of(filled) or _format_of(fields)
 
 
-def _format_of(fields: Mapping[str, Any]) -> FormatName | None:
+def _format_of(fields: Mapping[str, object]) -> FormatName | None:
     turns = first_of(fields, TURNS)
     if turns is not None:
         value = fields[turns]
@@ -180,7 +180,7 @@ def _example(record: Record, name: FormatName, *, auto: bool) -> tuple[Example, 
     return conversation_of(record, messages, targets), {key, *CONTEXT}
 
 
-def refuse_fields(fields: Mapping[str, Any], kinds: Mapping[str, str] = MEDIA) -> None:
+def refuse_fields(fields: Mapping[str, object], kinds: Mapping[str, str] = MEDIA) -> None:
     """Raise `WrongField` for a field of a kind that a task cannot use, by default media."""
     for key, kind in kinds.items():
         if fields.get(key):

@@ -69,7 +69,7 @@ class WrongField(Exception):
         super().__init__(f"{field}: {problem}" if field else problem)
 
 
-def text_of(fields: Mapping[str, Any], name: str, path: str = "") -> str:
+def text_of(fields: Mapping[str, object], name: str, path: str = "") -> str:
     """Return a field that must be text."""
     path = path or name
     if name not in fields:
@@ -86,14 +86,14 @@ def text_of(fields: Mapping[str, Any], name: str, path: str = "") -> str:
     return value
 
 
-def text_or_number(fields: Mapping[str, Any], name: str) -> str:
+def text_or_number(fields: Mapping[str, object], name: str) -> str:
     """Return a response: a text, or a number in JSON's notation."""
     value = fields.get(name)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return json.dumps(value) if is_number else text_of(fields, name)
 
 
-def full_text(fields: Mapping[str, Any], name: str, path: str = "") -> str:
+def full_text(fields: Mapping[str, object], name: str, path: str = "") -> str:
     """Return a field that must be text other than white space."""
     text = text_of(fields, name, path)
     if not text.strip():
@@ -101,7 +101,7 @@ def full_text(fields: Mapping[str, Any], name: str, path: str = "") -> str:
     return text
 
 
-def texts_of(fields: Mapping[str, Any], name: str) -> list[str]:
+def texts_of(fields: Mapping[str, object], name: str) -> list[str]:
     """Return a field that is a text or a list of texts."""
     value = fields.get(name)
     if not isinstance(value, list):
@@ -111,7 +111,7 @@ def texts_of(fields: Mapping[str, Any], name: str) -> list[str]:
     return [full_text({name: text}, name, f"{name}[{n}]") for n, text in enumerate(value)]
 
 
-def parse_messages(value: Any, field: str) -> tuple[list[Message], list[int]]:
+def parse_messages(value: object, field: str) -> tuple[list[Message], list[int]]:
     """Return the messages and the indices of the assistant turns to train on.
 
     An assistant turn with a mark such as `weight: 0` is context only. The chat template decides
@@ -125,7 +125,7 @@ def parse_messages(value: Any, field: str) -> tuple[list[Message], list[int]]:
 
 
 def completion_messages(
-    fields: Mapping[str, Any], prompt: str, completion: str
+    fields: Mapping[str, object], prompt: str, completion: str
 ) -> tuple[list[Message], list[int]]:
     """Join two lists of messages; return the messages, and the target turns of the second list."""
     context, _ = _messages(fields[prompt], prompt)
@@ -138,7 +138,7 @@ def completion_messages(
     return [*context, *response], [len(context) + turn for turn in turns if weights[turn]]
 
 
-def parse_tools(value: Any, field: str) -> list[Mapping[str, Any]]:
+def parse_tools(value: object, field: str) -> list[Mapping[str, Any]]:
     """Return tools as [{"type": "function", "function": {name, ...}}], read from JSON or text."""
     if isinstance(value, str):
         value = _parse_json(value, field) if value.strip() else None
@@ -160,7 +160,7 @@ def parse_tools(value: Any, field: str) -> list[Mapping[str, Any]]:
     return tools
 
 
-def _messages(value: Any, field: str) -> tuple[list[Message], list[bool]]:
+def _messages(value: object, field: str) -> tuple[list[Message], list[bool]]:
     if isinstance(value, str) and value.lstrip().startswith("["):  # a cell of a CSV file
         value = _parse_json(value, field)
     if not isinstance(value, list):
@@ -199,7 +199,7 @@ def _message(turn: Any, path: str) -> tuple[Message, bool]:
     return message, _is_target(turn, role, path)
 
 
-def turn_keys(turn: Mapping[str, Any]) -> tuple[str, str]:
+def turn_keys(turn: Mapping[str, object]) -> tuple[str, str]:
     """Return the keys of a turn's role and text: OpenAI's, or ShareGPT's."""
     is_sharegpt = "from" in turn and "role" not in turn
     return ("from", "value") if is_sharegpt else ("role", "content")
@@ -212,7 +212,7 @@ def role_of(turn: Any) -> str:
     return _ROLES.get(_usual_role(str(turn.get(turn_keys(turn)[0]))), "")
 
 
-def unused_keys(value: Any, path: str) -> Iterator[str]:
+def unused_keys(value: object, path: str) -> Iterator[str]:
     """Yield the paths of a field's keys that nothing reads, such as "messages[].score".
 
     A chat template may read further keys of a turn, and variables.
@@ -238,7 +238,7 @@ def _usual_role(name: str) -> str:
     return name.strip().lower().replace("-", "_")
 
 
-def _reasoning(turn: Mapping[str, Any], role: str, text_key: str, path: str) -> str:
+def _reasoning(turn: Mapping[str, object], role: str, text_key: str, path: str) -> str:
     """Return the assistant's reasoning, from a field of the turn or from parts of its content."""
     texts = [text_of(turn, name, f"{path}.{name}") for name in _REASONING if turn.get(name)]
     parts = turn.get(text_key)
@@ -265,7 +265,7 @@ def without_reasoning(message: Message) -> Message:
     return bare
 
 
-def _is_target(turn: Mapping[str, Any], role: str, path: str) -> bool:
+def _is_target(turn: Mapping[str, object], role: str, path: str) -> bool:
     """Return whether a turn's marks include it in the loss; only an assistant turn may be."""
     values = {mark: turn[mark] for mark in MARKS if turn.get(mark) is not None}
     for mark, value in values.items():
@@ -280,7 +280,7 @@ def _is_target(turn: Mapping[str, Any], role: str, path: str) -> bool:
     return bool(values.get(first, 1))
 
 
-def _content(turn: Mapping[str, Any], key: str, path: str) -> str:
+def _content(turn: Mapping[str, object], key: str, path: str) -> str:
     value = turn.get(key)
     if not isinstance(value, list):
         return text_of(turn, key, path)
@@ -297,7 +297,7 @@ def _content(turn: Mapping[str, Any], key: str, path: str) -> str:
     return "".join(parts)
 
 
-def _calls(value: Any, role: str, path: str) -> list[Mapping[str, Any]]:
+def _calls(value: object, role: str, path: str) -> list[Mapping[str, Any]]:
     if role != "assistant":
         raise WrongField(path, f"only the assistant may call tools, found calls on {role}")
     if not isinstance(value, list):
@@ -339,7 +339,7 @@ def _parse_json(text: str, path: str) -> Any:
         raise WrongField(path, f"not JSON: {problem}") from None
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """Return the type of a JSON value, for messages."""
     names = {type(None): "null", list: "a list", dict: "an object", str: "text", bool: "a boolean"}
     return names.get(type(value), f"a number ({value!r})")

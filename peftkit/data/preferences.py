@@ -144,11 +144,7 @@ def read_verdicts(
 
 
 def check_both_labels(where: str, wanted: int, unwanted: int) -> None:
-    """Refuse a file whose rows all have one label.
-
-    Raises:
-        DataError: They do.
-    """
+    """Refuse a file whose rows all have one label, with a DataError."""
     if not wanted or not unwanted:
         raise DataError(
             f"Cannot train on {where}: all of its rows have one label.",
@@ -166,7 +162,7 @@ def is_useless(record: Record) -> bool:
     return any(empty) or sides[0] == sides[1]
 
 
-def _sides(fields: Mapping[str, Any]) -> tuple[str, str]:
+def _sides(fields: Mapping[str, object]) -> tuple[str, str]:
     return OPENAI_SIDES if not fields.keys().isdisjoint(OPENAI_SIDES) else SIDES
 
 
@@ -189,7 +185,7 @@ def _pair(record: Record) -> tuple[Pair, set[str]]:
     return _of_texts(record) if texts[0] else _of_conversations(record)
 
 
-def _is_prompt(turns: Any, fields: Mapping[str, Any]) -> bool:
+def _is_prompt(turns: Any, fields: Mapping[str, object]) -> bool:
     """Return whether a field holds the turns before both answers."""
     if not isinstance(turns, list) or not turns:
         return False
@@ -319,14 +315,14 @@ def _refuse_empty(messages: Sequence[Message], targets: Sequence[int], side: str
         raise WrongField(side, "empty")
 
 
-def _as_list(value: Any) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     """Return an answer, a text or a message, as messages; a text is the assistant's."""
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]
     return value if isinstance(value, list) else [value]
 
 
-def _number(fields: Mapping[str, Any], name: str) -> float:
+def _number(fields: Mapping[str, object], name: str) -> float:
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise WrongField(name, f"expected a number (task.margin), found {value!r:.40}")

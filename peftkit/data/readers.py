@@ -269,7 +269,7 @@ def _bounded(text: str) -> int:
 DECODER = strict_decoder(_bounded)
 
 
-def _object(value: Any, where: str) -> Fields:
+def _object(value: object, where: str) -> Fields:
     if not isinstance(value, dict):
         kind = {list: "an array", str: "text", type(None): "null"}.get(type(value), "a number")
         fix = 'A row is an object with fields, such as {"prompt": "...", "completion": "..."}.'
@@ -376,7 +376,7 @@ def _rows(rows: Any) -> Iterator[tuple[int, Fields]]:
 def _without_nested_nulls(row: Fields) -> Fields:
     """Drop nulls in nested fields, because Arrow gives each struct the keys of all rows."""
 
-    def cleaned(value: Any) -> Any:
+    def cleaned(value: object) -> Any:
         if isinstance(value, dict):
             return {key: cleaned(item) for key, item in value.items() if item is not None}
         return [cleaned(item) for item in value] if isinstance(value, list) else value
@@ -384,7 +384,7 @@ def _without_nested_nulls(row: Fields) -> Fields:
     return {key: cleaned(value) for key, value in row.items()}
 
 
-def _with_class_names(row: Fields, features: Mapping[str, Any]) -> Fields:
+def _with_class_names(row: Fields, features: Mapping[str, object]) -> Fields:
     """Replace class numbers with their names; a number out of range stays."""
 
     def name(value: Any, feature: Any) -> Any:

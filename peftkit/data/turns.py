@@ -144,7 +144,11 @@ class Turns:
         return token, both[1:]
 
     def _written(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, generation: bool
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]],
+        *,
+        generation: bool,
     ) -> str:
         def written(turns: Sequence[Message]) -> str:
             where = "a conversation with replies"

@@ -106,7 +106,9 @@ def _predicting(opened: Opened, what: Predicts) -> Any:
     return build_task(opened, is_suited, f"predicts nothing for {what}", fix, length)
 
 
-def write_rows(rows: Sequence[dict[str, Any]], path: Path, *, on_event: Listener = ignore) -> None:
+def write_rows(
+    rows: Sequence[dict[str, object]], path: Path, *, on_event: Listener = ignore
+) -> None:
     """Write rows as JSON Lines, atomically."""
     write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), path)
     on_event(Saved("rows", path))
@@ -139,11 +141,7 @@ def generate_with_media(
 
 
 def media_task(opened: Opened) -> MediaText:
-    """Return the task of an opened adapter that takes media in its prompts.
-
-    Raises:
-        AdapterError: The adapter has another task.
-    """
+    """Return the task of an adapter that takes media in prompts; raises AdapterError for others."""
     fix = "Leave them out; adapters of the tasks image_text and audio_text take them."
     complaint = "takes no images, audio or videos in a prompt"
     task = build_task(opened, bool(opened.task.prompt_media), complaint, fix)

@@ -202,7 +202,7 @@ def write_text(text: str, path: Path) -> None:
     write_bytes_atomic(text.encode("utf-8"), path)
 
 
-def write_json(value: Mapping[str, Any], path: Path) -> None:
+def write_json(value: Mapping[str, object], path: Path) -> None:
     """Write an object as sorted, indented JSON; raise RunError for NaN and Infinity."""
     try:
         text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False)

@@ -286,7 +286,7 @@ def _without_scheme(path: str) -> str:
     return path.partition("://")[2] or path
 
 
-def _key(url: str, infos: list[Mapping[str, Any]]) -> str:
+def _key(url: str, infos: list[Mapping[str, object]]) -> str:
     """Return the name of the copy of these objects; one of this process if they have no version."""
     versions = [[str(info[name]) for name in VERSIONS if info.get(name)] for info in infos]
     listing = [(str(info.get("name")), info.get("size")) for info in infos]

@@ -25,15 +25,10 @@ _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _BACKREFERENCE = re.compile(r"\\[1-9]|\(\?P=")
 _CHILD = """
 import json, re, sys
-pattern, names = json.load(sys.stdin)
-matcher = re.compile(pattern)
-json.dump([name for name in names if matcher.fullmatch(name)], sys.stdout)
-"""
-
-_SEARCHING_CHILD = """
-import json, re, sys
-pairs, flags = json.load(sys.stdin)
-json.dump([re.search(*pair, flags) is not None for pair in pairs], sys.stdout)
+method, flags, searches = json.load(sys.stdin)
+match = getattr(re, method)
+found = [match(p, text, flags) is not None for p, texts in searches for text in texts]
+json.dump(found, sys.stdout)
 """
 
 
@@ -74,23 +69,15 @@ def fullmatches(pattern: str, names: Sequence[str]) -> list[str]:
     if is_simple(pattern):
         return [name for name in names if matcher.fullmatch(name)]
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _CHILD],
-            input=json.dumps([pattern, list(names)]),
-            capture_output=True,
-            check=True,
-            text=True,
-            timeout=SECONDS,
-        )
-    except subprocess.TimeoutExpired:
+        matches = _in_child("fullmatch", [(pattern, names)], SECONDS)
+    except TimeoutError:
         fix = "Write it without repetitions inside repetitions."
         raise AdapterError(
             message, found=f"It takes more than {SECONDS:g} seconds.", fix=fix
         ) from None
-    except subprocess.CalledProcessError as problem:
-        raise AdapterError(message, found=problem.stderr.strip().rpartition("\n")[2]) from None
-    matching = set(json.loads(done.stdout))
-    return [name for name in names if name in matching]
+    except ValueError as problem:
+        raise AdapterError(message, found=str(problem)) from None
+    return [name for name, is_match in zip(names, matches, strict=True) if is_match]
 
 
 def searched(pairs: Sequence[tuple[str, str]], seconds: float, *, flags: int = 0) -> list[bool]:
@@ -102,12 +89,18 @@ def searched(pairs: Sequence[tuple[str, str]], seconds: float, *, flags: int = 0
         TimeoutError: The searches take longer than `seconds`.
         ValueError: A pattern is invalid.
     """
-    if not pairs:
-        return []
+    searches = [(pattern, [text]) for pattern, text in pairs]
+    return _in_child("search", searches, seconds, flags) if pairs else []
+
+
+def _in_child(
+    method: str, searches: Sequence[tuple[str, Sequence[str]]], seconds: float, flags: int = 0
+) -> list[bool]:
+    """Apply a function of `re` to each (pattern, texts), in a subprocess; see `searched`."""
     try:
         done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _SEARCHING_CHILD],
-            input=json.dumps([list(pairs), int(flags)]),
+            [sys.executable, "-I", "-S", "-c", _CHILD],
+            input=json.dumps([method, int(flags), searches]),
             capture_output=True,
             check=True,
             text=True,

@@ -100,11 +100,7 @@ def _text_kind(head: bytes) -> str:
 
 
 def check_safetensors(path: Path) -> Header:
-    """Return the checked header of an adapter's tensor file.
-
-    Raises:
-        AdapterError: The file is of another kind, or its header or a tensor is invalid.
-    """
+    """Return the header of an adapter's tensor file; raises AdapterError if it is invalid."""
     with _checked(path) as file:
         return file.header
 
@@ -132,11 +128,7 @@ def check_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def read_json(path: Path, *, max_bytes: int = disk.MAX_JSON_BYTES) -> dict[str, Any]:
-    """Read an adapter's JSON file, strictly; see `peftkit.files.strict_json`.
-
-    Raises:
-        AdapterError: The file is of another kind, or is not strict JSON.
-    """
+    """Read an adapter's JSON file, strictly (`files.strict_json`); raises AdapterError."""
     kind = file_kind(path)
     if kind in _FIXES:
         raise AdapterError(f"cannot read {path} as JSON", found=f"It is {kind}.", fix=_FIXES[kind])

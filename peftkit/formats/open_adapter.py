@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,11 +59,7 @@ class Opened:
 
     @property
     def style(self) -> Style:
-        """The prompt style of training, or by default of the chat template.
-
-        Raises:
-            AdapterError: The adapter does not complete prompts.
-        """
+        """The prompt style of training or of the template; raises AdapterError for other tasks."""
         require_causal(self.task, self.file.folder)
         recorded = self.file.provenance.prompt_style
         return recorded or default_style(self.base.processor)
@@ -163,7 +158,7 @@ def task_of(file: AdapterFile) -> TaskConfig:
     return from_dict(kind, settings, str(file.folder / CONFIG))
 
 
-def _noted(settings: Mapping[str, Any], notes: str) -> TaskConfig:
+def _noted(settings: Mapping[str, object], notes: str) -> TaskConfig:
     kind = TASKS.get(str(settings.get("type")))
     if kind is None:
         raise AdapterError(

@@ -219,7 +219,7 @@ def kind_of(mask_function: Callable[..., Tensor], window: int | None) -> MaskKin
 
 @contextmanager
 def training_attention(
-    model: Any,
+    model: nn.Module,
     plan: ExecutionPlan | None = None,
     *,
     documents: bool = True,
@@ -292,7 +292,7 @@ def _implementations(config: Any) -> dict[str, str]:
     return {"": config._attn_implementation, **names}
 
 
-def _applies(model: Any, documents: bool) -> bool:
+def _applies(model: nn.Module, documents: bool) -> bool:
     config: Any = getattr(model, "config", None)
     implementation = getattr(config, "_attn_implementation", None)
     is_eager = implementation == "eager" and not getattr(config, "attention_dropout", 0.0)

@@ -92,7 +92,7 @@ def find_mixers(
     mixes: dict[Any, bool] = {}
     is_probing = False
 
-    def probe(module: nn.Module, args: Any, named: Any, out: Any) -> None:
+    def probe(module: nn.Module, args: object, named: object, out: Any) -> None:
         nonlocal is_probing
         if is_probing or kinds[module] in mixes or attention.layout is None:
             return

@@ -208,7 +208,7 @@ def _fused_rotation(module: nn.Module, name: str) -> Callable[..., Any] | None:
         return None
 
     def rotate(
-        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: object, **kwargs: object
     ) -> Any:
         alike = query.dtype == key.dtype == cos.dtype and cos.dim() == 3
         if args or kwargs or not alike or not query.shape[-1] == key.shape[-1] == cos.shape[-1]:

@@ -39,7 +39,7 @@ def unwrapped(model: nn.Module) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
-def accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def accepted(model: nn.Module, inputs: Mapping[str, object]) -> dict[str, Any]:
     """Return the inputs that the model accepts; some models have no position_ids.
 
     use_cache also passes through **kwargs, for GraniteMoe.
@@ -59,7 +59,7 @@ def in_dtype_of(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Ten
     return {n: t.to(dtype) if t.is_floating_point() else t for n, t in inputs.items()}
 
 
-def target_logits(model: nn.Module, inputs: Mapping[str, Any], target_index: Tensor) -> Tensor:
+def target_logits(model: nn.Module, inputs: Mapping[str, object], target_index: Tensor) -> Tensor:
     """Return the logits (n, V) at these positions of the flattened (B * T) tokens."""
     logits, rows = _through_head(model, inputs, target_index, num_logits=None)
     if rows is not None:  # (1, n, V)
@@ -68,7 +68,7 @@ def target_logits(model: nn.Module, inputs: Mapping[str, Any], target_index: Ten
     return logits.flatten(0, 1).index_select(0, target_index)
 
 
-def target_rows(model: nn.Module, inputs: Mapping[str, Any], target_index: Tensor) -> Tensor:
+def target_rows(model: nn.Module, inputs: Mapping[str, object], target_index: Tensor) -> Tensor:
     """Return the head's input rows (n, H) at these positions, without computing logits.
 
     Raises:
@@ -108,7 +108,7 @@ def _through_head(
     return logits, rows
 
 
-def find_head(model: Any) -> nn.Module | None:
+def find_head(model: nn.Module) -> nn.Module | None:
     """Return a model's output embedding, if it is a module."""
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
@@ -178,7 +178,7 @@ def head_of(model: nn.Module, extra: Mapping[str, Tensor] | None = None) -> Head
 def token_loss(
     model: nn.Module,
     head: Head | None,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, object],
     target_index: Tensor,
     targets: Tensor,
 ) -> Tensor:
@@ -201,7 +201,7 @@ def token_loss(
 def token_log_probs(
     model: nn.Module,
     head: Head | None,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, object],
     target_index: Tensor,
     targets: Tensor,
 ) -> Tensor:

@@ -63,7 +63,7 @@ def with_delta_rule(
     ours.__kwdefaults__ = inner.__kwdefaults__
     names = inspect.signature(inner).parameters
 
-    def with_rule(*args: Any, **named: Any) -> Any:
+    def with_rule(*args: object, **named: object) -> Any:
         if not named.keys() <= names.keys() and "kwargs" not in names:
             return forward(*args, **named)
         return ours(module, *args, **named)
@@ -147,12 +147,12 @@ def _weights_in_training(kind: type[nn.Module]) -> frozenset[str]:
     return frozenset(name for name, following in pairwise(read) if following == "weight")
 
 
-def _leave_training(module: nn.Module, args: Any) -> None:
+def _leave_training(module: nn.Module, args: object) -> None:
     if module.training:
         module.__dict__["_was_training"] = True
         module.training = False
 
 
-def _return_to_training(module: nn.Module, args: Any, output: Any) -> None:
+def _return_to_training(module: nn.Module, args: object, output: Any) -> None:
     if module.__dict__.pop("_was_training", False):
         module.training = True

@@ -82,7 +82,7 @@ class Mixers:
         self._replaced.append(module)
 
     def _isolated(
-        self, module: nn.Module, original: Callable[..., Any], *args: Any, **named: Any
+        self, module: nn.Module, original: Callable[..., Any], *args: object, **named: object
     ) -> Any:
         """Run a mixer on each document separately."""
         layout = self._layout()

@@ -119,7 +119,7 @@ def _rounding(model: nn.Module, draw: int) -> Iterator[None]:
     """Move the first output of each module at random within the context."""
     generator = torch.Generator().manual_seed(draw)
 
-    def move(_: nn.Module, __: Any, output: Any) -> Any:
+    def move(_: nn.Module, __: object, output: Any) -> Any:
         if type(output) in (tuple, list) and output:
             return type(output)([move(_, __, output[0]), *output[1:]])
         if not isinstance(output, Tensor) or not output.is_floating_point():

@@ -39,7 +39,7 @@ class Offload:
         self._streams: dict[torch.device, TransferStream] = {}
         self._last: Callable[[], OffloadedInput | None] = lambda: None
 
-    def __call__(self, run: Callable[..., Any], *args: Any, preserve_rng: bool = True) -> Any:
+    def __call__(self, run: Callable[..., Any], *args: object, preserve_rng: bool = True) -> Any:
         """Return run(*args), which is recomputed in the backward pass.
 
         Args:

@@ -132,7 +132,7 @@ def _lengths(positions: Tensor | None, mask: Any) -> Tensor | None:
     return longest.scatter_reduce(1, document, positions, "amax").gather(1, document) + 1
 
 
-def _by_length(rope: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def _by_length(rope: Any, args: tuple[Any, ...], kwargs: dict[str, object], output: Any) -> Any:
     """Return the cosines and sines (B, T, D) of a batch, each token's for its document's length."""
     named = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
     lengths, kind = getattr(rope, LENGTHS), named.get("layer_type")

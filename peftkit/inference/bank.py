@@ -202,21 +202,13 @@ class AdapterBank:
         return routing
 
     def num_bytes(self, name: str) -> int:
-        """Return the memory of an adapter.
-
-        Raises:
-            AdapterError: There is no adapter with this name.
-        """
+        """Return the memory of an adapter; raises AdapterError for an unknown name."""
         self._require(name)
         updates = (layer.updates.get(name) for layer in self._layers.values())
         return sum(update.num_bytes for update in updates if update is not None)
 
     def file(self, name: str) -> AdapterFile:
-        """Return the contents of an adapter's folder, without tensors.
-
-        Raises:
-            AdapterError: There is no adapter with this name.
-        """
+        """Return an adapter's folder, without tensors; raises AdapterError for an unknown name."""
         self._require(name)
         return self._files[name]
 
@@ -377,7 +369,7 @@ def read_files(adapters: Mapping[str, str | Path]) -> dict[str, AdapterFile]:
 
 
 def report_other_bases(
-    files: Mapping[str, AdapterFile], loading: Mapping[str, Any], on_event: Listener
+    files: Mapping[str, AdapterFile], loading: Mapping[str, object], on_event: Listener
 ) -> None:
     """Emit a notice for each adapter that was trained over another quantisation of the base.
 
@@ -393,11 +385,7 @@ def report_other_bases(
 
 
 def check_name(name: str) -> None:
-    """Check the name of an adapter.
-
-    Raises:
-        AdapterError: It is empty, or has other characters than letters, digits, `_`, `-`, `.`.
-    """
+    """Raise AdapterError if a name is empty or has others than letters, digits, `_`, `-`, `.`."""
     if not NAME.fullmatch(name) or ".." in name:
         raise AdapterError(
             f"{name!r} is not allowed as the name of an adapter",

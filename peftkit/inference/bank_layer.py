@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from peftkit.errors import AdapterError
 from peftkit.kernels.by_row import RowRanks, add_lora_by_row
-from peftkit.kernels.row_norms import adapted_row_norms
+from peftkit.kernels.lora import adapted_row_norms
 from peftkit.model.places import FrozenWrapper, linear_shape
 from peftkit.quant.layers import QuantizedLinear
 from peftkit.quant.weights import weight_of

@@ -357,7 +357,7 @@ class CachedAttention(StateCache):
         return self.now.states
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Note the layer; `attend` writes the keys and values that it receives.
 
@@ -420,7 +420,7 @@ class _Layer(CacheLayerMixin):
         pass
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         raise AssertionError("the cache writes")
 

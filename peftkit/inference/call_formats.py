@@ -80,11 +80,7 @@ class CallFormat:
 
 
 def dumped(call: Call) -> str:
-    """Return a call's arguments as JSON text.
-
-    Raises:
-        ValueError, TypeError: The arguments are not JSON.
-    """
+    """Return arguments as JSON text; raises ValueError or TypeError for other values."""
     return json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
 
 
@@ -112,7 +108,7 @@ def _whole(text: str) -> Any:
     return value
 
 
-def _call(value: Any) -> Call:
+def _call(value: object) -> Call:
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise NoCall("no object with a name")
     given = value.get("arguments", value.get("parameters", {}))
@@ -124,12 +120,8 @@ def _call(value: Any) -> Call:
     return Call(value["name"], given, identity if isinstance(identity, str) else None)
 
 
-def calls_of(value: Any) -> list[Call]:
-    """Return the calls in an object with a name and arguments, or in a list of such objects.
-
-    Raises:
-        NoCall: The value is not a call or a list of calls.
-    """
+def calls_of(value: object) -> list[Call]:
+    """Return the call, or the calls of a list; raises NoCall for other values."""
     return [_call(item) for item in (value if isinstance(value, list) else [value])]
 
 

@@ -56,7 +56,7 @@ class CallStyle:
         assert chat is not None
         return lambda turns: chat.render(turns, (), "a call")
 
-    def reader(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Reader:
+    def reader(self, prompt: Sequence[int], tools: Sequence[Mapping[str, object]]) -> Reader:
         """Return a reader of the answer to a prompt, whose text comes from `decoded`."""
         return Reader(self.form, tools, thinks=self.thinks(prompt))
 

@@ -372,11 +372,7 @@ class Engine(ABC):
         return not (self._waiting or self.num_running)
 
     def submit(self, request: Request) -> Completion:
-        """Queue a request; the following steps run it.
-
-        Raises:
-            DataError: The prompt is empty or fills the context.
-        """
+        """Queue a request; raises DataError if the prompt is empty or fills the context."""
         completion = self.completion(request)
         self._waiting.append(completion)
         return completion

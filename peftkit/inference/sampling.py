@@ -97,11 +97,7 @@ class Constraint:
         self._matcher, self._vocab_size = matcher, vocab_size
 
     def allowed(self) -> Tensor:
-        """Return the tokens that may come next: (V,) bool, on the CPU.
-
-        Raises:
-            RunError: The grammar exceeds llguidance's limits here.
-        """
+        """Return the allowed tokens: (V,) bool, on the CPU; raises RunError at a limit."""
         biases = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
         allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
         size = min(len(biases), self._vocab_size)

@@ -210,7 +210,7 @@ class StateCache(Cache):
         layer_idx: int,
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
-        **_: Any,
+        **_: object,
     ) -> Tensor:
         """Keep the last W inputs (B, C, W); return the new inputs (B, C, T) after the kept ones."""
         key = StateKey("conv", layer_idx, state_idx)
@@ -224,7 +224,7 @@ class StateCache(Cache):
         return inputs
 
     def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
     ) -> Tensor:
         self.states.write(StateKey("recurrent", layer_idx, state_idx), recurrent_states)
         return recurrent_states

@@ -60,7 +60,7 @@ class Launcher:
         self._problems: dict[tuple[str, torch.dtype, torch.device], str] = {}
         self._unreported: list[str] = []
 
-    def launch(self, name: str, x: Tensor, *args: Any) -> Any:
+    def launch(self, name: str, x: Tensor, *args: object) -> Any:
         """Return the result of a kernel's function for x and more; None if torch has to compute."""
         if self._kernels is None or not x.is_cuda:
             return None

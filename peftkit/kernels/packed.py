@@ -212,7 +212,7 @@ def _like_product(
     scales: Sequence[Tensor],
     kind: str,
     shape: Sequence[int],
-    *_: Any,
+    *_: object,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], shape[-1])
 

@@ -93,7 +93,7 @@ class AdaptedStack:
         func: Any,
         types: Sequence[type],
         args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         name, kwargs = getattr(func, "__name__", str(func)), dict(kwargs or {})
         is_stack = [isinstance(argument, cls) for argument in args]
@@ -274,7 +274,7 @@ class PackedStack:
         func: Any,
         types: Sequence[type],
         args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", str(func))

@@ -80,11 +80,7 @@ def write_format(own: Own, config: Any, folder: Path) -> None:
 
 
 def set_added_tokens(folder: Path, *, bos: bool) -> None:
-    """Set whether a folder's tokenizer adds BOS to texts; EOS is never added.
-
-    Raises:
-        BaseError: The tokenizer's config is damaged.
-    """
+    """Set whether a tokenizer adds BOS, and never EOS; raises BaseError for a damaged config."""
     path = folder / CONFIGS[0]
     config = read_tokenizer_config(path) if path.is_file() else {}
     disk.write_json(config | {"add_bos_token": bos, "add_eos_token": False}, path)

@@ -249,7 +249,7 @@ class _Packed(nn.Module):
         self.bias = bias
 
 
-def _settings(model: Any, layers: Mapping[str, nn.Linear], kind: str) -> dict[str, Any]:
+def _settings(model: nn.Module, layers: Mapping[str, nn.Linear], kind: str) -> dict[str, Any]:
     """Return the model's `quantization_config`."""
     linear = (path for path, module in model.named_modules() if isinstance(module, nn.Linear))
     weights = {

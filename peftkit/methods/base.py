@@ -162,11 +162,7 @@ class Method(Config, ABC):
         return [self.targets] if isinstance(self.targets, str) else list(self.targets)
 
     def sites(self, model: nn.Module) -> list[Site]:
-        """Return the sites that the targets select in a model.
-
-        Raises:
-            TargetError: A target is not in the model.
-        """
+        """Return the sites that the targets select; raises TargetError for a missing target."""
         return resolve(model, self.targets, stacks=self.sits_on_stacks)
 
     def for_model(self, model: nn.Module) -> Method:
@@ -215,11 +211,7 @@ class Method(Config, ABC):
         """Build the adapter of one site; its tensors are set by `reset`, `init_from` or `load`."""
 
     def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
-        """Build the adapter of one module's stacked expert parameters.
-
-        Raises:
-            TargetError: The method does not support them.
-        """
+        """Build the adapter of stacked expert parameters; raises TargetError if unsupported."""
         raise TargetError(
             f"{self.type} cannot sit on stacked expert parameters",
             found=f"{sites[0].path}: {', '.join(str(site.parameter) for site in sites)}",
@@ -229,11 +221,7 @@ class Method(Config, ABC):
     def connect(
         self, model: nn.Module, modules: Mapping[str, AdapterModule]
     ) -> list[RemovableHandle]:
-        """Add hooks to the model, which already has the modules.
-
-        Returns:
-            Handles of the hooks, removed when the adapter is detached.
-        """
+        """Add hooks to the model with its modules; return their handles, removed by `detach`."""
         return []
 
     def share(self, modules: Mapping[str, AdapterModule]) -> None:

@@ -67,7 +67,7 @@ class BottleneckModule(AdapterModule):
         self.up_bias = self.new_parameter(features, dtype=dtype)
         self.input: Tensor | None = None  # set only while the sublayer runs
 
-    def read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
         """Store the input of a sublayer; a forward pre-hook of the module that reads it."""
         if self.enabled:
             self.input = (*args, *kwargs.values())[0]

@@ -184,14 +184,14 @@ def _without_padding(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 Forward = Callable[[nn.Module, Mapping[str, Any]], object]
 
 
-def _call(model: nn.Module, batch: Mapping[str, Any]) -> object:
+def _call(model: nn.Module, batch: Mapping[str, object]) -> object:
     return model(**batch)
 
 
 def eva_starts(
     model: nn.Module,
     method: LoRA,
-    batches: Iterable[Mapping[str, Any]],
+    batches: Iterable[Mapping[str, object]],
     *,
     forward: Forward = _call,
 ) -> tuple[LoRA, dict[str, InitValues]]:
@@ -255,7 +255,7 @@ def _read(
     model: nn.Module,
     ranks: Mapping[str, int],
     max_ranks: Mapping[str, int],
-    batches: Iterable[Mapping[str, Any]],
+    batches: Iterable[Mapping[str, object]],
     forward: Forward,
 ) -> dict[str, Directions]:
     """Run the batches; layers that read the same input share one PCA."""
@@ -289,7 +289,7 @@ def _read(
 
 
 def _grouped_by_input(
-    model: nn.Module, paths: list[str], batch: Mapping[str, Any], forward: Forward
+    model: nn.Module, paths: list[str], batch: Mapping[str, object], forward: Forward
 ) -> list[list[str]]:
     """Return the layers grouped by identical input tensors."""
     read: dict[str, list[Tensor]] = {path: [] for path in paths}  # a reference keeps the ids unique
@@ -322,7 +322,7 @@ def _share_out(
     return result
 
 
-def _refuse_padding(batch: Mapping[str, Any]) -> None:
+def _refuse_padding(batch: Mapping[str, object]) -> None:
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2 and not mask.all():
         raise DataError(

@@ -13,8 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from peftkit.kernels.lora import add_lora
-from peftkit.kernels.row_norms import adapted_row_norms
+from peftkit.kernels.lora import adapted_row_norms, add_lora
 from peftkit.methods.base import AdapterModule, Method
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_format import LoRAFormat, trains_biases
@@ -115,7 +114,7 @@ class DoRAFormat(LoRAFormat):
     method_class: type[LoRA] = DoRA
     known_fields: ClassVar[Collection[str]] = (*LoRAFormat.known_fields, "use_dora")
 
-    def describes(self, fields: Mapping[str, Any]) -> bool:
+    def describes(self, fields: Mapping[str, object]) -> bool:
         ours = fields.get("peft_type") == self.peft_type and not trains_biases(fields)
         return ours and bool(fields.get("use_dora"))
 

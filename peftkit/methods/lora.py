@@ -186,7 +186,7 @@ class LoRA(Method):
         return rank, alpha / (math.sqrt(rank) if self.rslora else rank)
 
     @staticmethod
-    def _by_pattern(site: Site, pattern: Mapping[str, Any], default: Any) -> Any:
+    def _by_pattern(site: Site, pattern: Mapping[str, object], default: object) -> Any:
         """Return a site's value in a pattern: by role, then by name (PEFT's rule)."""
         values = {pattern[role] for role in site.roles if role in pattern}
         if len(values) > 1 or (values and any(role not in pattern for role in site.roles)):

@@ -38,7 +38,7 @@ class LoRAFormat(PeftFormat[LoRA]):
         *TARGETS, *LAYERS, *SCALES, *IGNORED, "fan_in_fan_out", "target_parameters",
     )  # fmt: skip
 
-    def describes(self, fields: Mapping[str, Any]) -> bool:
+    def describes(self, fields: Mapping[str, object]) -> bool:
         return super().describes(fields) and not (fields.get("use_dora") or trains_biases(fields))
 
     def method(self, fields: Mapping[str, Any]) -> LoRA:
@@ -68,7 +68,7 @@ class LoRAFormat(PeftFormat[LoRA]):
 
     def with_missing(
         self,
-        fields: Mapping[str, Any],
+        fields: Mapping[str, object],
         modules: Mapping[str, AdapterModule],
         tensors: Mapping[str, Tensor],
     ) -> Mapping[str, Tensor]:
@@ -87,12 +87,12 @@ class LoRAFormat(PeftFormat[LoRA]):
         return complete
 
 
-def trains_biases(fields: Mapping[str, Any]) -> bool:
+def trains_biases(fields: Mapping[str, object]) -> bool:
     """Return whether a LoRA config trains biases too."""
     return fields.get("bias") not in (None, "none")
 
 
-def _settings(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(fields: Mapping[str, object]) -> dict[str, Any]:
     check_layout(fields)
     init = fields.get("init_lora_weights", True)
     if str(init).startswith(("pissa_niter", "corda")):
@@ -161,7 +161,7 @@ def _exact_integer(value: float) -> int | float:
     return nearest if math.isclose(value, nearest, rel_tol=1e-9) else value
 
 
-def _majority(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _majority(values: Mapping[str, object]) -> tuple[Any, dict[str, Any]]:
     """Return the most common value, and the exceptions by path."""
     common = Counter(values.values()).most_common(1)[0][0]
     return common, {path: value for path, value in values.items() if value != common}

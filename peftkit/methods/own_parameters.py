@@ -126,7 +126,7 @@ class BitFit(Method):
         return TunedModule(base, site, names=("bias",), dtype=ADAPTER_DTYPES[self.dtype])
 
 
-def _targeted(model: nn.Module, target: str, biased: Mapping[str, Any]) -> set[str]:
+def _targeted(model: nn.Module, target: str, biased: Mapping[str, object]) -> set[str]:
     """Return the layers with a bias that match a target.
 
     Raises:
@@ -170,7 +170,7 @@ class BitFitFormat(PeftFormat[BitFit]):
         *TARGETS, *LAYERS, *SCALES, *IGNORED, "fan_in_fan_out", "bias",
     )  # fmt: skip
 
-    def describes(self, fields: Mapping[str, Any]) -> bool:
+    def describes(self, fields: Mapping[str, object]) -> bool:
         return super().describes(fields) and trains_biases(fields)
 
     def fields(
@@ -198,7 +198,7 @@ class BitFitFormat(PeftFormat[BitFit]):
         }
 
     def from_file(
-        self, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]
+        self, fields: Mapping[str, object], tensors: Mapping[str, Tensor]
     ) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
         pairs = [name for name in tensors if name.endswith((".lora_A.weight", ".lora_B.weight"))]
         if any(tensors[name].count_nonzero() for name in pairs if ".lora_B." in name):

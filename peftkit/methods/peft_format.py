@@ -47,11 +47,11 @@ class PeftFormat(ABC, Generic[M]):
     shared_prefix: ClassVar[str] = "base_model."
     """Prefix of `Method.shared_names` in the tensor file."""
 
-    def describes(self, fields: Mapping[str, Any]) -> bool:
+    def describes(self, fields: Mapping[str, object]) -> bool:
         """Return whether a config describes this method."""
         return fields.get("peft_type") == self.peft_type
 
-    def read(self, fields: Mapping[str, Any]) -> M:
+    def read(self, fields: Mapping[str, object]) -> M:
         """Return the method that a config describes.
 
         Raises:
@@ -98,7 +98,7 @@ class PeftFormat(ABC, Generic[M]):
         return state
 
     def from_file(
-        self, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]
+        self, fields: Mapping[str, object], tensors: Mapping[str, Tensor]
     ) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
         """Undo `to_file`: return the config, and the tensors for `Adapter.load_state`.
 
@@ -109,7 +109,7 @@ class PeftFormat(ABC, Generic[M]):
 
     def with_missing(
         self,
-        fields: Mapping[str, Any],
+        fields: Mapping[str, object],
         modules: Mapping[str, AdapterModule],
         tensors: Mapping[str, Tensor],
     ) -> Mapping[str, Tensor]:

@@ -305,7 +305,12 @@ class ReadCache(DynamicCache):
             super().update(keys, values, index)
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
     ) -> Pair:
         self.last_pairs[layer_idx] = key_states, value_states
         stored: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None

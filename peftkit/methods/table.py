@@ -83,7 +83,7 @@ def format_of(method: Method) -> PeftFormat[Any]:
     return FORMATS[method.type]()
 
 
-def method_from_peft(fields: Mapping[str, Any]) -> Method:
+def method_from_peft(fields: Mapping[str, object]) -> Method:
     """Return the method of a PEFT config.
 
     Raises:

@@ -91,7 +91,7 @@ class Packing(nn.Module):
             self.dtype, self.unpacked = dtype, None
         return self
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
         self.unpacked = None
         super()._load_from_state_dict(*args, **kwargs)
 

@@ -313,7 +313,7 @@ def differing(runs: Sequence[History]) -> list[dict[str, str]]:
     return [{key: recipe[key] for key in varying if key in recipe} for recipe in recipes]
 
 
-def as_texts(settings: Mapping[str, Any]) -> dict[str, str]:
+def as_texts(settings: Mapping[str, object]) -> dict[str, str]:
     """Return nested settings as one mapping of strings, with names joined by dots."""
     values = flat(settings).items()
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values}

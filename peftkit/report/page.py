@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from itertools import groupby
@@ -22,7 +22,6 @@ from peftkit.files.disk import write_text
 from peftkit.report.chart import charts, render_chart
 from peftkit.report.history import History, as_texts, differing, read_histories, row_of
 from peftkit.report.html import code, histogram, paragraph, table, text
-from peftkit.report.labels import labels_section
 
 REPORT = "report.html"
 REFRESH_SECONDS = 30
@@ -221,7 +220,7 @@ def _scores(run: History) -> str:
     return table(columns, [[_cell(score.get(key)) for key in keys] for score in run.scores])
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     return short(value) if isinstance(value, float | None) else str(value)
 
 
@@ -316,3 +315,40 @@ def _next_commands(run: History) -> str:
         recipe, again = quote(str(run.folder / "recipe.yaml")), quote(f"{folder}-again")
         lines.append(f"peftkit train {recipe} --out {again}")
     return code("\n".join(filter(None, lines)))
+
+
+SHARES = ("precision", "recall", "f1")
+
+
+def labels_section(report: Mapping[str, Any]) -> str:
+    """Return the metrics of each label and the confusion matrix; "" for other tasks.
+
+    Args:
+        report: The last line of the event ClassReport in metrics.jsonl.
+    """
+    labels: Mapping[str, Mapping[str, float]] = report.get("labels") or {}
+    rows = [
+        (name, *(f"{metrics[share]:.3f}" for share in SHARES), f"{metrics['rows']:,}")
+        for name, metrics in labels.items()
+    ]
+    parts = [table(("label", "precision", "recall", "F1", "rows"), rows, numbers=True)]
+    if confusion := report.get("confusion"):
+        title = "Confusion matrix: rows are true labels, columns are predicted labels"
+        parts += [f"<h3>{title}</h3>", _heat_map([*labels], confusion)]
+    return "".join(parts)
+
+
+def _heat_map(labels: Sequence[str], confusion: Sequence[Sequence[int]]) -> str:
+    """Return a table whose cells are shaded by their share of the true label's rows."""
+    head = "".join(f"<th>{text(name)}</th>" for name in labels)
+    body = []
+    for row, (true, numbers) in enumerate(zip(labels, confusion, strict=True)):
+        total = max(sum(numbers), 1)
+        cells = (
+            f'<td class="{"hit" if row == column else "miss"}" style="--share:{n / total:.0%}" '
+            f'title="{text(f"{true} as {labels[column]}: {n / total:.0%}")}">{n:,}</td>'
+            for column, n in enumerate(numbers)
+        )
+        body.append(f"<tr><th>{text(true)}</th>{''.join(cells)}</tr>")
+    grid = f"<thead><tr><th></th>{head}</tr></thead><tbody>{''.join(body)}</tbody>"
+    return f'<div class="scroll"><table class="confusion">{grid}</table></div>'

@@ -97,11 +97,7 @@ class CompletingTask(Task):
         return [each for each in row.documents if each.labels[0] == IGNORE and each.num_targets]
 
     def prompt_row(self, model: nn.Module, text: str, where: str) -> Any:
-        """Return a prompt as a row without an answer.
-
-        Raises:
-            DataError: It is empty, or longer than the model reads.
-        """
+        """Return a prompt as a row without answer; raises DataError if empty or too long."""
         from peftkit.inference.engine import room_left
 
         ids = prompt_ids(self.tokenizer, text, self.rows.prompt_style)

@@ -161,7 +161,7 @@ def tool_schemas(functions: Mapping[str, Callable[..., Any]]) -> list[Mapping[st
     return schemas
 
 
-def shortly(value: Any) -> str:
+def shortly(value: object) -> str:
     """Return what a function returned, in at most 80 characters."""
     try:
         return f"{value!r:.80}"

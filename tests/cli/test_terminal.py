@@ -12,7 +12,7 @@ pytest.importorskip("pty")
 readline = pytest.importorskip("readline")
 
 PROGRAM = """
-from peftkit_cli.terminal import edit_several_lines
+from peftkit_cli.conversation import edit_several_lines
 edit_several_lines()
 try:
     while True:

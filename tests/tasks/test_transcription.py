@@ -147,6 +147,7 @@ def _no_numbers() -> bytes:
         (lambda: encoded(np.zeros(0, dtype="float32")), "a", "Silent or empty audio: 1"),
         (lambda: b"this is a text" * 100, "a", r"a.wav(.|\n)*Format not recognised"),
         (lambda: b"", "a", r"a.wav"),
+        (lambda: encoded(tones(440.0), kind="mp3")[:700], "a", "no audio that can be decoded"),
         (_eight_channels, "a", r"8 channels, more than 2"),
         (_an_hour, "a", r"Audio longer than 1 s: 1"),
         (_no_numbers, "a", "not finite"),

@@ -1,8 +1,8 @@
 """Export of an adapter as one merged GGUF file, for Ollama, LM Studio and llama.cpp.
 
 The adapter is merged into its base, llama.cpp's converter writes a GGUF file, and the matrices are
-quantised. Then six prompts go through peftkit and through the file. Missing programs are reported
-before anything is computed; the output appears complete or not at all.
+quantised. Missing programs are reported before anything is computed; the output appears complete or
+not at all.
 """
 
 from __future__ import annotations
@@ -11,24 +11,22 @@ import importlib.util
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
-
-from torch import Tensor
 
 from peftkit.base.load import Base, load_base
 from peftkit.base.purpose import CAUSAL_LM
+from peftkit.data.generation import default_style
 from peftkit.data.style import Style
 from peftkit.errors import AdapterError, ConfigError, OutputError, first_few
-from peftkit.events import Event, Listener, Notice, Saved, Stage, ignore
+from peftkit.events import Event, Listener, Notice, Saved, ignore
 from peftkit.files import disk
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.gguf.requantize import KINDS, requantize
-from peftkit.formats.open_adapter import open_adapter, task_of
+from peftkit.formats.open_adapter import task_of
 from peftkit.formats.peft.load import AdapterFile, read_adapter
 from peftkit.forward.row_lengths import context_length
 from peftkit.merging.advice import advice
@@ -36,25 +34,15 @@ from peftkit.merging.fold import check_mergeable
 from peftkit.merging.merge import merge
 from peftkit.merging.prompt_format import set_added_tokens
 from peftkit.merging.quantized import gguf_codes
-from peftkit_cli.deploy.compare import (
-    Answered,
-    Comparison,
-    answered_by_llama_cpp,
-    answered_by_ollama,
-    answered_here,
-    compared,
-    prompts_of,
-    report,
-)
 from peftkit_cli.deploy.modelfile import Untranslatable, modelfile, template_for
 from peftkit_cli.deploy.programs import (
     INSTALL_CONVERTER,
     INSTALL_QUANTIZER,
-    INSTALL_RUNNER,
     Programs,
     find_programs,
     run_program,
 )
+from torch import Tensor
 
 TARGETS = ("gguf", "ollama", "lmstudio")
 FLOATS = ("f32", "f16", "bf16")
@@ -67,8 +55,6 @@ QUANTIZATIONS = (*FLOATS, *KINDS, *ONLY_LLAMA_CPP)
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 MAX_CONTEXT = 8192
 """Tokens of a conversation in Ollama, whose cache is allocated for all of them."""
-ROOM = 512
-"""Tokens of the comparison's context in addition to the longest prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +64,11 @@ class ExportedModel:
     Attributes:
         path: The file, or the folder that holds it.
         commands: Program -> shell command that runs it.
-        comparisons: Results of the comparison with peftkit; empty if no program was found.
     """
 
     path: Path
     file: Path
     commands: Mapping[str, str]
-    comparisons: Sequence[Comparison] = field(default_factory=tuple)
 
 
 def export_model(
@@ -100,7 +84,7 @@ def export_model(
     force: bool = False,
     on_event: Listener = ignore,
 ) -> ExportedModel:
-    """Write base and adapter as one GGUF file, and compare it with peftkit on six prompts.
+    """Write base and adapter as one GGUF file.
 
     Args:
         adapter: An adapter's folder, or its name on the hub.
@@ -134,33 +118,18 @@ def export_model(
     _check_programs(programs, quantize, to, on_event)
     if text := advice(file, file.base_or(base)[0], quantize):
         on_event(Notice(text))
-    prompts: Sequence[Any] = ()
-    ours: list[Answered] = []
-    if programs.server or (to == "ollama" and programs.ollama):
-        opened = open_adapter(source, base, on_event=on_event)
-        loaded, style = opened.base, opened.style
-        prompts = prompts_of(source, style)
-        ours = answered_here(opened, prompts)
-        del opened
     parent = disk.writable_folder(out.absolute().parent)
     with tempfile.TemporaryDirectory(dir=parent, prefix=f".{out.name}-") as scratch:
         folder = Path(scratch, _stem(model))
         merge(source, folder, base=base, on_event=_without_saved(on_event))
-        if not ours:
-            loaded = load_base(str(folder), device="cpu")
-            style = file.provenance.prompt_style or _default_style(loaded)
+        loaded = load_base(str(folder), device="cpu")
+        style = file.provenance.prompt_style or default_style(loaded.tokenizer)
         _set_bos(folder, loaded, style)
         gguf = Path(scratch, out.name if to == "gguf" else f"{folder.name}-{quantize}.gguf")
         codes = None
         if calibrate is not None:
             codes = gguf_codes(folder, quantize, str(calibrate), style, on_event)
         _convert(folder, gguf, quantize, programs, codes, on_event)
-        comparisons = []
-        context = max((answer.num_ids or 0 for answer in ours), default=0) + ROOM
-        if programs.server:
-            on_event(Stage(f"Completing {len(prompts)} prompts with llama.cpp"))
-            theirs = answered_by_llama_cpp(programs.server, gguf, prompts, style, context)
-            comparisons.append(compared("llama.cpp", ours, theirs, loaded.tokenizer))
         text = _modelfile(gguf.name, loaded, style, on_event) if to == "ollama" else ""
         _move(gguf, out, text, partial(_is_ours, model=model))
     on_event(Saved(f"merged model in {quantize.upper()}", out))
@@ -168,11 +137,7 @@ def export_model(
     if to == "ollama" and programs.ollama:
         create = [*programs.ollama, "create", model, "-f", str(out / "Modelfile")]
         run_program(create, f"Creating {model} in Ollama", on_event)
-        theirs = answered_by_ollama(model, prompts)
-        comparisons.append(compared("Ollama", ours, theirs, loaded.tokenizer))
-    for comparison in comparisons:
-        report(comparison, on_event)
-    return ExportedModel(out, final, _commands(to, out, final, model, programs), comparisons)
+    return ExportedModel(out, final, _commands(to, out, final, model, programs))
 
 
 def _model_name(name: str | None, source: Path, to: str) -> str:
@@ -267,13 +232,6 @@ def _check_programs(programs: Programs, quantize: str, to: str, on_event: Listen
             found="\n".join(f"Not found: {name}." for name, _ in missing),
             fix="\n".join(text for _, text in missing),
         )
-    if programs.server is None:
-        on_event(
-            Notice(
-                "The file will not be compared with the adapter: neither llama-server nor "
-                f"xllamacpp is installed. To compare: {INSTALL_RUNNER}"
-            )
-        )
     if to == "ollama" and programs.ollama is None:
         on_event(Notice("Ollama is not on this machine's PATH: only its files are written."))
 
@@ -286,12 +244,6 @@ def _without_saved(on_event: Listener) -> Listener:
             on_event(event)
 
     return listen
-
-
-def _default_style(base: Base) -> Style:
-    from peftkit.data.generation import default_style
-
-    return default_style(base.tokenizer)
 
 
 def _set_bos(folder: Path, base: Base, style: Style) -> None:

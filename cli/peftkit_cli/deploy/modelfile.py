@@ -197,11 +197,7 @@ def modelfile(
 
 
 def _quoted(text: str, *, short: bool = False) -> str:
-    """Return a value of a Modelfile, in which nothing can be escaped.
-
-    Raises:
-        Untranslatable: The text has three quotes, which end a value.
-    """
+    """Quote a value of a Modelfile, without escapes; raises Untranslatable for three quotes."""
     if short and '"' not in text and "\n" not in text:
         return f'"{text}"'
     if '"""' in text:

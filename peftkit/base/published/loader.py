@@ -59,7 +59,7 @@ class CodesLoader(PackingLoader):
         cls, source, kwargs = super().arguments()
         return cls, source, kwargs | {"quantization_config": CodesConfig(self)}
 
-    def begin(self, model: Any) -> None:
+    def begin(self, model: nn.Module) -> None:
         """Inspect the model before it has weights."""
         super().begin(model)
         checkpoint = published(self.request.config)
@@ -170,7 +170,7 @@ class CodesQuantizer(StoredQuantizer):
         self._method = checkpoint.settings.get("quant_method") if checkpoint else None
         self.serialized_names = STACKS if self._method == "mxfp4" else {"weight": [*LEAVES]}
 
-    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+    def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
         """Read the tensors of a parameter together, before the model's own conversions."""
         converters = HfQuantizer.update_weight_conversions(self, weight_conversions, model)
         for converter in converters:
@@ -179,7 +179,7 @@ class CodesQuantizer(StoredQuantizer):
                 operations[0].rest, converter.operations = operations[1:], operations[:1]
         return [*self._other_names(model), *converters]
 
-    def _other_names(self, model: Any) -> list[WeightRenaming]:
+    def _other_names(self, model: nn.Module) -> list[WeightRenaming]:
         """Return renamings of FP8 scales in DeepSeek-V4 and Mistral Large 4."""
         if self._method != "fp8":
             return []
@@ -194,7 +194,7 @@ class CodesQuantizer(StoredQuantizer):
         if not isinstance(operations[0], _Read):
             super().get_new_dtype(converter, param, dtype)
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> Any:
         model._weight_conversions = None  # save it like any model of its class
         return model
 

@@ -23,7 +23,6 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from peftkit.data.media.audio_damage import audio_damage
 from peftkit.data.records import Record
 from peftkit.errors import DataError
 from peftkit.files.strict_json import shown
@@ -389,10 +388,6 @@ SAMPLING_RATES = (1_000, 384_000)
 """Minimum and maximum sampling rate, in hertz."""
 MIN_AUDIO_SECONDS = 0.1
 """Shorter audio gives no tokens that the model uses."""
-MEND_AUDIO = (
-    "Get the file anew, or remove the row. If it is meant to be so, write what decodes to a new "
-    "file: ffmpeg -i FILE NEW.flac"
-)
 MAX_SILENCE = 1e-5
 """Largest sample of audio that counts as silent."""
 
@@ -464,8 +459,6 @@ class Audio(Media):
         import soxr
 
         stored = self.encoded()
-        if damage := audio_damage(stored):
-            raise self.error(damage, MEND_AUDIO)
         try:
             with soundfile.SoundFile(BytesIO(stored)) as file:
                 file_rate = file.samplerate

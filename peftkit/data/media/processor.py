@@ -133,7 +133,7 @@ class MediaProcessor:
         source: str,
         *,
         padding_side: str | None = None,
-        **more: Any,
+        **more: object,
     ) -> Any:
         """Return the processor's inputs for texts and their media, as tensors.
 
@@ -190,11 +190,7 @@ class MediaProcessor:
             )
 
     def read(self, media: Sequence[Media]) -> list[tuple[type[Media], Any]]:
-        """Decode media for the processor.
-
-        Raises:
-            DataError: A medium cannot be read.
-        """
+        """Decode media for the processor; raises DataError if one cannot be read."""
         return [(type(one), one.read(self.limits)) for one in media]
 
     def replacements(self, text: str, media: ReadMedia, source: str) -> tuple[tuple[str, ...], int]:
@@ -230,7 +226,7 @@ class MediaProcessor:
         return tuple(sum(token in self.media_ids for token in ids) for ids in encoded)
 
 
-def _why_not(processor: Any, settings: Any, kind: type[Media]) -> str:
+def _why_not(processor: Any, settings: object, kind: type[Media]) -> str:
     """Return why the processor or config does not support a kind of media; "" if it does."""
     reader = next((getattr(processor, n) for n in kind.readers if hasattr(processor, n)), None)
     if media_id(settings, kind) is None or reader is None:
@@ -246,7 +242,7 @@ def _why_not(processor: Any, settings: Any, kind: type[Media]) -> str:
     return ""
 
 
-def media_id(settings: Any, kind: type[Media]) -> int | None:
+def media_id(settings: object, kind: type[Media]) -> int | None:
     """Return the token of a model's config that is replaced with features of a kind of media."""
     towers = (getattr(settings, f"{name}_config", None) for name in ("vision", "audio"))
     tokens = (getattr(config, f"{kind.name}_token_id", None) for config in (settings, *towers))

@@ -276,7 +276,7 @@ class _Row:
         number = listed.num_taken - 1
         return self._add(kind, listed.values[number], f"{listed.field}[{number}]")
 
-    def _add(self, kind: type[Media], value: Any, path: str) -> str:
+    def _add(self, kind: type[Media], value: object, path: str) -> str:
         number = sum(isinstance(one, kind) for one in self.media) + 1
         medium = media_of(kind, value, self._record, self._where, f"{kind.kind} {number}")
         if medium is None:

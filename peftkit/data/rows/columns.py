@@ -162,7 +162,7 @@ class Columns:
         digest = hashlib.blake2b(sizes + b"".join(contents), digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
 
-    def _text(self, name: str, value: Any) -> str:
+    def _text(self, name: str, value: object) -> str:
         """Return a value as text, the same for the value before and after Arrow."""
         return repr(_as_stored(value, float if name in self._fractions else None))
 
@@ -203,7 +203,7 @@ def _element(annotation: Any) -> Any:
     return (get_args(annotation) or (annotation,))[0]
 
 
-def _with_tuples(value: Any) -> Any:
+def _with_tuples(value: object) -> Any:
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 

@@ -99,11 +99,7 @@ class RowEncoder(ABC):
         return ()
 
     def check(self, rows: StoredRows) -> None:
-        """Refuse a file by its rows.
-
-        Raises:
-            DataError: The task cannot be trained on them.
-        """
+        """Refuse a file by its rows, with a DataError."""
         return None
 
     def prepare(self, rows: LazyRows) -> LazyRows:

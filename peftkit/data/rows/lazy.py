@@ -152,7 +152,7 @@ def fingerprint(rows: Iterable[Any]) -> str:
     return f"sha256:{digest.hexdigest()[:32]}"
 
 
-def _feed(digest: Any, value: Any) -> None:
+def _feed(digest: Any, value: object) -> None:
     """Hash a value with its type and length, which keeps different rows distinct."""
     if dataclasses.is_dataclass(value):
         value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}

@@ -58,7 +58,7 @@ def save_adapter(
 def write_folder(
     folder: Path,
     state: Mapping[str, Tensor],
-    fields: Mapping[str, Any],
+    fields: Mapping[str, object],
     method: Method,
     provenance: Provenance,
 ) -> Path:

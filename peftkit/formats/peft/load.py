@@ -117,7 +117,7 @@ def read_adapter(folder: str | Path) -> AdapterFile:
     return AdapterFile(folder, method, complete, provenance, made_here)
 
 
-def _check_config(path: Path, fields: Mapping[str, Any]) -> None:
+def _check_config(path: Path, fields: Mapping[str, object]) -> None:
     if "peft_type" not in fields:
         raise AdapterError(
             f"{path.parent} is not an adapter in PEFT's format",

@@ -73,7 +73,7 @@ class Provenance:
 
 
 def write_notes(
-    path: Path, tensors: Path, method: Method, fields: Mapping[str, Any], origin: Provenance
+    path: Path, tensors: Path, method: Method, fields: Mapping[str, object], origin: Provenance
 ) -> None:
     """Write peftkit.json, after the other files of the adapter.
 
@@ -180,7 +180,7 @@ def read_notes(
     return method, origin
 
 
-def computing(fields: Mapping[str, Any]) -> dict[str, Any]:
+def computing(fields: Mapping[str, object]) -> dict[str, Any]:
     """Return the fields of a config that affect what the tensors compute."""
     return {
         name: value
@@ -189,19 +189,19 @@ def computing(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def computing_origin(base: Mapping[str, Any], style: Any) -> dict[str, Any]:
+def computing_origin(base: Mapping[str, object], style: Any) -> dict[str, Any]:
     """Return the settings of prompts and comparisons, without the base's name, which may change."""
     names = ("fingerprint", "trunk", "loading")
     return {"prompt_style": style, **{name: base.get(name) for name in names}}
 
 
-def settings_digest(*settings: Mapping[str, Any] | None) -> str:
+def settings_digest(*settings: Mapping[str, object] | None) -> str:
     """Return a hash of settings: the method, the config's `computing` fields, the task."""
     there = [setting for setting in settings if setting is not None]
     return hashlib.sha256(json.dumps(there, sort_keys=True).encode()).hexdigest()
 
 
-def check_config(path: Path, fields: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def check_config(path: Path, fields: Mapping[str, object], saved: Mapping[str, object]) -> None:
     """Raise AdapterError, naming the fields, if a config differs from the saved one.
 
     Args:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ _COPY = re.compile(r"\.modules_to_save(?=\.(?:weight|bias)$)")
 
 
 def split_tables(
-    model: nn.Module, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    model: nn.Module, fields: Mapping[str, object], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Split a file's tensors into the adapter's and the base's frozen tables."""
     paths, full = token_tables(model), trained_fully(fields, model)

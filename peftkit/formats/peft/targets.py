@@ -130,7 +130,9 @@ def refused_by_peft(adapter: Adapter) -> str:
 
 
 def sites_of(
-    fields: Mapping[str, Any], places: Mapping[str, tuple[str, ...]], with_tensors: Collection[str]
+    fields: Mapping[str, object],
+    places: Mapping[str, tuple[str, ...]],
+    with_tensors: Collection[str],
 ) -> list[Site]:
     """Return the sites that a PEFT config targets or the file has tensors for.
 
@@ -184,7 +186,7 @@ def targeted(paths: Iterable[str], targets: Any) -> list[str]:
     return []
 
 
-def selected(paths: Iterable[str], fields: Mapping[str, Any]) -> list[str]:
+def selected(paths: Iterable[str], fields: Mapping[str, object]) -> list[str]:
     """Return the paths that a config selects: its targets in its layers, without exclusions.
 
     This is PEFT's rule (tuners_utils.py: check_target_module_exists).
@@ -221,7 +223,7 @@ def _layers(paths: Collection[str], names: Any) -> dict[str, int]:
 
 
 def missing_targets(
-    fields: Mapping[str, Any], paths: Iterable[str], with_tensors: Collection[str]
+    fields: Mapping[str, object], paths: Iterable[str], with_tensors: Collection[str]
 ) -> list[str]:
     """Return the names in `target_modules` that select modules, none of which has tensors.
 
@@ -254,7 +256,7 @@ def ends_with(path: str, ending: str) -> bool:
     return path == ending or path.endswith("." + ending)
 
 
-def with_implied_heads(fields: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
+def with_implied_heads(fields: Mapping[str, object], tensors: Collection[str]) -> Mapping[str, Any]:
     """Return a config with `modules_to_save` extended by heads that the task implies, if present.
 
     Older PEFT wrote null there (peft_model.py: PeftModelForSequenceClassification).
@@ -275,7 +277,7 @@ def with_implied_heads(fields: Mapping[str, Any], tensors: Collection[str]) -> M
 def fit_to_model(
     model: nn.Module,
     method: Method,
-    fields: Mapping[str, Any],
+    fields: Mapping[str, object],
     tensors: Collection[str],
     *,
     folder: Path,
@@ -370,7 +372,7 @@ def _owner(name: str, places: Collection[str]) -> str:
 
 
 def _check_targets(
-    fields: Mapping[str, Any],
+    fields: Mapping[str, object],
     sites: Collection[Site],
     places: Mapping[str, tuple[str, ...]],
     with_tensors: Collection[str],

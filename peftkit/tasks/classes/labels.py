@@ -55,7 +55,7 @@ class RecordEncoder(RowEncoder):
         return parsed
 
 
-def field_of(fields: Mapping[str, Any], name: str, setting: str) -> Any:
+def field_of(fields: Mapping[str, object], name: str, setting: str) -> Any:
     """Return a field of a row.
 
     Args:
@@ -71,13 +71,13 @@ def field_of(fields: Mapping[str, Any], name: str, setting: str) -> Any:
     return value
 
 
-def text_of(fields: Mapping[str, Any], name: str, setting: str) -> str:
+def text_of(fields: Mapping[str, object], name: str, setting: str) -> str:
     """Return a field that is a text; see `field_of`."""
     field_of(fields, name, setting)
     return full_text(fields, name)
 
 
-def list_of(fields: Mapping[str, Any], name: str, setting: str) -> list[Any]:
+def list_of(fields: Mapping[str, object], name: str, setting: str) -> list[Any]:
     """Return a field that is a list; see `field_of`."""
     value = field_of(fields, name, setting)
     if not isinstance(value, list):
@@ -85,7 +85,7 @@ def list_of(fields: Mapping[str, Any], name: str, setting: str) -> list[Any]:
     return value
 
 
-def label_name(value: Any) -> str:
+def label_name(value: object) -> str:
     """Return a label's name: a string unchanged, an integer or boolean as JSON text."""
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -94,7 +94,7 @@ def label_name(value: Any) -> str:
     raise WrongField("", f"expected a text or a whole number as label, found {shown(value)}")
 
 
-def label_of(fields: Mapping[str, Any], name: str) -> str:
+def label_of(fields: Mapping[str, object], name: str) -> str:
     """Return the name of a row's label."""
     return label_name(field_of(fields, name, "task.label"))
 
@@ -149,11 +149,7 @@ def check_names(labels: Sequence[str]) -> None:
 def values_in(
     records: Iterable[Record], read: Callable[[Mapping[str, Any]], Read]
 ) -> Iterator[tuple[Read, str]]:
-    """Yield the result of `read` for each record, and the record's source.
-
-    Raises:
-        DataError: `read` raised WrongField.
-    """
+    """Yield `read` of each record and its source; raises DataError for a WrongField of `read`."""
     for record in records:
         try:
             value = read(record.fields)
@@ -208,7 +204,7 @@ def problem_of(values: Iterable[tuple[Any, str]]) -> Problem:
     )
 
 
-def value_of(value: Any) -> float:
+def value_of(value: object) -> float:
     """Return a number, which may be given as text."""
     number = None if isinstance(value, bool) else _as_number(value)
     if number is None:
@@ -216,7 +212,7 @@ def value_of(value: Any) -> float:
     return number
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     names = {str: "text", bool: "truth value", int: "whole number", float: "number", list: "list"}
     return names.get(type(value), type(value).__name__)
 

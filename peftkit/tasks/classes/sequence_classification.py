@@ -95,13 +95,13 @@ class LabelledEncoder(TextsEncoder):
         row = LabelledRow(**joined_texts([text]), target=target, source=record.source)
         return row, (config.text, config.pair or "", config.label)
 
-    def texts_of(self, fields: Mapping[str, Any]) -> tuple[str, str | None]:
+    def texts_of(self, fields: Mapping[str, object]) -> tuple[str, str | None]:
         """Return the text, and the second text of a pair, of a record."""
         pair = self.config.pair
         second = None if pair is None else text_of(fields, pair, "task.pair")
         return text_of(fields, self.config.text, "task.text"), second
 
-    def _target(self, fields: Mapping[str, Any]) -> tuple[float, ...]:
+    def _target(self, fields: Mapping[str, object]) -> tuple[float, ...]:
         name = self.config.label
         value = field_of(fields, name, "task.label")
         if self._problem == "regression":
@@ -339,7 +339,7 @@ class SequenceClassificationConfig(ClassifierConfig):
                 fix=f"Give each of these labels a weight: {listed(self.labels)}.",
             )
 
-    def _names(self, several: bool, fields: Mapping[str, Any]) -> list[str]:
+    def _names(self, several: bool, fields: Mapping[str, object]) -> list[str]:
         read = list_of if several else field_of
         value = read(fields, self.label, "task.label")
         return label_names(value if several else [value])

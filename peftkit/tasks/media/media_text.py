@@ -216,7 +216,9 @@ class MediaText(CompletingTask, TokenTask):
                         on_answer(len(answers))
         return [answers[index] for index in range(len(prompts))]
 
-    def generation_inputs(self, model: Any, prompts: Sequence[MediaPrompt]) -> dict[str, Tensor]:
+    def generation_inputs(
+        self, model: nn.Module, prompts: Sequence[MediaPrompt]
+    ) -> dict[str, Tensor]:
         """Return the model's inputs for prompts, padded on the left."""
         texts, media = [prompt.text for prompt in prompts], [prompt.media for prompt in prompts]
         return self.inputs(model, self.encoder.generation_inputs(texts, media))

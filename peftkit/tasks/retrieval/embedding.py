@@ -329,11 +329,7 @@ def pooled(hidden: Tensor, mask: Tensor, how: Pooled) -> Tensor:
 
 
 def pooling_of(model: Any, mode: str, normalize: bool | str) -> Pooled:
-    """Return the configured pooling; "auto" reads the base's files.
-
-    Raises:
-        BaseError: Their pooling is not supported.
-    """
+    """Return the pooling; "auto" reads it from the base, which may raise BaseError."""
     return pooling_for(model.config, Path(str(model.config._name_or_path)), mode, normalize)
 
 

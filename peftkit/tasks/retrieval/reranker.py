@@ -95,7 +95,7 @@ class RerankEncoder(TextsEncoder):
         )
         return row, (self.config.query, *used)
 
-    def _ranked(self, fields: Mapping[str, Any]) -> tuple[list[str], list[float], Sequence[str]]:
+    def _ranked(self, fields: Mapping[str, object]) -> tuple[list[str], list[float], Sequence[str]]:
         """Return a record's texts, the relevance of each, and the fields that were read."""
         config = self.config
         if config.positive in fields:
@@ -237,7 +237,7 @@ class Reranker(TextTask):
         """Return each row's `prediction`: the score of its text, or of each text in its list."""
         name, query_name = self.config.text, self.config.query
 
-        def read(fields: Mapping[str, Any]) -> tuple[str, list[str]]:
+        def read(fields: Mapping[str, object]) -> tuple[str, list[str]]:
             return full_text(fields, query_name), texts_of(fields, name)
 
         rows = [row for row, _ in values_in(records, read)]

@@ -146,7 +146,7 @@ class Grading:
         ]
 
 
-def _number(grader: PythonGrader, value: Any, answer: Answered) -> float:
+def _number(grader: PythonGrader, value: object, answer: Answered) -> float:
     try:
         if isinstance(value, int | float) and math.isfinite(value):
             return float(value)

@@ -196,7 +196,7 @@ class GRPO(RolloutTask):
         self,
         model: nn.Module,
         prompts: Sequence[Sequence[Message]],
-        settings: Mapping[str, Any],
+        settings: Mapping[str, object],
     ) -> list[str]:
         """Return the base's answers to conversations, with the policy's adapter off."""
         self.layout.forget()

@@ -57,7 +57,7 @@ def matches(value: Any, schema: Mapping[str, Any], search: Search = _searched) -
     return _in_bounds(value, schema, search) and _inside(value, schema, search)
 
 
-def _is_of(value: Any, names: Any) -> bool:
+def _is_of(value: object, names: Any) -> bool:
     types = [names] if isinstance(names, str) else names
     if isinstance(value, bool):
         return "boolean" in types
@@ -96,7 +96,7 @@ def _inside(value: Any, schema: Mapping[str, Any], search: Search) -> bool:
     return True
 
 
-def all_matches(values: Sequence[Any], schema: Mapping[str, Any], seconds: float) -> list[bool]:
+def all_matches(values: Sequence[Any], schema: Mapping[str, object], seconds: float) -> list[bool]:
     """Return which values are valid against a schema.
 
     Args:

@@ -157,7 +157,7 @@ class Rewards:
         completions: Sequence[Any],
         columns: Mapping[str, Sequence[Any]],
         sources: Sequence[str],
-        items: Sequence[Mapping[str, Any]] = (),
+        items: Sequence[Mapping[str, object]] = (),
     ) -> tuple[list[float], dict[str, list[float]]]:
         """Return the reward of each answer, and the value of each term; NaN: no score.
 
@@ -194,7 +194,11 @@ class Rewards:
         return totals, parts
 
     def _call(
-        self, term: RewardTerm, judge: Judge, arguments: Mapping[str, Any], sources: Sequence[str]
+        self,
+        term: RewardTerm,
+        judge: Judge,
+        arguments: Mapping[str, object],
+        sources: Sequence[str],
     ) -> Any:
         values, error = outcome(judge, self.timeout, **arguments)
         rows = f"It was called for answers to {sources[0]} to {sources[-1]}."
@@ -258,7 +262,7 @@ def _judge(term: RewardTerm, timeout: float, code: UserCode) -> Judge:
     return _each(_is_equal)
 
 
-async def _environment_rewards(environments: Sequence[Any], **_: Any) -> list[Any]:
+async def _environment_rewards(environments: Sequence[Any], **_: object) -> list[Any]:
     """Return the rewards of the environments' answers."""
     rewards = [environment.get_reward() for environment in environments]
     return [await reward if inspect.isawaitable(reward) else reward for reward in rewards]
@@ -293,7 +297,7 @@ def _of_texts(judge: Callable[[list[str]], list[bool]]) -> Judge:
     return function
 
 
-def _match_schema(texts: Sequence[str], schema: Mapping[str, Any], timeout: float) -> list[bool]:
+def _match_schema(texts: Sequence[str], schema: Mapping[str, object], timeout: float) -> list[bool]:
     """Return whether each text is JSON that is valid against a schema."""
     values = {number: _json(text) for number, text in enumerate(texts)}
     values = {

