@@ -44,7 +44,7 @@ from peftkit.files.tensors import DTYPES, open_tensors
 from peftkit.model.blocks import SHARDED, recomputable_blocks
 from peftkit.quant.layers import packed_tensors
 
-SHARDS_PACKED = torch.__version__ >= (2, 13)
+SHARDS_PACKED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 """Whether torch shards tensors of integers: older releases give their shards a gradient."""
 
 

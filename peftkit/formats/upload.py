@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from peftkit.errors import PeftkitError, RunError
 from peftkit.events import Listener, Stage
@@ -41,7 +42,7 @@ def _is_same(settings: Mapping[str, Any], mark: bytes) -> bool:
     return False
 
 
-def upload_run(folder: Path, url: str, record: Mapping[str, object], on_event: Listener) -> None:
+def upload_run(folder: Path, url: str, record: Mapping[str, Any], on_event: Listener) -> None:
     """Upload the adapter and the records of a run, without checkpoints; `finished.json` is last.
 
     Raises:

@@ -87,7 +87,7 @@ def test_every_function_of_the_api_with_an_output_is_one_of_a_command():
         if {"out", "overwrite"} & inspect.signature(function).parameters.keys()
     }
     exchange = {"export_adapter", "import_adapter", "pull_adapter"}
-    assert writing == exchange | {"merge", "combine", "sweep", "run", "fit", "write_report"}
+    assert writing == exchange | {"merge", "combine", "run", "fit", "write_report"}
 
 
 @pytest.fixture(scope="session")
@@ -145,7 +145,6 @@ def test_files_of_another_origin_survive(
 ):
     for path in sources.iterdir():
         (tmp_path / path.name).symlink_to(path)
-    monkeypatch.setattr("peftkit_cli.deploy.programs._bindings", lambda *_: None)
     monkeypatch.setenv("PATH", "/nonexistent")
     command = [case] if case == "recipes cp" else [case.split()[0]]
     words = CASES[case].replace("BASE", str(model_folder)).split()

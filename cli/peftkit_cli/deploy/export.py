@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from shlex import quote
 
+from torch import Tensor
+
 from peftkit.base.load import Base, load_base
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.data.generation import default_style
@@ -42,7 +44,6 @@ from peftkit_cli.deploy.programs import (
     find_programs,
     run_program,
 )
-from torch import Tensor
 
 TARGETS = ("gguf", "ollama", "lmstudio")
 FLOATS = ("f32", "f16", "bf16")
