@@ -85,6 +85,7 @@ def launch(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"report-{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.smoke
 def test_two_cards_learn_what_one_does_with_twice_the_rows(tmp_path):
     (tmp_path / "one").mkdir()
     method = LoRA(rank=3, alpha=6, init="pissa")
@@ -126,6 +127,7 @@ def test_the_precision_that_the_launcher_was_told_is_in_the_header(
     assert heard.losses[-1] < heard.losses[0]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("rank", "cards", "number"), [(0, 1, 0), (3, 1, 0), (3, 4, 3), (5, 4, 1)])
 def test_each_rank_uses_its_card_of_accelerate(rank, cards, number, monkeypatch):
     """Under Slurm and Kubernetes each process may see one card alone."""
