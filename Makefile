@@ -29,6 +29,9 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRA
 UPGRADE := $(if $(filter newest,$(VERSIONS)),--upgrade --upgrade-strategy eager)
 SAY := @printf '\n== %s\n'
 
+# Some machines set it; each of the many processes of the tests would then compile every module anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: test test-all peers lint docs quickstart always
 .DELETE_ON_ERROR:
 

@@ -85,7 +85,6 @@ def launch(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"report-{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.smoke
 def test_two_cards_learn_what_one_does_with_twice_the_rows(tmp_path):
     (tmp_path / "one").mkdir()
     method = LoRA(rank=3, alpha=6, init="pissa")
