@@ -38,7 +38,7 @@ export PYTHONDONTWRITEBYTECODE :=
 test: $(if $(VERSIONS),$(VENV)/dev,lint)
 	$(SAY) "Tests, $(JOBS) at a time"
 	@$(BIN)/python -m pip freeze --exclude-editable | grep -iE '^(torch|transformers|bitsandbytes)=='
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m "not slow" --changed "$(CHANGED)" --durations=5
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow" --changed "$(CHANGED)" --durations=5
 
 # What is skipped is told with its reason: other programs, a GPU.
 test-all: lint $(VENV)/smollm2
