@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.changed import EVERYTHING, FOLDERS, changed_since, is_due
+from tests.helpers.changed import COVERED, EVERYTHING, changed_since, is_due
 
 TESTS = Path(__file__).parent
 OWN_MODULES = ("helpers", "peers", "simulated_gpu", "cross_compile")
@@ -88,7 +88,7 @@ def test_covered_files_exist():
     code = "\n".join(path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py"))
     marked = re.findall(r"pytest\.mark\.covers\(([^)]*)\)", code)
     places = {place for text in marked for place in re.findall(r'"([^"]+)"', text)}
-    places |= {*FOLDERS, *EVERYTHING, *(place for covered in FOLDERS.values() for place in covered)}
+    places |= {*COVERED, *EVERYTHING, *(place for covered in COVERED.values() for place in covered)}
     assert not [place for place in places if not (TESTS.parent / place).exists()]
 
 

@@ -1,6 +1,6 @@
 """Tests that `make test` runs only if files that they cover changed: `make test CHANGED=REV`.
 
-Folders in FOLDERS, and tests marked `covers(*sources)`; a test marked `smoke` always runs.
+Those in COVERED, and tests marked `covers(*sources)`; a test marked `smoke` always runs.
 """
 
 import subprocess
@@ -10,15 +10,43 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = {
-    "tests/simulated_gpu": (
-        *("peftkit/base", "peftkit/execution", "peftkit/forward", "peftkit/inference"),
-        *("peftkit/kernels", "peftkit/planning", "peftkit/quant", "peftkit/train"),
-        "cli/peftkit_server/tinker",
-    ),
+LIBRARY = (
+    "base",
+    "execution",
+    "forward",
+    "inference",
+    "methods",
+    "model",
+    "quant",
+    "tasks",
+    "train",
+)
+TRAINING = tuple(f"peftkit/{name}" for name in LIBRARY)
+COVERED = {
+    "tests/simulated_gpu": (*TRAINING, "peftkit/kernels", "peftkit/planning", "cli/peftkit_server"),
     "tests/cross_compile": ("peftkit/forward", "peftkit/kernels", "peftkit/quant"),
+    "tests/cli/test_quickstart.py": ("recipes", "cli/peftkit_cli", "peftkit/train"),
+    "tests/cli/test_sweeps.py": (*TRAINING, "cli/peftkit_cli", "peftkit/run.py"),
+    "tests/inference/test_generate_media.py": (*TRAINING, "peftkit/data/media"),
+    "tests/planning/test_plan.py": (*TRAINING, "peftkit/planning", "cli/peftkit_cli/plan.py"),
+    "tests/planning/test_resolve.py": (*TRAINING, "peftkit/planning"),
+    "tests/server/tinker/test_beside_a_job.py": (*TRAINING, "cli/peftkit_server"),
+    "tests/server/tinker/test_learning.py": (*TRAINING, "cli/peftkit_server"),
+    "tests/server/tinker/test_samples.py": (*TRAINING, "cli/peftkit_server"),
+    "tests/server/tinker/test_weights.py": (*TRAINING, "cli/peftkit_server"),
+    "tests/server/tuning/test_clients.py": (*TRAINING, "cli/peftkit_server"),
+    "tests/server/tuning/test_jobs.py": (*TRAINING, "cli/peftkit_server"),
+    "tests/server/tuning/test_limits.py": (*TRAINING, "cli/peftkit_server"),
+    "tests/tasks/distill/test_run.py": (*TRAINING, "peftkit/data"),
+    "tests/tasks/on_policy/test_runs.py": (*TRAINING, "peftkit/data"),
+    "tests/tasks/on_policy/test_tools.py": (*TRAINING, "peftkit/data"),
+    "tests/tasks/test_anchor.py": (*TRAINING, "peftkit/evaluation"),
+    "tests/tasks/test_folder_of_classes.py": (*TRAINING, "peftkit/formats"),
+    "tests/tasks/test_mixers.py": TRAINING,
+    "tests/tasks/test_speech_runs.py": (*TRAINING, "peftkit/data"),
+    "tests/train/test_compiled.py": (*TRAINING, "peftkit/kernels"),
 }
-"""Folders of tests, with the files and folders that they cover."""
+"""Folders and files of tests, with the files and folders that they cover."""
 
 EVERYTHING = ("tests/conftest.py", "tests/helpers", "pyproject.toml", "constraints.txt")
 """Files and folders of which a change concerns every test."""
@@ -57,9 +85,9 @@ def is_due(item: pytest.Item, changed: Collection[str]) -> bool:
         return True
     file = item.path.relative_to(ROOT).as_posix()
     sources = {name for mark in item.iter_markers("covers") for name in mark.args}
-    for folder, covered in FOLDERS.items():
-        if is_under(file, [folder]):
-            sources |= {folder, *covered}
+    for tests, covered in COVERED.items():
+        if is_under(file, [tests]):
+            sources |= {tests, *covered}
     if not sources:
         return True
     return any(is_under(name, {*sources, *EVERYTHING, file}) for name in changed)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.changed import FOLDERS, is_under
+from tests.helpers.changed import COVERED, is_under
 
 TESTS = Path(__file__).parents[1]
 PAGES = {
@@ -35,7 +35,7 @@ def test_every_promise_names_a_test(page, number):
 def test_tests_that_are_named_run_in_make_test_or_have_their_mark():
     wrong = []
     for file, name, mark in NAMED:
-        covers = is_under(f"tests/{file}", FOLDERS)
+        covers = is_under(f"tests/{file}", COVERED)
         found = when_left_out((TESTS / file).read_text(encoding="utf-8"), name, covers)
         if found != mark:
             wrong.append(f"{file}::{name} is {found or 'in make test'}, not {mark or 'unmarked'}")
@@ -64,8 +64,9 @@ def when_left_out(code: str, name: str, by_change: bool = False) -> str:
         whole.add(ast.unparse(assigned["pytestmark"]))
     if "pytest.mark.slow" in whole:
         return "slow"
-    if any(mark.startswith("pytest.mark.covers") for mark in whole) or by_change:
-        return "" if "pytest.mark.smoke" in whole else "by change"
+    by_change |= any(mark.startswith("pytest.mark.covers") for mark in whole)
+    if by_change and "pytest.mark.smoke" not in whole:
+        return "by change"
     inside = [node for each in test.decorator_list for node in ast.walk(each)]
     names = {node.id for node in inside if isinstance(node, ast.Name)}
     parts = [*whole, *(ast.unparse(assigned[name]) for name in names & assigned.keys())]
