@@ -32,10 +32,14 @@ SAY := @printf '\n== %s\n'
 # Some machines set it; each of the many processes of the tests would then compile every module anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: test test-all peers lint docs quickstart always
+.PHONY: test fast-tests test-all peers lint docs quickstart always
 .DELETE_ON_ERROR:
 
-test: $(if $(VERSIONS),$(VENV)/dev,lint)
+# mypy and the first tests take as long: together they use both cores.
+test: $(VENV)/dev
+	@$(MAKE) --no-print-directory -j2 $(if $(VERSIONS),,lint) fast-tests
+
+fast-tests: $(VENV)/dev
 	$(SAY) "Tests, $(JOBS) at a time"
 	@$(BIN)/python -m pip freeze --exclude-editable | grep -iE '^(torch|transformers|bitsandbytes)=='
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow" --changed "$(CHANGED)" --durations=5
