@@ -37,7 +37,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # mypy and the first tests take as long: together they use both cores.
 test: $(VENV)/dev
-	@$(MAKE) --no-print-directory -j2 $(if $(VERSIONS),,lint) fast-tests
+	@$(MAKE) --no-print-directory -j2 UPGRADE= $(if $(VERSIONS),,lint) fast-tests
 
 fast-tests: $(VENV)/dev
 	$(SAY) "Tests, $(JOBS) at a time"
