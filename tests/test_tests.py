@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def test_shared_modules_are_in_helpers():
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A folder with one commit, in which a file has changed and another is new."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
     (tmp_path / "old.py").write_text("a = 1\n")
     (tmp_path / "same.py").write_text("b = 1\n")
     who = ("-c", "user.name=a", "-c", "user.email=a@b.c")

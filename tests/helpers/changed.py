@@ -10,41 +10,32 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIBRARY = (
-    "base",
-    "execution",
-    "forward",
-    "inference",
-    "methods",
-    "model",
-    "quant",
-    "tasks",
-    "train",
-)
-TRAINING = tuple(f"peftkit/{name}" for name in LIBRARY)
+GPU_CODE = ("base", "execution", "forward", "inference", "kernels", "methods", "model", "planning")
+GPU_CODE += ("quant", "tasks", "train")
 COVERED = {
-    "tests/simulated_gpu": (*TRAINING, "peftkit/kernels", "peftkit/planning", "cli/peftkit_server"),
+    "tests/simulated_gpu": (*(f"peftkit/{name}" for name in GPU_CODE), "cli/peftkit_server"),
     "tests/cross_compile": ("peftkit/forward", "peftkit/kernels", "peftkit/quant"),
-    "tests/cli/test_quickstart.py": ("recipes", "cli/peftkit_cli", "peftkit/train"),
-    "tests/cli/test_sweeps.py": (*TRAINING, "cli/peftkit_cli", "peftkit/run.py"),
-    "tests/inference/test_generate_media.py": (*TRAINING, "peftkit/data/media"),
-    "tests/planning/test_plan.py": (*TRAINING, "peftkit/planning", "cli/peftkit_cli/plan.py"),
-    "tests/planning/test_resolve.py": (*TRAINING, "peftkit/planning"),
-    "tests/server/tinker/test_beside_a_job.py": (*TRAINING, "cli/peftkit_server"),
-    "tests/server/tinker/test_learning.py": (*TRAINING, "cli/peftkit_server"),
-    "tests/server/tinker/test_samples.py": (*TRAINING, "cli/peftkit_server"),
-    "tests/server/tinker/test_weights.py": (*TRAINING, "cli/peftkit_server"),
-    "tests/server/tuning/test_clients.py": (*TRAINING, "cli/peftkit_server"),
-    "tests/server/tuning/test_jobs.py": (*TRAINING, "cli/peftkit_server"),
-    "tests/server/tuning/test_limits.py": (*TRAINING, "cli/peftkit_server"),
-    "tests/tasks/distill/test_run.py": (*TRAINING, "peftkit/data"),
-    "tests/tasks/on_policy/test_runs.py": (*TRAINING, "peftkit/data"),
-    "tests/tasks/on_policy/test_tools.py": (*TRAINING, "peftkit/data"),
-    "tests/tasks/test_anchor.py": (*TRAINING, "peftkit/evaluation"),
-    "tests/tasks/test_folder_of_classes.py": (*TRAINING, "peftkit/formats"),
-    "tests/tasks/test_mixers.py": TRAINING,
-    "tests/tasks/test_speech_runs.py": (*TRAINING, "peftkit/data"),
-    "tests/train/test_compiled.py": (*TRAINING, "peftkit/kernels"),
+    "tests/cli/test_quickstart.py": ("peftkit", "cli/peftkit_cli", "recipes"),
+    "tests/cli/test_sweeps.py": ("peftkit", "cli/peftkit_cli"),
+    "tests/inference/test_generate_media.py": ("peftkit",),
+    "tests/planning/test_plan.py": ("peftkit", "cli/peftkit_cli/plan.py"),
+    "tests/planning/test_resolve.py": ("peftkit",),
+    **{
+        f"tests/server/{name}.py": ("peftkit", "cli/peftkit_server")
+        for name in (
+            *("tinker/test_beside_a_job", "tinker/test_learning", "tinker/test_samples"),
+            *("tinker/test_weights", "tuning/test_clients", "tuning/test_jobs"),
+            "tuning/test_limits",
+        )
+    },
+    **{
+        f"tests/tasks/{name}.py": ("peftkit",)
+        for name in (
+            *("distill/test_run", "on_policy/test_runs", "on_policy/test_tools", "test_anchor"),
+            *("test_folder_of_classes", "test_mixers", "test_speech_runs"),
+        )
+    },
+    "tests/train/test_compiled.py": ("peftkit",),
 }
 """Folders and files of tests, with the files and folders that they cover."""
 
