@@ -1,8 +1,10 @@
 # make test        install into .venv and run everything that must stay green
+#                  CHANGED=REV: also what covers the files that changed since a revision, as main: the
+#                  simulated card, long runs (tests/helpers/changed.py)
 #                  VERSIONS=oldest: with constraints-oldest.txt, in .venv-oldest
 #                  VERSIONS=newest: with the newest releases that pyproject.toml allows, in .venv-newest
 # make quickstart  install into .venv and teach a small model a task, before and after shown
-# make test-all    the same with the slow tests: the full grid of methods and architectures, compilers
+# make test-all    all tests: the full grid of methods and architectures, compilers, every file
 # make peers       environments for the other programs that the slow tests run (llama.cpp, vLLM, ...)
 # make lint        ruff and mypy alone
 # make docs        the guide as a site, in build/site; DOCS=serve shows it while one writes
@@ -12,6 +14,7 @@
 PYTHON ?= python3
 JOBS ?= 2
 DOCS ?= build
+CHANGED ?=
 VERSIONS ?=
 VENV := .venv$(addprefix -,$(VERSIONS))
 # `newest` has no constraints: its installation is not repeatable, and fails first if a library changes
@@ -26,13 +29,20 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRA
 UPGRADE := $(if $(filter newest,$(VERSIONS)),--upgrade --upgrade-strategy eager)
 SAY := @printf '\n== %s\n'
 
-.PHONY: test test-all peers lint docs quickstart always
+# Some machines set it; each of the many processes of the tests would then compile every module anew.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: test fast-tests test-all peers lint docs quickstart always
 .DELETE_ON_ERROR:
 
-test: $(if $(VERSIONS),$(VENV)/dev,lint)
+# mypy and the first tests take as long: together they use both cores.
+test: $(VENV)/dev
+	@$(MAKE) --no-print-directory -j2 UPGRADE= $(if $(VERSIONS),,lint) fast-tests
+
+fast-tests: $(VENV)/dev
 	$(SAY) "Tests, $(JOBS) at a time"
 	@$(BIN)/python -m pip freeze --exclude-editable | grep -iE '^(torch|transformers|bitsandbytes)=='
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m "not slow" --durations=5
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow" --changed "$(CHANGED)" --durations=5
 
 # What is skipped is told with its reason: other programs, a GPU.
 test-all: lint $(VENV)/smollm2

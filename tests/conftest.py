@@ -45,6 +45,7 @@ import torch  # noqa: E402
 from transformers import PreTrainedModel, PreTrainedTokenizerFast  # noqa: E402
 
 from peftkit.base import request as base_request  # noqa: E402
+from tests.helpers.changed import changed_since, is_due  # noqa: E402
 from tests.helpers.families import FAMILIES, tiny_tokenizer  # noqa: E402
 
 torch.set_num_threads(1)
@@ -108,6 +109,33 @@ def model_folder(
     FAMILIES["llama"]().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--changed",
+        metavar="REV",
+        help="leave out the tests of which no covered file changed since a revision; "
+        "empty: all tests that are chosen by change (tests/helpers/changed.py)",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    revision = config.getoption("changed")
+    if revision and changed_since(revision) is None:
+        return f"git does not know the revision {revision!r}: no test is left out for its files"
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests that cover other files than those that changed since `--changed`."""
+    revision = config.getoption("changed")
+    changed = None if revision is None else changed_since(revision)
+    if changed is None:
+        return
+    due = {item: is_due(item, changed) for item in items}
+    config.hook.pytest_deselected(items=[item for item in items if not due[item]])
+    items[:] = [item for item in items if due[item]]
 
 
 def pytest_collection_finish() -> None:

@@ -146,6 +146,7 @@ class Import(NamedTuple):
     relative: bool = False
 
 
+@cache
 def modules() -> dict[str, str]:
     """Return the source of every module, by dotted name; packages end in `.__init__`."""
     found = {}
@@ -179,21 +180,26 @@ parsed = cache(ast.parse)
 def imports(sources: Mapping[str, str]) -> Iterator[Import]:
     """Parse every import, also importlib.import_module("literal")."""
     for module, source in sources.items():
-        prefix = "cli/" if module.split(".")[0] in APPLICATIONS else ""
-        file = prefix + module.replace(".", "/") + ".py"
-        for node in ast.walk(parsed(source)):
-            where = f"{file}:{getattr(node, 'lineno', 0)}"
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    yield Import(where, module, alias.name, ())
-            elif isinstance(node, ast.ImportFrom):
-                names = tuple(alias.name for alias in node.names)
-                yield Import(where, module, node.module or "", names, node.level > 0)
-            elif isinstance(node, ast.Call) and node.args:
-                called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-                first = node.args[0]
-                if called in {"import_module", "__import__"} and isinstance(first, ast.Constant):
-                    yield Import(where, module, str(first.value), ())
+        yield from _imports_of(module, source)
+
+
+@cache
+def _imports_of(module: str, source: str) -> tuple[Import, ...]:
+    prefix = "cli/" if module.split(".")[0] in APPLICATIONS else ""
+    file, found = prefix + module.replace(".", "/") + ".py", []
+    for node in ast.walk(parsed(source)):
+        where = f"{file}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import):
+            found += [Import(where, module, alias.name, ()) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = tuple(alias.name for alias in node.names)
+            found.append(Import(where, module, node.module or "", names, node.level > 0))
+        elif isinstance(node, ast.Call) and node.args:
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            first = node.args[0]
+            if called in {"import_module", "__import__"} and isinstance(first, ast.Constant):
+                found.append(Import(where, module, str(first.value), ()))
+    return tuple(found)
 
 
 def breaches(sources: Mapping[str, str]) -> list[str]:
@@ -413,7 +419,7 @@ def test_training_names_no_method():
 def test_a_recipe_and_its_run_import_what_they_need(module):
     sources = modules()
     edges: dict[str, set[str]] = {name: set() for name in sources}
-    for found in imports(_at_import(sources)):
+    for found in imports({name: _at_import(source) for name, source in sources.items()}):
         edges[found.importer] |= {
             target for target in _own_targets(found, sources) if target in sources
         }
@@ -426,19 +432,16 @@ def test_a_recipe_and_its_run_import_what_they_need(module):
     assert len(loaded) <= CLOSURES[module], "\n".join(sorted(loaded))
 
 
-def _at_import(sources: Mapping[str, str]) -> dict[str, str]:
-    """Return the imports of modules that run when these are imported, as source."""
-    kept = {}
-    for name, source in sources.items():
-        tree = ast.parse(source)
-        body = [
-            node
-            for node in tree.body
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            or (isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test))
-        ]
-        kept[name] = ast.unparse(ast.Module(body, []))
-    return kept
+@cache
+def _at_import(source: str) -> str:
+    """Return the imports of a module that run when it is imported, as source."""
+    body = [
+        node
+        for node in parsed(source).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        or (isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test))
+    ]
+    return ast.unparse(ast.Module(body, []))
 
 
 OTHERS = ("transformers", "datasets", "accelerate", "torch._dynamo")

@@ -144,6 +144,7 @@ def write_package(folder: Path) -> None:
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
 
 
+@pytest.mark.covers("peftkit/methods", "peftkit/tasks", "peftkit/formats", "peftkit/config")
 def test_a_package_adds_a_method_a_task_and_a_format(model_folder, tmp_path):
     write_package(tmp_path / "site")
     rows = tmp_path / "rows.jsonl"

@@ -73,6 +73,7 @@ def run_here(part: str, page: Path, *options: str) -> tuple[int, str]:
     return code, page.read_text(encoding="utf-8")
 
 
+@pytest.mark.covers("benchmarks/card")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch itself
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
@@ -171,6 +172,7 @@ def test_a_part_runs_as_a_process_of_its_own(tmp_path):
     assert "host time per block" in page.read_text(encoding="utf-8")
 
 
+@pytest.mark.covers("benchmarks/card")
 def test_the_environment_page_names_what_a_card_lacks(tmp_path, monkeypatch):
     """WSL without expandable segments is well; a capability without machine code is not."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -262,6 +264,7 @@ def test_without_a_card_nothing_is_measured(tmp_path):
     assert not (tmp_path / "card.md").exists()
 
 
+@pytest.mark.covers("benchmarks/card")
 def test_a_bare_machine_gets_only_one_library_of_bitsandbytes(tmp_path, monkeypatch):
     def download(packages: object, python: str, folder: Path) -> None:
         with zipfile.ZipFile(folder / "x.whl", "w") as wheel:

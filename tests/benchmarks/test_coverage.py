@@ -11,6 +11,7 @@ SMALL = ["--methods", "ia3,bitfit", "--architectures", "llama,gpt2", "--quantize
 QUICK = ["--jobs", "1", "--skip", "compiling_changes_nothing,peft_agrees"]
 
 
+@pytest.mark.covers("benchmarks", "peftkit/methods")
 def test_every_cell_has_its_reasons(tmp_path, capsys):
     file = tmp_path / "cells.json"
     assert main([*SMALL, *QUICK, "--json", str(file)]) == 0

@@ -99,6 +99,7 @@ def test_a_file_of_predictions_keeps_ids_and_has_all_probabilities(peftkit, clas
         assert row["predicted_label"] == label
 
 
+@pytest.mark.covers("peftkit", "cli/peftkit_cli")
 def test_the_best_step_is_chosen_by_a_metric(peftkit, classifier, tmp_path):
     recipe = write_recipe(tmp_path, classifier / "base")
     options = ("--set", "train.eval_every=1", "--set", "train.keep_best=true")

@@ -60,6 +60,7 @@ def test_train_on_a_finished_run_requires_overwrite(project, peftkit):
     assert (project / "a: run" / "adapter_model.safetensors").read_bytes() != before
 
 
+@pytest.mark.covers("peftkit", "cli/peftkit_cli")
 def test_resume_refuses_changes_that_are_not_allowed(project, peftkit):
     train = ("train", "recipe.yaml", "--set", "train.save_every=2")
     assert peftkit(*train, "--set", "train.max_steps=2").code == 0
@@ -145,6 +146,7 @@ def test_generate_prints_the_completion_and_nothing_else(inside, trained):
     assert bare != [expected], "the adapter takes part"
 
 
+@pytest.mark.covers("peftkit", "cli/peftkit_cli")
 def test_a_seed_repeats_a_sampled_completion(inside):
     sample = ("generate", "runs/demo", "--prompt", ASKED, "--temperature", 2, "--seed")
     first, second, other = inside(*sample, 1), inside(*sample, 1), inside(*sample, 2)
@@ -329,6 +331,7 @@ def test_every_error_of_a_recipe_comes_at_once_with_its_line(project, peftkit):
         assert part in done.err
 
 
+@pytest.mark.covers("peftkit", "cli/peftkit_cli")
 def test_another_base_requires_force(inside, tmp_path, model_folder):
     other = tmp_path / "other"
     shutil.copytree(model_folder, other)

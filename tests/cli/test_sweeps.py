@@ -113,6 +113,7 @@ def test_members_equal_their_runs_alone(quantize, base, tmp_path):
     assert as_saved(tmp_path / "out" / "lora") == as_saved(tmp_path / "out" / "last")
 
 
+@pytest.mark.smoke
 def test_the_best_member_is_copied_and_all_are_told(base, tmp_path):
     recipe = write(tmp_path / "data", base)
     members = grid(recipe, ["train.learning_rate=1e-6,5e-3"], out=tmp_path / "out")
@@ -259,6 +260,7 @@ def test_an_interrupted_sweep_ends_equal(stop_in, base, tmp_path):
             assert torch.equal(tensors[name], tensor)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("over", "message"),
     [

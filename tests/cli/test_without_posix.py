@@ -58,6 +58,7 @@ def without_posix(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(os, name)
 
 
+@pytest.mark.covers("peftkit", "cli/peftkit_cli")
 @pytest.mark.usefixtures("without_posix")
 def test_a_project_is_trained_merged_and_used_in_chat(project, peftkit, monkeypatch):
     assert free_bytes() is None

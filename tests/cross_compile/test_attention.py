@@ -9,12 +9,9 @@ import pytest
 
 from tests.helpers.gpu_code import CARDS, output_of
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        find_spec("triton") is None, reason="triton: pip install peftkit[gpu-tests]"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton: pip install peftkit[gpu-tests]"
+)
 
 COMPILED = """
 import json, re, subprocess, sys, tempfile

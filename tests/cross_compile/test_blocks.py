@@ -10,12 +10,9 @@ import pytest
 
 from tests.helpers.gpu_code import CARDS, MOST_REGISTERS, output_of
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        find_spec("triton") is None, reason="triton: pip install peftkit[gpu-tests]"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton: pip install peftkit[gpu-tests]"
+)
 PROGRAM = "import sys; from tests.cross_compile.written import main; main(*sys.argv[1:])"
 SINCE_AMPERE = [str(card) for card in CARDS if card >= 80]
 MOST_KERNELS = {

@@ -10,12 +10,9 @@ import pytest
 
 from tests.helpers.gpu_code import CARDS, MOST_REGISTERS, output_of
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        find_spec("triton") is None, reason="triton: pip install peftkit[gpu-tests]"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton: pip install peftkit[gpu-tests]"
+)
 
 COMPILED = """
 import json, re, subprocess, sys, tempfile

@@ -68,11 +68,13 @@ def blocks(page: Path) -> Iterator[Block]:
             section = line[3:]
 
 
-ALL = [block for page in PAGES for block in blocks(page)]
+BLOCKS = {page: [*blocks(page)] for page in PAGES}
 
 
-def in_languages(*languages: str) -> list[Any]:
-    return [pytest.param(b, id=b.where) for b in ALL if b.language in languages]
+def pages_with(*languages: str) -> Any:
+    """Run a test on each page that has a block in one of some languages."""
+    pages = [page for page in PAGES if any(b.language in languages for b in BLOCKS[page])]
+    return pytest.mark.parametrize("page", pages, ids=name_of)
 
 
 def commands_of(text: str) -> Iterator[str]:
@@ -86,33 +88,34 @@ def commands_of(text: str) -> Iterator[str]:
                 yield part[found.end() :].rstrip("'")
 
 
-def spoken_of(page: Path) -> Iterator[str]:
-    """Yield what stands as `peftkit ...` within sentences."""
+def commands_on(page: Path) -> list[tuple[str, str]]:
+    """Return a page's commands, in shell blocks and as `peftkit ...` in sentences, with places."""
+    found = [
+        (b.where, c) for b in BLOCKS[page] if b.language == "bash" for c in commands_of(b.text)
+    ]
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for code in re.findall(r"`([^`]+)`", text):
-        yield from commands_of(" ".join(code.split()))
+        found += [(name_of(page), command) for command in commands_of(" ".join(code.split()))]
+    return found
 
 
-COMMANDS = sorted(
-    {(b.where, c) for b in ALL if b.language == "bash" for c in commands_of(b.text)}
-    | {(name_of(page), c) for page in PAGES for c in spoken_of(page)}
-)
-
-
+COMMANDS = {page: commands for page in PAGES if (commands := commands_on(page))}
 PLACEHOLDERS = {"peft|gguf|mlx": "peft", "COMMAND --help": "train --help"}
 """What stands for one of several words, and one of them."""
 
 
 def test_the_pages_are_full_of_commands():
-    assert len(COMMANDS) > 90
-    assert {c.split()[0] for _, c in COMMANDS} >= {*root().commands}
+    commands = {command for found in COMMANDS.values() for _, command in found}
+    assert len(commands) > 90
+    assert {c.split()[0] for c in commands} >= {*root().commands}
 
 
-@pytest.mark.parametrize(("where", "command"), COMMANDS, ids=[f"{w} {c}" for w, c in COMMANDS])
-def test_a_command_parses(where, command):
-    for several, one in PLACEHOLDERS.items():
-        command = command.replace(several, one)
-    assert not refused(command), where
+@pytest.mark.parametrize("page", COMMANDS, ids=name_of)
+def test_commands_parse(page):
+    for where, command in COMMANDS[page]:
+        for several, one in PLACEHOLDERS.items():
+            command = command.replace(several, one)
+        assert not refused(command), f"{where}: peftkit {command}"
 
 
 @pytest.mark.parametrize(
@@ -153,15 +156,22 @@ def recipe_of(text: str, folder: Path, overrides: tuple[str, ...] = ()) -> Recip
     return load_recipe(path, [*filled, *overrides])
 
 
-@pytest.mark.parametrize("block", in_languages("yaml"))
-def test_a_recipe_loads(block, tmp_path):
-    values = yaml.safe_load(block.text)
-    if set(values) <= SECTIONS:
-        recipe_of(block.text, tmp_path)
-        return
-    for settings in values.values():  # members of a sweep: settings by dotted key
-        own = (f"{key}={value}" for key, value in settings.items())
-        recipe_of("", tmp_path, ("method.type=lora", *own))
+@pages_with("yaml")
+def test_recipes_load(page, tmp_path):
+    for block in BLOCKS[page]:
+        if block.language != "yaml":
+            continue
+        values = yaml.safe_load(block.text)
+        if set(values) <= SECTIONS:
+            loads = [(block.text, ())]
+        else:  # members of a sweep: settings by dotted key
+            members = [[f"{key}={value}" for key, value in s.items()] for s in values.values()]
+            loads = [("", ("method.type=lora", *member)) for member in members]
+        for text, overrides in loads:
+            try:
+                recipe_of(text, tmp_path, overrides)
+            except PeftkitError as error:
+                pytest.fail(f"{block.where}: {error}")
 
 
 def test_a_recipe_with_a_misspelt_key_would_be_found(tmp_path):
@@ -173,7 +183,7 @@ def task_above(block: Block, folder: Path) -> Any:
     """Return the task of the last recipe before a block, in its section."""
     before = [
         b
-        for b in blocks(block.page)
+        for b in BLOCKS[block.page]
         if (b.section, b.language) == (block.section, "yaml") and b.line < block.line
     ]
     return recipe_of(before[-1].text if before else "", folder).task
@@ -220,9 +230,15 @@ def read(block: Block, folder: Path, model: Any = None, tokenizer: Any = None) -
     return len(records)
 
 
-@pytest.mark.parametrize("block", in_languages("jsonl", "csv"))
-def test_rows_are_read(block, tmp_path, llama, tokenizer):
-    assert read(block, tmp_path, llama, tokenizer)
+@pages_with("jsonl", "csv")
+def test_rows_are_read(page, tmp_path, llama, tokenizer):
+    for block in BLOCKS[page]:
+        if block.language in ("jsonl", "csv"):
+            try:
+                num_rows = read(block, tmp_path, llama, tokenizer)
+            except PeftkitError as error:
+                pytest.fail(f"{block.where}: {error}")
+            assert num_rows, block.where
 
 
 def test_rows_of_no_known_format_would_be_found(tmp_path):
@@ -232,7 +248,7 @@ def test_rows_of_no_known_format_would_be_found(tmp_path):
 
 
 def test_there_are_rows_for_each_task(tmp_path):
-    rows = [b for b in ALL if b.page.name == "data.md" and b.language == "jsonl"]
+    rows = [b for b in BLOCKS[DOCS / "data.md"] if b.language == "jsonl"]
     assert {task_above(block, tmp_path).type for block in rows} == set(TASKS)
 
 

@@ -65,6 +65,7 @@ def test_the_start_page_names_the_line_by_which_editors_find_the_schema():
     assert f"`# yaml-language-server: $schema={SCHEMA}`" in text
 
 
+@pytest.mark.covers("docs", "cli/peftkit_cli", "peftkit/formats", "peftkit/merging")
 def test_the_guide_applies_the_adapter(here, capsys):
     (anew,) = [call for call in commands("continue.md", "train") if "--from" in call]
     merge = commands("use.md", "merge")[0]

@@ -175,6 +175,7 @@ def test_a_run_measures_it_without_effect_on_its_weights(settings, tmp_path, pef
     assert json.loads(result.out)["drift"] == pytest.approx(figures[3]["drift"], rel=1e-3)
 
 
+@pytest.mark.covers("peftkit/evaluation", "peftkit/tasks", "peftkit/train")
 def test_a_limit_bounds_the_best_weights(settings, tmp_path):
     free = evals(run(settings, tmp_path / "free", drift={}))
     limit = (free[1]["drift"] + free[2]["drift"]) / 2
@@ -186,6 +187,7 @@ def test_a_limit_bounds_the_best_weights(settings, tmp_path):
     assert [e for e in events if isinstance(e, Notice) and "No evaluation was within" in e.text]
 
 
+@pytest.mark.covers("peftkit/evaluation", "peftkit/tasks", "peftkit/train")
 def test_a_resumed_run_measures_the_same(settings, tmp_path):
     more = {"drift": {}, "save_every": 1, "keep_checkpoints": 3}
     whole = evals(run(settings, tmp_path / "run", **more))
@@ -200,6 +202,7 @@ def test_other_tasks_are_refused(settings, tmp_path):
         run(settings, tmp_path / "run", drift={})
 
 
+@pytest.mark.covers("peftkit/evaluation", "peftkit/tasks", "peftkit/train")
 def test_an_anchor_holds_the_model_back(settings, tmp_path):
     more = {"drift": {}, "max_steps": 6, "eval_every": 6}
     free = run(settings, tmp_path / "free", **more)
@@ -212,6 +215,7 @@ def test_an_anchor_holds_the_model_back(settings, tmp_path):
     assert steps[-1].figures["anchor_kl"] > 0
 
 
+@pytest.mark.covers("peftkit/evaluation", "peftkit/tasks", "peftkit/train")
 def test_a_step_with_an_anchor_is_collated_ahead(settings, tmp_path, monkeypatch):
     def losses(name):
         events = run(settings, tmp_path / name, task={"anchor": 1.0}, eval_every=9)

@@ -81,6 +81,7 @@ def test_turns_are_those_of_single_requests(read, llama, tokenizer, monkeypatch)
     assert answers(llama, tokenizer, seeds=None)[0][0].num_targets > 0
 
 
+@pytest.mark.covers("peftkit")
 def test_a_waiting_row_resumes(llama, tokenizer, monkeypatch):
     computed: list[int] = []
     start = Prefill.__init__
@@ -100,6 +101,7 @@ def test_a_waiting_row_resumes(llama, tokenizer, monkeypatch):
     assert sum(computed) > 2 * with_cache
 
 
+@pytest.mark.covers("peftkit")
 def test_caches_are_dropped_if_memory_is_short(llama, tokenizer, monkeypatch):
     engines: list[Any] = []
     expected = answers(llama, tokenizer)

@@ -164,6 +164,7 @@ def run_folder(
     return out
 
 
+@pytest.mark.smoke
 def test_two_are_told_apart(case, run_folder, data):
     opened = open_adapter(run_folder)
     metrics = evaluate(opened.base, data, task=opened.task, style=opened.style)
@@ -271,6 +272,7 @@ def test_generation_is_the_likeliest_token_again_and_again(name, tmp_path):
 
 
 @IMAGES
+@pytest.mark.smoke
 def test_what_cannot_be_asked_is_refused(run_folder, tmp_path):
     opened = open_adapter(run_folder)
     with pytest.raises(DataError, match=r"Cannot decode the image of gone(.|\n)*gone.png"):

@@ -49,6 +49,7 @@ def parse(folder: Path, model: Path, method: dict[str, Any], **base: str) -> Rec
     return from_dict(Recipe, settings, "test")
 
 
+@pytest.mark.covers("peftkit")
 @pytest.mark.parametrize(
     ("method", "base"),
     [({"init": "eva", "type": "dora"}, {}), ({"init": "loftq"}, {"quantize": "nf4"})],

@@ -49,6 +49,7 @@ def a_plan(folder: Path, memory: str, *overrides: str) -> Plan:
     return plan_run(str(folder), memory=memory, overrides=overrides, measure=False)
 
 
+@pytest.mark.smoke
 def test_plan_needs_the_config_alone_and_counts_all_of_the_model(short):
     quick = ("base.quantize=nf4", "train.gradient_checkpointing=false")
     plan = a_plan(short, "24GB", *quick, "train.batch_size=1")
@@ -94,6 +95,7 @@ class Clock:
         self.busy -= 1
 
 
+@pytest.mark.smoke
 def test_a_matmul_is_measured_in_an_idle_moment(monkeypatch):
     clock = Clock(busy=8)
     monkeypatch.setattr(planner, "time", clock)
@@ -191,6 +193,7 @@ def test_base_that_does_not_fit_is_planned_streamed(folder):
     assert plan.cards[0].wire_bytes == 0 < plan.cards[1].wire_bytes < plan.cards[3].wire_bytes
 
 
+@pytest.mark.smoke
 def test_recipe_is_planned_with_its_data(tmp_path):
     folder = base_folder("llama", tmp_path / "base")
     data = tmp_path / "train.jsonl"
@@ -255,6 +258,7 @@ def test_the_process_itself_is_part_of_what_is_told(folder):
     assert plan.chosen.peak_bytes == sum(plan.chosen.by_category.values())
 
 
+@pytest.mark.smoke
 def test_model_without_a_config_is_refused(tmp_path):
     with pytest.raises(BaseError):
         plan_run(str(tmp_path), memory="8GB")

@@ -66,6 +66,7 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
     monkeypatch.setattr(resolve, "free_for_training", lambda *_: Environment("cuda", memory))
 
 
+@pytest.mark.smoke
 def test_base_streams_exactly_if_one_row_does_not_fit(folder, tmp_path, monkeypatch):
     recipe = asked(folder, tmp_path)
     needed = costs_of(recipe).smallest().peak_bytes
@@ -194,6 +195,7 @@ def test_run_on_a_card_that_is_too_small_streams_and_trains(missing, folder, tmp
     assert any("streamed" in text and "are free" in text for text in told), told
 
 
+@pytest.mark.smoke
 def test_an_error_names_the_line_that_streams_the_base(folder, tmp_path):
     recipe = asked(folder, tmp_path, base={"placement": "device"}, data={"max_length": 512})
     text = " ".join(["one two three four five"] * 80)

@@ -1,10 +1,13 @@
-"""Pages of promises name the tests that hold them, and say which of them are slow."""
+"""Pages of promises name their tests, and which of them `make test` leaves out."""
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.changed import COVERED, is_under
 
 TESTS = Path(__file__).parents[1]
 PAGES = {
@@ -15,7 +18,9 @@ NAMED = sorted(
     {
         match
         for text in PAGES.values()
-        for match in re.findall(r"`([\w/]+\.py)::(\w+)`(?: \(((?:partly )?slow)\))?", text)
+        for match in re.findall(
+            r"`([\w/]+\.py)::(\w+)`(?: \(((?:partly )?slow|by change)\))?", text
+        )
     }
 )
 
@@ -27,14 +32,25 @@ def test_every_promise_names_a_test(page, number):
     assert not [promise for promise in promises if "::" not in promise]
 
 
-@pytest.mark.parametrize(("file", "name", "told"), NAMED, ids=[name for _, name, _ in NAMED])
-def test_a_test_that_is_named_runs_in_make_test_or_is_called_slow(file, name, told):
-    assert slowness((TESTS / file).read_text(encoding="utf-8"), name) == told
+def test_tests_that_are_named_run_in_make_test_or_have_their_mark():
+    wrong = []
+    for file, name, mark in NAMED:
+        covers = is_under(f"tests/{file}", COVERED)
+        found = when_left_out((TESTS / file).read_text(encoding="utf-8"), name, covers)
+        if found != mark:
+            wrong.append(f"{file}::{name} is {found or 'in make test'}, not {mark or 'unmarked'}")
+    assert not wrong
 
 
-def slowness(code: str, name: str) -> str:
-    """Return "slow" if `make test` leaves a test out, "partly slow" if some of its cases."""
-    tree = ast.parse(code)
+parsed = cache(ast.parse)
+
+
+def when_left_out(code: str, name: str, by_change: bool = False) -> str:
+    """Return "slow" if only `make test-all` runs a test, "partly slow" if some of its cases.
+
+    "by change": `make test CHANGED=REV` runs it if files that it covers changed.
+    """
+    tree = parsed(code)
     (test,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name)
     assigned = {
         target.id: node.value
@@ -48,6 +64,9 @@ def slowness(code: str, name: str) -> str:
         whole.add(ast.unparse(assigned["pytestmark"]))
     if "pytest.mark.slow" in whole:
         return "slow"
+    by_change |= any(mark.startswith("pytest.mark.covers") for mark in whole)
+    if by_change and "pytest.mark.smoke" not in whole:
+        return "by change"
     inside = [node for each in test.decorator_list for node in ast.walk(each)]
     names = {node.id for node in inside if isinstance(node, ast.Name)}
     parts = [*whole, *(ast.unparse(assigned[name]) for name in names & assigned.keys())]
@@ -63,9 +82,11 @@ SLOW_CASE = "pytest.param(2, marks=pytest.mark.slow)"
         ("def test(): ...", ""),
         ("@pytest.mark.slow\ndef test(): ...", "slow"),
         ("pytestmark = pytest.mark.slow\ndef test(): ...", "slow"),
+        ("@pytest.mark.covers('a')\ndef test(): ...", "by change"),
+        ("@pytest.mark.smoke\n@pytest.mark.covers('a')\ndef test(): ...", ""),
         (f"@parametrize('a', [1, {SLOW_CASE}])\ndef test(): ...", "partly slow"),
         (f"CASES = [{SLOW_CASE}]\n@parametrize('a', CASES)\ndef test(): ...", "partly slow"),
     ],
 )
-def test_slow_tests_are_seen(code, expected):
-    assert slowness(code, "test") == expected
+def test_marks_are_seen(code, expected):
+    assert when_left_out(code, "test") == expected

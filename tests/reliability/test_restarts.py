@@ -42,6 +42,7 @@ def undisturbed(recipe, folder: Path) -> bytes:
     return (folder / TENSORS).read_bytes()
 
 
+@pytest.mark.covers("peftkit/train", "peftkit/files", "peftkit/run.py", "cli/peftkit_cli/train.py")
 def test_a_run_killed_twice_is_finished_by_the_same_call(asked, recipe_file, tmp_path):
     run = tmp_path / "run"
     for number, step in ((signal.SIGTERM, 1), (signal.SIGKILL, 3)):

@@ -90,6 +90,7 @@ def test_watching_changes_no_weight(settings, tmp_path):
     assert facts.keys() == RunFacts.model_fields.keys()
 
 
+@pytest.mark.covers("peftkit")
 @pytest.mark.parametrize("fits", [1, 0])
 def test_memory_that_runs_out_while_it_generates_halves_the_prompts_at_once(
     fits, settings, tmp_path, monkeypatch
@@ -129,6 +130,7 @@ def test_bad_prompts_are_refused(settings, tmp_path, prompt):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.covers("peftkit")
 @pytest.mark.parametrize("loss", ["orpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_preferences_log_their_samples(settings, tmp_path, loss):
     pairs = [(f"say {n} ", f"yes {n}", "no") for n in range(4)]
@@ -168,6 +170,7 @@ def test_the_adapter_can_be_the_best_weights(settings, tmp_path):
     assert f"| eval perplexity | {math.exp(losses[best]):.4g} |" in card
 
 
+@pytest.mark.covers("peftkit")
 def test_early_stopping_survives_a_resume(settings, tmp_path):
     stopping = {"early_stopping": {"patience": 2, "min_delta": 1e9}, "eval_every": 1}
     events = run(settings, tmp_path / "run", max_steps=5, **stopping)

@@ -57,9 +57,9 @@ UNKNOWN_TYPE = {"type": "json_schema", "json_schema": {"schema": {"type": "nothi
         (CHAT, {**ASKED, "tools": [{"type": "function"}]}, 400, "tools"),
     ],
 )
-def test_an_invalid_request(path, body, status, message, client):
+def test_an_invalid_request(path, body, status, message, refusing):
     sent = {"content": body} if isinstance(body, bytes) else {"json": body}
-    done = client.post(path, **sent)
+    done = refusing.post(path, **sent)
     assert done.status_code == status, done.text
     error = done.json()["error"]
     assert message in error["message"]
@@ -78,10 +78,10 @@ def test_an_invalid_request(path, body, status, message, client):
         {"properties": {"n": {}}, "required": 5},
     ],
 )
-def test_parameters_that_are_no_schema(schema, client):
+def test_parameters_that_are_no_schema(schema, refusing):
     function = {"name": "add", "parameters": schema}
     body = {**ASKED, "tools": [{"type": "function", "function": function}]}
-    done = client.post(CHAT, json=body)
+    done = refusing.post(CHAT, json=body)
     assert done.status_code == 400, done.text
     assert "tools.0.function.parameters: Value error, not a JSON schema" in done.text
 
@@ -95,8 +95,8 @@ def test_fields_that_ask_for_nothing_are_no_error(client):
     ("method", "path", "status"),
     [("GET", "/v2", 404), ("GET", TEXT, 405), ("POST", "/health", 405)],
 )
-def test_a_path_that_is_not_there(method, path, status, client):
-    done = client.request(method, path)
+def test_a_path_that_is_not_there(method, path, status, refusing):
+    done = refusing.request(method, path)
     assert done.status_code == status
     assert path in done.json()["error"]["message"]
 
@@ -112,9 +112,9 @@ def test_a_path_that_is_not_there(method, path, status, client):
         ({"host": "example.org"}, 403),
     ],
 )
-def test_web_pages_require_a_key(headers, status, client):
-    assert client.get("/v1/models", headers=headers).status_code == status
-    assert client.get("/health", headers=headers).status_code == 200
+def test_web_pages_require_a_key(headers, status, refusing):
+    assert refusing.get("/v1/models", headers=headers).status_code == status
+    assert refusing.get("/health", headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,8 @@ def test_what_clients_send_along_changes_nothing(client):
     ],
     ids=str,
 )
-def test_what_is_wrong_is_said(client, body, words):
-    answer = client.post(PATH, json={"model": "one", "token_ids": PROMPT, **body})
+def test_what_is_wrong_is_said(refusing, body, words):
+    answer = refusing.post(PATH, json={"model": "one", "token_ids": PROMPT, **body})
     assert answer.status_code in (400, 404)
     assert words in answer.json()["error"]["message"]
 

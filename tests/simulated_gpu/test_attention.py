@@ -56,6 +56,7 @@ def test_documents_are_taken_apart_by_the_kernel_that_the_header_names(
         assert found == pytest.approx(float(own.loss(alone, own.collate(rows))[0]), rel=0.01)
 
 
+@pytest.mark.smoke
 def test_document_starts_need_no_wait(card, monkeypatch):
     sizes: list[tuple[int, int]] = []
 

@@ -38,6 +38,7 @@ def test_a_card_without_a_number_is_the_current_one(model_folder):
     assert bool(found.isfinite().all())
 
 
+@pytest.mark.smoke
 @pytest.mark.needs_simulation  # torch reads them before the first allocation
 @pytest.mark.parametrize(
     ("given", "expected"),
@@ -166,6 +167,7 @@ def test_a_card_that_is_full_in_other_words_gets_a_smaller_plan(text, tmp_path):
     assert found.losses == pytest.approx(expected.losses, rel=1e-4)
 
 
+@pytest.mark.smoke
 def test_a_library_that_fails_on_an_empty_card_is_not_out_of_memory():
     engine = "Unable to find an engine to execute this computation"
     with simulated(Card(memory=80 * 10**9)):
@@ -219,6 +221,7 @@ def test_kernels_are_launched_on_the_card_of_their_tensors():
     assert seen == [1, 1]
 
 
+@pytest.mark.smoke
 def test_memory_that_runs_out_is_no_broken_kernel():
     class Full:
         def gated(self, *args: Any) -> None:

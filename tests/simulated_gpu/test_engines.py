@@ -49,6 +49,7 @@ def without_collection() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.mark.smoke
 def test_an_engine_leaves_nothing_on_the_card():
     with simulated() as card:
         model = model_on("cuda")

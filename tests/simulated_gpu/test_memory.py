@@ -81,6 +81,7 @@ def chain(offloaded: Offload, num_blocks: int, size: int = 3) -> Tensor:
     return hidden
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("num_blocks", [1, 3, 7])
 def test_a_chain_of_blocks_gets_its_inputs_back(card, num_blocks):
     x = torch.full((2, 3), 0.1, requires_grad=True)
@@ -98,6 +99,7 @@ def test_a_chain_of_blocks_gets_its_inputs_back(card, num_blocks):
         torch.testing.assert_close(on_cpu(leaf.grad), x.grad)  # CUDA's tanh rounds otherwise
 
 
+@pytest.mark.smoke
 def test_two_inputs_at_most_are_on_the_card(card):
     size = 1024
     offloaded, each = Offload(), 2 * size * 4
@@ -112,6 +114,7 @@ def test_two_inputs_at_most_are_on_the_card(card):
     del hidden
 
 
+@pytest.mark.smoke
 def test_offloaded_inputs_share_pinned_memory(card):
     """A power of two for each of 12 inputs of 4.5 MiB would be 96 MiB; they take two chunks."""
     size, num_blocks = (9 << 20) // 16, 12
@@ -147,6 +150,7 @@ def test_inputs_that_do_not_fit_one_chunk_come_back(card, monkeypatch):
     assert memory.num_bytes == card.pinned.held == 14 * 256
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("forgotten", ["arriving", "leaving"])
 def test_a_missing_wait_is_detected(card, forgotten, monkeypatch):
     """The simulation would show a stream that is not waited for."""
@@ -238,6 +242,7 @@ def test_a_row_that_fits_in_tiles_is_trained(tmp_path, monkeypatch):
     assert found.losses == pytest.approx(expected.losses, rel=1e-4)
 
 
+@pytest.mark.smoke
 def test_main_memory_that_is_not_pinned_is_not_a_card_that_is_full(tmp_path):
     """Without much main memory, or in WSL2, CUDA refuses: "out of memory", of the host."""
     expected, _ = train("cpu", tmp_path)

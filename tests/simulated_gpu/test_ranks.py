@@ -126,6 +126,7 @@ def test_the_precision_that_the_launcher_was_told_is_in_the_header(
     assert heard.losses[-1] < heard.losses[0]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("rank", "cards", "number"), [(0, 1, 0), (3, 1, 0), (3, 4, 3), (5, 4, 1)])
 def test_each_rank_uses_its_card_of_accelerate(rank, cards, number, monkeypatch):
     """Under Slurm and Kubernetes each process may see one card alone."""

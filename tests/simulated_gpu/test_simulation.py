@@ -11,7 +11,7 @@ from tests.simulated_gpu.real import only_simulated, real_card
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
 
-pytestmark = pytest.mark.needs_simulation
+pytestmark = [pytest.mark.needs_simulation, pytest.mark.smoke]
 
 
 def test_tensors_compute_and_say_where_they_are(card):

@@ -96,6 +96,7 @@ def test_steps_of_a_streamed_base_equal_a_resident_base(folders, family, way, st
     assert stream.experts.most_resident == (2 if family == "mixtral" else 0)
 
 
+@pytest.mark.smoke
 @pytest.mark.needs_simulation  # cuBLAS' workspace is larger than the blocks
 def test_two_blocks_are_all_that_the_card_holds_of_them(folders):
     with simulated() as card:

@@ -160,7 +160,7 @@ TASKS = (
     "audio_text",
     "ctc",
     "transcription",
-    "causal_lm",
+    pytest.param("causal_lm", marks=pytest.mark.smoke),
     pytest.param("seq2seq", marks=pytest.mark.slow),
     pytest.param("masked_lm", marks=pytest.mark.slow),
     "sequence_classification",

@@ -48,6 +48,7 @@ def opened(folder: Path, **how: Any) -> Any:
     return open_adapter(folder, **how)
 
 
+@pytest.mark.smoke
 def test_generating_gives_the_same_words(trained):
     def answers() -> tuple[list[str], list[str]]:
         found = opened(trained).base

@@ -56,7 +56,12 @@ FAST = ("kept", "packed", "nf4")
 
 
 @pytest.mark.parametrize(
-    "way", [way if way in FAST else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+    "way",
+    [
+        pytest.param("packed", marks=pytest.mark.smoke),
+        *(way for way in FAST if way != "packed"),
+        *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way not in FAST),
+    ],
 )
 def test_a_step_waits_only_once(way, card, tmp_path, monkeypatch):
     steps = Steps(card)
@@ -71,6 +76,7 @@ def test_a_step_waits_only_once(way, card, tmp_path, monkeypatch):
     assert way != "hybrid" or "rows: without padding" in str(steps.paths)
 
 
+@pytest.mark.smoke
 def test_a_wait_beyond_that_is_told_with_file_and_line(card, tmp_path):
     loss = torch.ones((), device="cuda")
     card.reset()
@@ -135,6 +141,7 @@ def test_an_error_of_the_thread_is_raised_where_the_rows_are_needed(card):
     feed.close()
 
 
+@pytest.mark.smoke
 def test_only_what_is_read_is_moved(card):
     batch: dict[str, Tensor] = {name: torch.ones(3).pin_memory() for name in ("read", "unread")}
     moved = OnDevice(batch, torch.device("cuda", 0))

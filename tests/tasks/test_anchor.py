@@ -77,6 +77,7 @@ def test_a_step_reports_the_kl_of_its_answers(way, tmp_path):
     assert second.figures["anchor_kl"] == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.smoke
 def test_the_loss_adds_the_kl_times_its_weight(tmp_path):
     first, second = steps_of(recipe_of(tmp_path, train={"learning_rate": 0.02}))
     without = recipe_of(tmp_path, train={"learning_rate": 0.02})

@@ -109,6 +109,7 @@ def test_trained_head_is_saved_opened_again_and_loaded_by_peft(task, family, tmp
     torch.testing.assert_close(logits(theirs, opened), ours, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.smoke
 def test_pefts_auto_class_finds_base_and_head(classifier):
     opened = open_adapter(classifier)
     theirs = peft.AutoPeftModelForSequenceClassification.from_pretrained(
@@ -181,6 +182,7 @@ def test_over_4_bits_the_head_is_trained_and_comes_back(tmp_path):
     assert measured["loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.smoke
 def test_predictions_name_labels_with_their_probability(classifier):
     opened = open_adapter(classifier)
     predictions = predict(opened, [text for text, _ in TEXTS])
@@ -192,6 +194,7 @@ def test_predictions_name_labels_with_their_probability(classifier):
         opened.style  # noqa: B018 - the property raises
 
 
+@pytest.mark.smoke
 def test_labels_can_be_given_for_a_folder(without_notes):
     assert open_adapter(without_notes).task.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
     task = SequenceClassificationConfig(labels=LABELS, problem="single_label")
@@ -199,6 +202,7 @@ def test_labels_can_be_given_for_a_folder(without_notes):
     assert next(iter(predict(opened, [TEXTS[0][0]])[0])) == TEXTS[0][1]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("task_type", "message"),
     [
@@ -213,6 +217,7 @@ def test_an_unknown_task_of_peft_is_named(task_type, message, without_notes):
         open_adapter(without_notes)
 
 
+@pytest.mark.smoke
 def test_settings_that_a_task_does_not_use_are_refused(tmp_path):
     recipe = settings(tmp_path, SEQUENCE).model_dump()
     for name, value in {"packing": False, "format": "text", "chat_template": "chatml"}.items():
@@ -221,6 +226,7 @@ def test_settings_that_a_task_does_not_use_are_refused(tmp_path):
         assert "causal_lm" in str(error.value)
 
 
+@pytest.mark.smoke
 def test_a_task_is_a_word_or_a_section(tmp_path):
     recipe = settings(tmp_path, SEQUENCE)
     section = {"type": SEQUENCE, "text": "body"}
@@ -234,6 +240,7 @@ def test_a_task_is_a_word_or_a_section(tmp_path):
             Recipe(**{**recipe.model_dump(), "task": wrong})
 
 
+@pytest.mark.smoke
 def test_schema_takes_both_for_editors():
     field = json_schema(Recipe)["properties"]["task"]
     kinds = [option.get("type") or option.get("discriminator") for option in field["anyOf"]]

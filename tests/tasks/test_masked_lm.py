@@ -182,6 +182,7 @@ def train(folder: Path, masking: Tokenizer, **options: Any) -> tuple[list[float]
     return losses, {name: tensor.clone() for name, tensor in adapter.state().items()}
 
 
+@pytest.mark.covers("peftkit")
 def test_a_resumed_run_is_equal_to_the_bit(tmp_path, masking):
     losses, weights = train(tmp_path / "whole", masking)
     before, _ = train(tmp_path / "parts", masking, crash=3)

@@ -153,6 +153,7 @@ def test_kernels_take_the_bounds_of_documents(name, on_gpu, monkeypatch, tokeniz
     assert bool(calls["rule"]) == bool(rule)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "name", ["qwen3_5", pytest.param("granitemoehybrid", marks=pytest.mark.slow)]
 )
@@ -173,6 +174,7 @@ def test_a_kernel_that_ignores_bounds_is_not_used(on_gpu, monkeypatch, tokenizer
     assert mixers.endswith("padded row per document")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("documents", [[[0, 1, 2], [0, 1, 3, 4], [5]], [[0, 1, 2, 3], [4, 5]]])
 def test_a_grid_from_spans_is_the_grid(documents):
     ordered = sorted(documents, key=len, reverse=True)
@@ -314,6 +316,7 @@ def delta_rule_of(name: str) -> Callable[..., Any]:
     return module.torch_chunk_gated_delta_rule
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "olmo_hybrid"])
 def test_our_delta_rule_knows_the_lengths(name, calls, tokenizer):
     model = adapted(name)
@@ -339,6 +342,7 @@ def test_another_rule_is_not_replaced(calls, monkeypatch, tokenizer):
     assert all(lengths is None for lengths in calls)  # the comparison with ours alone
 
 
+@pytest.mark.smoke
 def test_the_layout_reaches_all_documents_of_a_grid():
     grid: Grid = grid_of([[0, 1, 2], [3, 4]], (1, 16))
     x = torch.arange(16.0)[None, :, None]

@@ -49,8 +49,7 @@ CAN = {
     *HYBRIDS.keys() - CANNOT,
 }
 """Known to be able to; others may be, and are held to the same."""
-FAST = {"llama", "gemma2", "mistral_swa", "gpt2", "qwen3_moe", "gpt_oss", "mpt"}
-FAST |= {"mamba", "qwen3_5", "lfm2", "granitemoehybrid", "falcon_h1", "kimi_linear"}
+FAST = {"llama", "gemma2", "mistral_swa", "gpt2", "gpt_oss", "mpt", "qwen3_5", "lfm2"}
 EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
 
 

@@ -163,6 +163,7 @@ def test_compiling_and_recomputing_are_exact(way, backend):
     blocks.restore()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("wish", "device", "work", "wanted"),
     [
@@ -179,6 +180,7 @@ def test_long_runs_are_compiled(wish, device, work, wanted):
     assert is_worth_it(TrainConfig(compile=wish), work, device) == wanted
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("family", "kinds"), [("llama", 1), ("gpt2", 1), ("bert", 1), ("bart", 2), ("t5", 4)]
 )
@@ -186,6 +188,7 @@ def test_blocks_that_are_built_alike_are_of_one_kind(family, kinds):
     assert Blocks(adapted(family)).num_kinds == kinds
 
 
+@pytest.mark.smoke
 def test_the_work_of_a_run_is_its_tokens_times_the_parameters():
     rows, trainer = make_rows(14), trainer_of(Deep(), CausalTask(), batch_size=4)
     parameters = sum(p.numel() for p in trainer.model.parameters())
@@ -205,6 +208,7 @@ def paths_of(run: Played) -> str:
     return next(event.paths for event in run.events if isinstance(event, RunStarted))
 
 
+@pytest.mark.smoke
 def test_a_compiled_run_is_the_run(tmp_path, backend):
     plain = compiling(tmp_path / "a", compile=False)
     run = compiling(tmp_path / "b")

@@ -47,6 +47,7 @@ def test_a_gradient_in_between_starts_the_count_again():
     assert watch.report() == ""
 
 
+@pytest.mark.covers("peftkit")
 @pytest.mark.parametrize("column", grid.COLUMNS)
 def test_methods_train_all_their_tensors_from_the_second_step_on(
     column, tmp_path: Path, monkeypatch, tokenizer

@@ -114,6 +114,7 @@ def test_losses_are_those_of_the_merged_quantised_model(run):
     assert merged < worse  # the adapter fits the quantised weights better
 
 
+@pytest.mark.covers("peftkit")
 def test_a_resumed_run_continues_exactly(run, tmp_path):
     whole, _, _ = run("whole", quantize_for="q4_1", quantize_from=0.5)
     run("part", quantize_for="q4_1", quantize_from=0.5)

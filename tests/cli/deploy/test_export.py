@@ -101,6 +101,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.covers("peftkit", "cli/peftkit_cli")
 def test_ollamas_folder_holds_the_quantised_merged_weights(saved, base, alone, tmp_path):
     program(alone, "convert-hf-to-gguf", CONVERTER)
     events: list[Event] = []
@@ -134,6 +135,7 @@ def test_ollamas_folder_holds_the_quantised_merged_weights(saved, base, alone, t
         assert torch.equal(torch.from_numpy(found.copy()), weight), name
 
 
+@pytest.mark.covers("peftkit", "cli/peftkit_cli")
 def test_codes_of_gptq_are_written_in_the_files_order(saved, alone, tmp_path):
     """The rows of q and k are interleaved for llama.cpp, as its converter does."""
     rows = tmp_path / "rows.jsonl"
@@ -207,6 +209,7 @@ def test_a_failed_converter_leaves_nothing(saved, alone, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["programs"]
 
 
+@pytest.mark.covers("peftkit", "cli/peftkit_cli")
 def test_llama_quantize_is_used_if_it_is_installed(saved, alone, tmp_path):
     program(alone, "convert-hf-to-gguf", CONVERTER)
     script = f"#!{sys.executable}\nimport shutil, sys\nshutil.copy(sys.argv[1], sys.argv[2])\n"

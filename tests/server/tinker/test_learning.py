@@ -61,6 +61,7 @@ def plain_loss(model: nn.Module, data: Any, loss: str) -> tuple[Tensor, list[Ten
     return total, found
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "gspo"])
 def test_losses_and_steps_match_a_plain_loop(client, llama, loss):
     data = CE_DATA if loss == "cross_entropy" else [rewarded(1), rewarded(2)]
@@ -118,6 +119,7 @@ def test_gspo_takes_the_ratio_of_a_whole_datum(client, llama):
     assert client.model().forward(data, "gspo")[0] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.smoke
 def test_gradients_add_up_until_the_step_and_forward_alone_adds_none(client):
     whole, parts, none = (client.model(seed=3) for _ in range(3))
     whole.forward(CE_DATA)

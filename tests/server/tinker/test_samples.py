@@ -37,6 +37,7 @@ def sampler_of(model: Model, number: int = 100) -> str:
     return str(made["sampling_session_id"])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("config", [{"rank": 3}, {"train_unembed": True, "train_mlp": False}])
 def test_log_probs_of_samples_are_the_trainer_s(client, config):
     model = learnt(client, **config)
@@ -211,6 +212,7 @@ def test_a_full_queue_refuses_new_samples(client, monkeypatch):
     assert ask(2).status_code == 200
 
 
+@pytest.mark.smoke
 def test_a_cancelled_sample_ends(client):
     sampler = client.sampler()
     body = {

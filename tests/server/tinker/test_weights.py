@@ -14,6 +14,7 @@ from tests.helpers.tinker import CE_DATA, MIXED_RANKS, train_steps
 from tests.helpers.wire_client import API, Client, datum
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("config", MIXED_RANKS[:2])
 def test_a_model_resumes_from_its_state_bit_equal(client, config):
     model = client.model(**config)
@@ -42,6 +43,7 @@ def flip_bit(path):
     path.write_bytes(raw)
 
 
+@pytest.mark.smoke
 def test_damaged_weights_are_not_loaded(client, tmp_path):
     model = client.model()
     train_steps(model, 1)
@@ -60,6 +62,7 @@ def test_damaged_weights_are_not_loaded(client, tmp_path):
     assert "sha256 differs" in load(optimizer=False)["error"]
 
 
+@pytest.mark.smoke
 def test_weights_of_another_base_are_not_loaded(serve, llama):
     client = Client(serve())
     model = client.model()

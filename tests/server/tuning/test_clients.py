@@ -188,6 +188,7 @@ def test_graders_delay_no_upload(served, monkeypatch):
         assert client.post(f"{GRADERS}/run", json=body).status_code == 200
 
 
+@pytest.mark.smoke
 def test_a_grader_that_hangs_ends_with_its_process(served, tmp_path):
     mark = tmp_path / "mark"
     source = (
@@ -218,6 +219,7 @@ def test_a_grader_that_hangs_ends_with_its_process(served, tmp_path):
             assert client.post(f"{GRADERS}/run", json=body).status_code == 400, text
 
 
+@pytest.mark.smoke
 def test_errors_of_a_job_hide_the_operator_s_folders(model_folder, tmp_path, served, monkeypatch):
     with served() as client:
         base = client.app.state.worker.bank.base

@@ -82,6 +82,7 @@ def trained(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield Trained(client, client.until(job["id"]), client.folder / "jobs" / job["id"], answers)
 
 
+@pytest.mark.smoke
 def test_a_supervised_job_trains_what_its_recipe_trains(trained, alone):
     done = FineTuningJob.model_validate(trained.job, strict=True)
     assert (done.status, done.seed, done.error) == ("succeeded", 7, None)
@@ -99,6 +100,7 @@ def test_a_chat_beside_a_job_is_answered_as_without_one(trained):
     assert trained.answers == {trained.client.say("base")}
 
 
+@pytest.mark.smoke
 def test_checkpoints_of_a_job_are_models(trained):
     client, job = trained.client, trained.job
     listed = client.get(f"{JOBS}/{job['id']}/checkpoints").json()
@@ -113,6 +115,7 @@ def test_checkpoints_of_a_job_are_models(trained):
     assert client.say(names[2]) != client.say("base")
 
 
+@pytest.mark.smoke
 def test_the_result_file_has_the_losses_of_each_step(trained):
     (result,) = trained.job["result_files"]
     about = trained.client.get(f"{FILES}/{result}").json()
@@ -126,6 +129,7 @@ def test_the_result_file_has_the_losses_of_each_step(trained):
     assert trained.job["trained_tokens"] == history.num_tokens > 0
 
 
+@pytest.mark.smoke
 def test_events_report_each_step_and_checkpoint(trained):
     client, job = trained.client, trained.job
     told = client.events(job["id"])
@@ -238,6 +242,7 @@ def test_a_reinforcement_job_learns_from_its_grader(served):
         assert all(0 < one["train_reward"] < 9 for one in figures(client, job["id"]))
 
 
+@pytest.mark.smoke
 def test_functions_of_clients_run_only_if_the_operator_allows_it(shared):
     number = len(shared.get(JOBS, params={"limit": 100}).json()["data"])
     body = {"model": "base", "training_file": shared.upload(prompts())}
@@ -248,6 +253,7 @@ def test_functions_of_clients_run_only_if_the_operator_allows_it(shared):
     assert not [*shared.folder.rglob("*.py")]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["training", "validation"])
 def test_a_bad_file_fails_the_job_with_the_line(shared, kind):
     bad = shared.upload([*chats(12), {"messages": "x"}])
@@ -300,6 +306,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, int]] = [
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("body", "param", "status"), REFUSED, ids=[str(r[0])[:40] for r in REFUSED]
 )
@@ -324,6 +331,7 @@ def test_bodies_are_checked_off_the_loop(shared, monkeypatch):
     assert shared.post(JOBS, content=b"{}").status_code == 400
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("data", NONE, ids=[str(data[:9]) for data in NONE])
 def test_a_body_that_is_none_is_refused(shared, data):
     for path in (JOBS, "/v1/fine_tuning/alpha/graders/run"):
@@ -453,6 +461,7 @@ def test_a_job_whose_rows_say_that_a_disk_is_full_fails(served):
         assert client.until(client.job(rows, method=hyper())["id"])["status"] == "failed"
 
 
+@pytest.mark.smoke
 def test_a_server_killed_around_a_checkpoint_resumes(served, alone):
     id, folder = stopped_at(2, served)
     # as if it had been killed in the midst of writing the checkpoint

@@ -80,6 +80,7 @@ def test_a_job_that_ended_the_process_three_times_fails(served, monkeypatch):
         assert "3 times" in failed["error"]["message"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("limit", "content", "message"),
     [

@@ -52,6 +52,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Finish
     return finished(spec(tmp_path_factory.mktemp("distill"), model_folder), train=watched)
 
 
+@pytest.mark.smoke
 def test_the_teacher_answers_once_and_its_score_is_told_first(done):
     assert done.stages("The teacher answers") == ["The teacher answers 5 rows"]
     lines = [json.loads(line) for line in (done.folder / FILE).read_text().splitlines()]
@@ -192,12 +193,14 @@ def test_a_student_learns_on_its_own_answers(told, tmp_path):
     assert "computed in each step" in started.paths
 
 
+@pytest.mark.smoke
 def test_initial_values_that_read_rows_are_refused(told):
     method = {"type": "lora", "rank": 2, "targets": ["q", "v"], "init": "eva"}
     with pytest.raises(ConfigError, match=r"method\.init: eva"):
         recipe({**told, "method": method})
 
 
+@pytest.mark.smoke
 def test_a_prompt_without_room_for_a_row_is_refused(told, tmp_path):
     write_prompt(tmp_path, "the quick brown fox " * 500)
     with pytest.raises(DataError, match="Too long after the teacher's prompt: 5"):

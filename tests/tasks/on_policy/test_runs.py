@@ -42,6 +42,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Finish
     return finished(told, train={"save_every": 1, "eval_every": 2})
 
 
+@pytest.mark.smoke
 def test_a_run_tells_rewards_and_keeps_all_answers(done):
     steps = done.of_kind(StepDone)
     assert len(steps) == 4
@@ -56,6 +57,7 @@ def test_a_run_tells_rewards_and_keeps_all_answers(done):
     assert json.loads(lines[0])["parts"].keys() == {"share_of_o", "later"}
 
 
+@pytest.mark.smoke
 def test_evaluations_are_rewards_of_greedy_answers(done):
     evals = done.of_kind(EvalDone)
     assert [event.step for event in evals] == [2, 4]
@@ -124,6 +126,7 @@ def test_rewards_rise(asked):
     assert sum(rewards[-5:]) > 2 * sum(rewards[:5])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("function", "told"),
     [
@@ -184,6 +187,7 @@ def test_a_model_that_has_grown_sure_ends_the_run(asked):
     assert (found.folder / WEIGHTS).is_file()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("term", "told"),
     [

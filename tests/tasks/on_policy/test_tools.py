@@ -130,6 +130,7 @@ def calls(*pairs: tuple[str, dict[str, Any]]) -> str:
     return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in each)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("call", "told", "failed"),
     [
@@ -172,6 +173,7 @@ def test_calls_of_a_turn_run_in_parallel(code, tokenizer):
     assert [each["content"] for each in dialogue.messages[1:]] == ["it went on", "6"]
 
 
+@pytest.mark.smoke
 def test_a_result_beyond_the_context_ends_the_completion(code, tokenizer, monkeypatch):
     tools = tools_of(tokenizer, f"{code}:huge", max_turns=2)
     dialogue = Dialogue(tools, [1], [], None)
@@ -189,6 +191,7 @@ def test_a_result_beyond_the_context_ends_the_completion(code, tokenizer, monkey
     assert cut.num_calls == 0
 
 
+@pytest.mark.smoke
 def test_a_hung_environment_is_replaced(tokenizer, tmp_path):
     (tmp_path / "slow.py").write_text(
         "import threading\nclass Slow:\n"
@@ -234,6 +237,7 @@ def test_half_a_character_is_replaced(tokenizer, tmp_path):
     assert dialogue.messages[-1]["content"] == "a?"
 
 
+@pytest.mark.smoke
 def test_what_cannot_be_a_tool_is_refused(code, tokenizer):
     with pytest.raises(ConfigError, match="untold cannot be a tool"):
         tools_of(tokenizer, f"{code}:untold")
@@ -257,6 +261,7 @@ GROUPS = (
 )
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("loss", "together"), [*((loss, True) for loss in FORMULAS), ("dapo", False)]
 )

@@ -100,6 +100,7 @@ def test_a_resumed_run_ends_bit_equal_and_asks_nothing(done, tmp_path):
     assert (found.folder / WEIGHTS).read_bytes() == (done.folder / WEIGHTS).read_bytes()
 
 
+@pytest.mark.covers("peftkit")
 def test_changed_inputs_are_recomputed(done, told, tmp_path):
     kept = tmp_path / "run" / FILE
     kept.parent.mkdir()
