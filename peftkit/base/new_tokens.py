@@ -10,6 +10,7 @@ Shapes: V existing tokens, H width.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from peftkit.data.generation import default_style
 from peftkit.data.style import Style
 from peftkit.errors import AdapterError, DataError, TargetError, first_few
 from peftkit.events import Listener, Notice, ignore
-from peftkit.model.places import input_embedding, token_tables, unwrap_adapter
+from peftkit.model.places import input_embedding, num_embeddings, token_tables
 
 FILE = "tokenizer.json"
 
@@ -90,7 +91,8 @@ def restore_tokens(base: Base, folder: Path, trained: TokenRows = ()) -> tuple[i
     rows = _num_rows(base)
     parts = trained.values() if isinstance(trained, dict) else [trained]
     without_row = {id for part in parts for id in part if id >= rows}
-    saved, vocabulary = saved_tokens(folder), base.tokenizer.get_vocab()
+    saved = saved_tokens(folder)
+    vocabulary = base.tokenizer.get_vocab() if saved else {}
     new = _unknown(saved, base.tokenizer).keys() | (saved.keys() & without_row)
     if not new:
         return ()
@@ -283,9 +285,8 @@ def _init_with_mean(model: nn.Module, ids: Sequence[int], num_known: int) -> Non
 
 
 def _num_rows(base: Base) -> int:
-    """Return the number of rows of a base's embedding."""
-    table: Any = unwrap_adapter(base.model.get_submodule(input_embedding(base.model)))
-    return int(table.num_embeddings)
+    """Return the number of rows of a base's embedding; without one, no id is beyond it."""
+    return num_embeddings(base.model) or sys.maxsize
 
 
 def _head(model: nn.Module) -> nn.Module | None:

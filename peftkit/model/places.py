@@ -29,6 +29,13 @@ def embedding_of(model: nn.Module) -> nn.Module | None:
     return embedding if isinstance(embedding, nn.Module) else None
 
 
+def num_embeddings(model: nn.Module) -> int | None:
+    """Return the number of rows of a model's token embedding; None if it embeds no tokens."""
+    embedding = embedding_of(model)
+    # the weight's shape is no substitute: it may be packed or sharded
+    return getattr(None if embedding is None else unwrap_adapter(embedding), "num_embeddings", None)
+
+
 def input_embedding(model: nn.Module) -> str:
     """Return the path of a model's input embedding.
 

@@ -23,10 +23,11 @@ from peftkit.execution.parallel import Part
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.attention import training_attention
 from peftkit.forward.loss import unwrapped
+from peftkit.model.places import num_embeddings
 from peftkit.settings import DataConfig
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, split_micro_batches
 from peftkit.tasks.row_loader import RowLoader
-from peftkit.tasks.rows import check_vocabulary, num_embeddings
+from peftkit.tasks.rows import check_vocabulary
 
 
 class Task(ABC):
@@ -73,7 +74,7 @@ class Task(ABC):
         self.tokenizer: Any = getattr(processor, "tokenizer", processor)
         check_vocabulary(model, self.tokenizer)
         self.rows = self.row_loader(processor, data, style, on_event)
-        self.rows.num_embeddings = num_embeddings(model)
+        self.rows.num_embeddings = num_embeddings(unwrapped(model))
         self.build(model)
 
     def build(self, model: nn.Module) -> None:

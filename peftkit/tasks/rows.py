@@ -13,7 +13,7 @@ from peftkit.data.chat import SENTINEL, Chat
 from peftkit.data.rows.columns import StoredRows
 from peftkit.errors import BaseError, DataError, first_few
 from peftkit.forward.loss import unwrapped
-from peftkit.model.places import num_virtual, unwrap_adapter
+from peftkit.model.places import num_embeddings, num_virtual
 from peftkit.settings import DataConfig
 
 MAX_NAMED = 5
@@ -139,18 +139,8 @@ def _positions(model: nn.Module) -> int | None:
     return None if limit is None else limit - num_virtual(model)
 
 
-def num_embeddings(model: nn.Module) -> int | None:
-    """Return the number of rows of a model's token embedding; None if it reads no tokens."""
-    try:
-        embedding = unwrapped(model).get_input_embeddings()
-    except (AttributeError, NotImplementedError):  # wav2vec2
-        return None
-    # the weight's shape is no substitute: it may be packed or sharded
-    return getattr(None if embedding is None else unwrap_adapter(embedding), "num_embeddings", None)
-
-
 def check_tokens(
-    rows: StoredRows, num_embeddings: int, tokenizer: Any, placeholders: Collection[int]
+    rows: StoredRows, limit: int, tokenizer: Any, placeholders: Collection[int]
 ) -> None:
     """Refuse rows with a token that has no row in the embedding.
 
@@ -160,15 +150,15 @@ def check_tokens(
     Raises:
         DataError: Names the first such row and token.
     """
-    if rows.highest_token < num_embeddings:
+    if rows.highest_token < limit:
         return
     for row in rows:
         ids = {*getattr(row, "input_ids", ()), *getattr(row, "labels", ())}.difference(placeholders)
-        if (token := max(ids, default=0)) >= num_embeddings:
+        if (token := max(ids, default=0)) >= limit:
             text = tokenizer.convert_ids_to_tokens(token)
             raise DataError(
                 f"Cannot use {row.source}: the base has no embedding of its token {text!r}.",
-                found=f"The token has the id {token:,}; the embedding has {num_embeddings:,} rows.",
+                found=f"The token has the id {token:,}; the embedding has {limit:,} rows.",
                 fix=f"Train a row for it, base.new_tokens: [{json.dumps(text)}], or remove it from "
                 "the rows and the chat template.",
             )
@@ -183,7 +173,7 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
         BaseError: The vocabulary is too large.
     """
     words = getattr(tokenizer, "vocab_size", None)
-    rows = num_embeddings(model)
+    rows = num_embeddings(unwrapped(model))
     if words is not None and rows is not None and words > rows:
         raise BaseError(
             f"The vocabulary of the tokenizer is too large for {type(unwrapped(model)).__name__}.",
