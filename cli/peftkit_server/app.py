@@ -46,6 +46,7 @@ from peftkit_server.parsed_request import ParsedRequest
 from peftkit_server.quotas import Intake, Quotas
 from peftkit_server.refusals import RequestError
 from peftkit_server.requests import Body, ChatBody, TextBody, read_body
+from peftkit_server.schedule import Share
 from peftkit_server.store import Store
 from peftkit_server.threads import DaemonThreads, in_own_thread
 from peftkit_server.tokens import TokenBody, token_answers, token_bytes, unknown_token, vocabulary
@@ -85,6 +86,7 @@ def make_app(
     limits = limits or Limits()
     store = Store(training.folder) if training else None
     models = Models(bank, store, training.names if training else ())
+    share = partial(limits.share, num_keys=len(keys))
     worker = Worker(
         bank,
         limits=EngineLimits(
@@ -96,10 +98,10 @@ def make_app(
             prefix_tokens=PREFIX_TOKENS,
         ),
         max_waiting=limits.max_waiting,
-        share=partial(limits.share, num_keys=len(keys)),
+        share=share,
         ready=models.load,
     )
-    service, metrics = ChatService(bank, models, worker, limits), ServerMetrics(worker)
+    service, metrics = ChatService(bank, models, worker, limits, share), ServerMetrics(worker)
     training_apis: Sequence[Dialect] = ()
     if training and store:
         training_apis = dialects(
@@ -161,7 +163,9 @@ def make_app(
 class ChatService:
     """The endpoints of models that complete prompts."""
 
-    def __init__(self, bank: AdapterBank, models: Models, worker: Worker, limits: Limits) -> None:
+    def __init__(
+        self, bank: AdapterBank, models: Models, worker: Worker, limits: Limits, share: Share
+    ) -> None:
         self._bank, self._models, self._worker, self._limits = bank, models, worker, limits
         self._began = time.time()
         digest = hashlib.sha256(repr(bank.base.fingerprint).encode()).hexdigest()
@@ -173,7 +177,7 @@ class ChatService:
         self._stops = cache(lambda style: tuple(stop_ids(bank.base.tokenizer, style)))
         # prompts are slow to prepare, and tokenizers are not thread-safe: one thread
         self._thread = DaemonThreads(1, "peftkit-requests")
-        self._grammar_threads = DaemonThreads(GRAMMAR_THREADS, "peftkit-grammars")
+        self._grammar_threads = DaemonThreads(GRAMMAR_THREADS, "peftkit-grammars", share)
 
     def close(self) -> None:
         """Drop requests that are not parsed yet."""
@@ -264,9 +268,13 @@ class ChatService:
         models = self._models
         return models.inner(body.model, owner), models.style(body.model, owner)
 
-    async def in_turn(self, function: Callable[[], T]) -> T:
-        """Return the result of a function in the thread that prepares prompts."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+    async def in_turn(self, function: Callable[[], T], request: Request) -> T:
+        """Return the result of a function in the thread that prepares prompts.
+
+        Raises:
+            RequestError: 499: the client disconnected.
+        """
+        return await self._thread.call(function, request)
 
     async def respond(
         self, request: Request, parse: Callable[[bytes, str], ParsedRequest]
@@ -281,11 +289,11 @@ class ChatService:
             parsed = parse(data, owner)
             return parsed, self._grammar_check(parsed)
 
-        parsed, check = await loop.run_in_executor(self._thread, read)
+        parsed, check = await self._thread.call(read, request)
         if check is not None:
-            await loop.run_in_executor(self._grammar_threads, check)
+            await self._grammar_threads.call(check, request)
         prepare = partial(self._generations, parsed, owner, queue, loop)
-        generations = await loop.run_in_executor(self._thread, prepare)
+        generations = await self._thread.call(prepare, request)
         body, is_named = parsed.body, parsed.tools is not None and parsed.tools.is_named
         is_chat = isinstance(body, ChatBody)
         form = ReplyFormat(

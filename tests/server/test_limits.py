@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -72,10 +73,7 @@ def test_a_grammar_beyond_the_parser_fails_its_completion_only(bank):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     body = {**ASKED, "max_tokens": 60, "response_format": form}
     application = make_app(bank)
-    with (
-        TestClient(application, base_url=HERE) as client,
-        DaemonThreads(1, "other") as threads,
-    ):
+    with TestClient(application, base_url=HERE) as client, ThreadPoolExecutor(1) as threads:
         other = threads.submit(client.post, CHAT, json={**ASKED, "max_tokens": 60})
         failed = client.post(CHAT, json=body)
         assert other.result().status_code == 200
@@ -97,14 +95,14 @@ def test_white_space_of_json_is_bounded(tokenizer):
     assert number
 
 
-def test_requests_of_an_executor_never_keep_the_process():
+def test_calls_of_daemon_threads_never_keep_the_process():
     threads = DaemonThreads(1, "test-daemon")
-    assert threads.submit(pow, 2, 3).result() == 8
+    assert threads.submit(lambda: 8).result() == 8
     started, release = threading.Event(), threading.Event()
     running = threads.submit(lambda: started.set() or release.wait(30))
-    waiting = threads.submit(pow, 2, 4)
+    waiting = threads.submit(lambda: 16)
     assert started.wait(30)
-    threads.shutdown(wait=False)
+    threads.shutdown()
     assert waiting.cancelled()
     assert all(t.daemon for t in threading.enumerate() if t.name == "test-daemon")
     release.set()
