@@ -47,7 +47,7 @@ from peftkit_server.quotas import Intake, Quotas
 from peftkit_server.refusals import RequestError
 from peftkit_server.requests import Body, ChatBody, TextBody, read_body
 from peftkit_server.schedule import Share
-from peftkit_server.store import Store
+from peftkit_server.store import Store, StoreError
 from peftkit_server.threads import DaemonThreads, in_own_thread
 from peftkit_server.tokens import TokenBody, token_answers, token_bytes, unknown_token, vocabulary
 from peftkit_server.training import Dialect, Training, TrainingOptions
@@ -64,6 +64,10 @@ PREFIX_TOKENS = 8192
 """Tokens of shared prefixes to keep in the KV cache for later prompts."""
 GRAMMAR_THREADS = 4
 """Grammars that are compiled for a check simultaneously."""
+BODY_THREADS = 4
+"""Bodies of training APIs that are parsed simultaneously."""
+SWEEP_SECONDS = 60.0
+"""Time between two removals of expired models."""
 
 
 def make_app(
@@ -102,6 +106,7 @@ def make_app(
         ready=models.load,
     )
     service, metrics = ChatService(bank, models, worker, limits, share), ServerMetrics(worker)
+    threads = DaemonThreads(BODY_THREADS, "peftkit-bodies", share)
     training_apis: Sequence[Dialect] = ()
     if training and store:
         training_apis = dialects(
@@ -111,19 +116,29 @@ def make_app(
                 worker=worker,
                 store=store,
                 models=models,
-                quotas=Quotas(limits, store, len(keys)),
+                quotas=Quotas(limits, store, len(keys), models.sweep),
+                threads=threads,
             )
         )
+
+    async def sweep() -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            with suppress(StoreError):  # the disk is full
+                await threads.result(models.sweep, "")
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         worker.start()
+        sweeping = asyncio.create_task(sweep())
         try:
             for dialect in training_apis:
                 dialect.on_start()
             yield
         finally:
+            sweeping.cancel()
             service.close()
+            threads.shutdown()
             for dialect in training_apis:
                 dialect.on_stop()
             await in_own_thread(worker.stop)

@@ -15,7 +15,6 @@ from peftkit.execution.out_of_memory import release_memory
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.engine import AnswerTooLarge, Engine, Limits
 from peftkit_server.generation import Generation, failure
-from peftkit_server.refusals import RequestError
 from peftkit_server.schedule import Schedule, Share, check_room, check_share
 
 MIN_STEPS = 16
@@ -83,17 +82,15 @@ class Batch:
         most = self._max_waiting
         check_room(self.num_waiting, len(generations), most, "prompts")
         if generations and (share := self._share(most)) < most:
-            held = [
-                each
+            owner = generations[0].owner
+            held = sum(
+                each.owner == owner and not (each.is_done or each.is_cancelled)
                 for each in (*self._new, *self._deferred, *self._active)
-                if not (each.is_done or each.is_cancelled)
-            ]
+            )
             share += self._share(self._limits.rows)
-            check_share(generations[0].owner, held, len(generations), share, "prompts")
+            check_share(held, len(generations), share, "prompts")
 
-    def put(
-        self, generations: Sequence[Generation], after: Future[None] | None = None
-    ) -> None:
+    def put(self, generations: Sequence[Generation], after: Future[None] | None = None) -> None:
         """Queue generations.
 
         Args:

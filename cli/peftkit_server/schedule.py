@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from peftkit_server.refusals import RequestError
@@ -92,20 +92,19 @@ def check_room(waiting: int, number: int, most: int, kind: str, code: str = "que
         )
 
 
-def check_share(owner: str, held: Iterable[Owned], number: int, most: int, kind: str) -> None:
+def check_share(held: int, number: int, most: int, kind: str) -> None:
     """Raise unless an owner may have `number` further items.
 
     Args:
-        held: Items of all owners that wait or run.
+        held: The owner's items that wait or run.
 
     Raises:
         RequestError: 429: the owner would have more than `most`.
     """
-    total = sum(item.owner == owner for item in held)
-    if total + number > most:
+    if held + number > most:
         raise RequestError(
             "too many requests of this key wait.",
-            found=f"{total} of its {kind} wait or run; the server's limit is key_share.",
+            found=f"{held} of its {kind} wait or run; the server's limit is key_share.",
             fix="Try again when some have ended.",
             status=429,
             code="key_share",

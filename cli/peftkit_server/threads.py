@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
@@ -35,7 +36,7 @@ class DaemonThreads:
 
     Args:
         number: Number of threads.
-        share: Returns the part of the threads and of the calls that one owner may have.
+        share: Returns the part of the threads and of `max_calls` that one owner may use.
         max_calls: Most calls that wait or run; None: no limit.
         kind: Name of the calls, for errors.
         code: Error code of the limit `max_calls`.
@@ -51,37 +52,56 @@ class DaemonThreads:
         kind: str = "requests",
         code: str = "queue_full",
     ) -> None:
-        self._share, self._max_calls, self._kind = share, max_calls, kind
-        self._code = code
+        self._share, self._max_calls, self._kind, self._code = share, max_calls, kind, code
         self._most_running = share(number)  # of one owner
         self._schedule: Schedule[_Call] = Schedule()
-        self._running: list[_Call] = []
+        self._held, self._running = Counter[str](), Counter[str]()  # by owner
         self._changed, self._ended = threading.Condition(), False
         for _ in range(number):
             threading.Thread(target=self._work, name=name, daemon=True).start()
 
-    def submit(self, function: Callable[[], T], owner: str = "") -> Future[T]:
-        """Queue a call.
+    @contextmanager
+    def place(self, owner: str) -> Iterator[None]:
+        """Hold one of `max_calls` places for an owner; a call in the context needs no other.
 
         Raises:
-            RequestError: Too many calls wait or run.
+            RequestError: 429: no place is free.
         """
-        call = _Call(owner, function, Future[Any]())
         with self._changed:
             if (most := self._max_calls) is not None:
-                held = [*self._schedule, *self._running]
-                check_room(len(held), 1, most, self._kind, self._code)
-                check_share(owner, held, 1, self._share(most), self._kind)
+                check_room(self._held.total(), 1, most, self._kind, self._code)
+                check_share(self._held[owner], 1, self._share(most), self._kind)
+            self._held[owner] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held[owner] -= 1
+                self._held += Counter()  # drops owners without calls
+
+    def submit(self, function: Callable[[], T], owner: str = "") -> Future[T]:
+        """Queue a call, without a place."""
+        call = _Call(owner, function, Future[Any]())
+        with self._changed:
             self._schedule.put(call)
-            self._changed.notify_all()
+            self._changed.notify()
         return call.future
+
+    async def result(self, function: Callable[[], T], owner: str) -> T:
+        """Return the result of a call without a place, even if the client disconnects."""
+        return await asyncio.wrap_future(self.submit(function, owner))
 
     async def call(self, function: Callable[[], T], request: Request) -> T:
         """Return the result of a function for a request whose body has been read.
 
         Raises:
-            RequestError: Too many calls wait or run; 499: the client disconnected.
+            RequestError: 429: no place is free; 499: the client disconnected.
         """
+        with self.place(request.state.owner):
+            return await self.run(function, request)
+
+    async def run(self, function: Callable[[], T], request: Request) -> T:
+        """Return the result of `call` in a `place`."""
         future = self.submit(function, request.state.owner)
         result = asyncio.wrap_future(future)
         gone = asyncio.create_task(disconnected(request))
@@ -109,8 +129,9 @@ class DaemonThreads:
         while (call := self._next()) is not None:
             call.run()
             with self._changed:
-                self._running.remove(call)
-                self._changed.notify_all()
+                self._running[call.owner] -= 1
+                self._running += Counter()
+                self._changed.notify()  # another call of this owner may fit now
             del call  # do not hold the last result while idle
 
     def _next(self) -> _Call | None:
@@ -120,11 +141,11 @@ class DaemonThreads:
             while not self._ended and (call := self._schedule.take(self._fits)) is None:
                 self._changed.wait()
             if call is not None:
-                self._running.append(call)
+                self._running[call.owner] += 1
             return call
 
     def _fits(self, call: _Call) -> bool:
-        return Counter(each.owner for each in self._running)[call.owner] < self._most_running
+        return self._running[call.owner] < self._most_running
 
 
 async def disconnected(request: Request) -> None:
@@ -137,6 +158,6 @@ async def in_own_thread(work: Callable[[], T]) -> T:
     """Return the result of a function in a new thread, even if asyncio's threads are busy."""
     threads = DaemonThreads(1, "peftkit-stop")
     try:
-        return await asyncio.wrap_future(threads.submit(work))
+        return await threads.result(work, "")
     finally:
         threads.shutdown()

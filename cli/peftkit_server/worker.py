@@ -183,9 +183,9 @@ class Worker:
         with self._changed:
             self._check_running()
             if not is_accepted:
-                waiting, kind = [*self._operations], "operations"
-                check_room(len(waiting), 1, MAX_OPERATIONS, kind)
-                check_share(owner, waiting, 1, self._share(MAX_OPERATIONS), kind)
+                held, kind = sum(each.owner == owner for each in self._operations), "operations"
+                check_room(len(self._operations), 1, MAX_OPERATIONS, kind)
+                check_share(held, 1, self._share(MAX_OPERATIONS), kind)
             self._operations.put(Operation(owner, operation, future))
             self._changed.notify_all()
         return future

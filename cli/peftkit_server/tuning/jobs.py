@@ -40,6 +40,7 @@ from peftkit.train.checkpoint_files import Checkpoints
 from peftkit_server.models import KEPT
 from peftkit_server.refusals import RequestError
 from peftkit_server.store import StoreError, full_disk_as_store_error, new_id
+from peftkit_server.threads import DaemonThreads
 from peftkit_server.training import Training
 from peftkit_server.tuning.bodies import JobBody
 from peftkit_server.tuning.documents import (
@@ -83,7 +84,7 @@ class Jobs:
         self._limits = training.limits
         base = training.bank.base
         self._server_base = {"model": base.name, "fingerprint": base.fingerprint}
-        self._validation = threading.Lock()  # validates the rows of one job at a time
+        self._validation = DaemonThreads(1, "peftkit-rows")
         self._queue_lock, self._queued = threading.Lock(), set[str]()  # ids queued at the worker
         self._num_tries = Counter[str]()  # of jobs that met a full disk
         rename_old_fields(self._store)
@@ -95,6 +96,10 @@ class Jobs:
         for path in [*jobs.glob(f"*/.{START}-*"), *jobs.glob(f"*/{KEPT}/.step-*")]:
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Validate no further rows; the next server does."""
+        self._validation.shutdown()
 
     def folder(self, id: str) -> Path:
         """Return the folder of a job's run."""
@@ -120,8 +125,6 @@ class Jobs:
                 wait.
         """
         id = new_id("ftjob-")
-        self._training.quotas.check_model(owner)
-        self._training.quotas.check_record(owner)
         self._training.models.inner(body.model, owner)  # raises if the model does not exist
         for param in ("training_file", "validation_file"):
             if (file := getattr(body, param)) is not None:
@@ -141,7 +144,7 @@ class Jobs:
             with tempfile.TemporaryDirectory() as folder:  # the job's folder does not exist yet
                 grader_of(body.grader, self._training, Path(folder))
         response = body.as_job(id, secrets.randbelow(2**31))
-        with self._store.transaction():
+        with self._store.lock:
             num_waiting = sum(not _has_ended(job) for job in self._store.all(JOB, owner))
             if num_waiting >= self._limits.key_jobs:
                 raise RequestError(
@@ -151,18 +154,23 @@ class Jobs:
                     status=429,
                     code="queue_full",
                 )
-            job = {
-                "response": response,
-                "request": body.model_dump(),
-                "name": body.model_name(id),
-                "base": self._server_base,
-            }
-            self._store.put(JOB, id, job, owner=owner)
-            add_event(self._store, id, f"Created fine-tuning job: {id}")
-            add_event(self._store, id, f"Validating training file: {body.training_file}")
-            if body.validation_file:
-                add_event(self._store, id, f"Validating validation file: {body.validation_file}")
-            self._copy_start(id, body.model, owner)
+            self._training.quotas.check_model(owner, num_waiting)
+            self._training.quotas.check_record(owner)
+            with self._store.transaction():
+                job = {
+                    "response": response,
+                    "request": body.model_dump(),
+                    "name": body.model_name(id),
+                    "base": self._server_base,
+                }
+                self._store.put(JOB, id, job, owner=owner)
+                add_event(self._store, id, f"Created fine-tuning job: {id}")
+                add_event(self._store, id, f"Validating training file: {body.training_file}")
+                if body.validation_file:
+                    add_event(
+                        self._store, id, f"Validating validation file: {body.validation_file}"
+                    )
+                self._copy_start(id, body.model, owner)
         self._training.log(f"{id}: created, {body.kind}, over {body.model}")
         self._start_validation(id)
         return response
@@ -219,8 +227,7 @@ class Jobs:
     # Before the run: a separate thread validates files, while the worker serves requests.
 
     def _start_validation(self, id: str) -> None:
-        name = f"rows of {id}"
-        threading.Thread(target=self._validate, args=(id,), name=name, daemon=True).start()
+        self._validation.submit(partial(self._validate, id), self._store.owner(JOB, id))
 
     def _validate(self, id: str) -> None:
         """Validate a job's files, write its recipe, and queue it."""
@@ -228,7 +235,7 @@ class Jobs:
             try:
                 if self._has_ended(id) or self._waits_for_base(id):
                     return
-                with self._validation, full_disk_as_store_error(), self._attempt(id):
+                with full_disk_as_store_error(), self._attempt(id):
                     self._make_recipe(id)
             except StoreError:
                 raise
@@ -288,7 +295,8 @@ class Jobs:
         with self._queue_lock:
             if id not in self._queued:
                 self._queued.add(id)
-                self._training.worker.queue(partial(self._run, id))
+                owner = self._store.owner(JOB, id)
+                self._training.worker.queue(partial(self._run, id), owner)
 
     def _run(self, id: str, yield_model: Callable[[], None]) -> None:
         """Run a job from its newest checkpoint, or from its start."""
