@@ -44,7 +44,7 @@ from peftkit_server.metrics import PATH, Measure, ServerMetrics
 from peftkit_server.models import BARE, Models
 from peftkit_server.parsed_request import ParsedRequest
 from peftkit_server.quotas import Intake, Quotas
-from peftkit_server.refusals import RequestError
+from peftkit_server.refusals import RequestError, hide
 from peftkit_server.requests import Body, ChatBody, TextBody, read_body
 from peftkit_server.schedule import Share
 from peftkit_server.store import Store, StoreError
@@ -90,6 +90,9 @@ def make_app(
     limits = limits or Limits()
     store = Store(training.folder) if training else None
     models = Models(bank, store, training.names if training else ())
+    hide(bank.base.name, *(bank.file(name).folder for name in bank.names))
+    if training:
+        hide(training.folder)
     share = partial(limits.share, num_keys=len(keys))
     worker = Worker(
         bank,
@@ -182,7 +185,7 @@ class ChatService:
         self, bank: AdapterBank, models: Models, worker: Worker, limits: Limits, share: Share
     ) -> None:
         self._bank, self._models, self._worker, self._limits = bank, models, worker, limits
-        self._began = time.time()
+        self._began, self._context = time.time(), context_length(bank.base.model.config)
         digest = hashlib.sha256(repr(bank.base.fingerprint).encode()).hexdigest()
         self._fingerprint = f"fp_{digest[:12]}"
         slower = generation_fallbacks(bank.base.model, bank.base.tokenizer)
@@ -250,10 +253,13 @@ class ChatService:
         prompt = turns[0]["content"] if single else turns
         tokenizer = self._bank.base.tokenizer
         variables = template_variables(body, tokenizer, style)
-        ids = prompt_ids(tokenizer, prompt, style, variables=variables)
+        render = partial(
+            prompt_ids, tokenizer, prompt, style, variables=variables, limit=self._context
+        )
+        ids = render()
         if tools is None or not tools.offered:
             return ParsedRequest(body, adapter, style, [ids])
-        with_tools = prompt_ids(tokenizer, prompt, style, tools.offered, variables=variables)
+        with_tools = render(tools.offered)
         if with_tools == ids:
             raise RequestError("the model's chat template ignores tools.", param="tools")
         return ParsedRequest(body, adapter, style, [with_tools], calls, tools)
@@ -417,7 +423,8 @@ class ChatService:
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            return prompt_ids(self._bank.base.tokenizer, prompt, Style("plain"))
+            tokenizer, style = self._bank.base.tokenizer, Style("plain")
+            return prompt_ids(tokenizer, prompt, style, limit=self._context)
         size = vocabulary(self._bank.base.model)
         if unknown := [token for token in prompt if not 0 <= token < size]:
             raise unknown_token("the prompt", unknown[0], size, param="prompt")
@@ -431,7 +438,7 @@ class ChatService:
             "created": int(self._began),
             "owned_by": "peftkit",
             "root": base.hub_id or base.name,
-            "max_model_len": context_length(base.model.config),
+            "max_model_len": self._context,
             "endpoints": list(COMPLETING),
         }
         is_base = name in self._models.base_names

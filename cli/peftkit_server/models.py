@@ -230,8 +230,8 @@ def size_of(folder: Path) -> int:
 
 
 def _unusable(name: str, folder: Path, error: AdapterError) -> RequestError:
-    """Return the error for a model whose files are damaged, without the server's paths."""
-    found = str(error).replace(f"{folder}{os.sep}", "").replace(str(folder), folder.name)
+    """Return the error for a model whose files are damaged."""
+    found = str(error).replace(f"{folder}{os.sep}", "")
     return RequestError(f"the model '{name}' cannot be loaded.", found=found, status=404)
 
 

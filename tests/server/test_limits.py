@@ -46,7 +46,7 @@ def test_a_costly_schema_is_refused(schema, limits, message, tokenizer):
 
 def test_a_costly_schema_delays_nobody(bank):
     pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
-    json_schema = {"name": "x", "schema": patterns(40)}
+    json_schema = {"name": "x", "schema": patterns(41)}
     costly = {**ASKED, "response_format": {"type": "json_schema", "json_schema": json_schema}}
     statuses: list[int] = []
     ended: list[str] = []

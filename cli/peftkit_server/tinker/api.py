@@ -170,7 +170,7 @@ def _forward_backward(service: Service, threads: DaemonThreads) -> Handler:
 def _retrieve(service: Service, threads: DaemonThreads) -> Handler:
     async def handle(request: Request) -> Response:
         context = await _context(request, service.limits, threads)
-        body = checked(context.fields, bodies.OfFuture)
+        body = await threads.call(partial(checked, context.fields, bodies.OfFuture), request)
         pending = service.pending(body, context)
         pending.check()
         await asyncio.wait([asyncio.wrap_future(pending.future)], timeout=HOLD_SECONDS)

@@ -38,7 +38,7 @@ from peftkit.settings import BaseConfig
 from peftkit.tasks.rewards.graders import fields_of
 from peftkit.train.checkpoint_files import Checkpoints
 from peftkit_server.models import KEPT
-from peftkit_server.refusals import RequestError
+from peftkit_server.refusals import RequestError, public
 from peftkit_server.store import StoreError, full_disk_as_store_error, new_id
 from peftkit_server.threads import DaemonThreads
 from peftkit_server.training import Training
@@ -54,7 +54,7 @@ from peftkit_server.tuning.documents import (
 from peftkit_server.tuning.files import PURPOSE, RESULTS, Files
 from peftkit_server.tuning.progress import JobProgress, results
 from peftkit_server.tuning.recipes import grader_of, recipe_of
-from peftkit_server.tuning.rows import JobError, count_rows, public
+from peftkit_server.tuning.rows import JobError, count_rows
 
 ACTIONS = {
     "cancel": ("cancelled", ("validating_files", "queued", "running", "paused")),
@@ -242,8 +242,7 @@ class Jobs:
             except JobError as error:
                 self._fail(id, error.code, error.problem, error.param)
             except PeftkitError as error:
-                message = self._public(id, error)
-                self._fail(id, "invalid_hyperparameters", message, "hyperparameters")
+                self._fail(id, "invalid_hyperparameters", error, "hyperparameters")
             except Exception as problem:
                 if not self._training.worker.is_stopping:  # the next server validates it again
                     self._fail_unexpectedly(id, problem)
@@ -355,9 +354,9 @@ class Jobs:
         except JobError as error:
             self._fail(id, error.code, error.problem, error.param)
         except DataError as error:
-            self._fail(id, "invalid_training_file", self._public(id, error), "training_file")
+            self._fail(id, "invalid_training_file", error, "training_file")
         except PeftkitError as error:
-            self._fail(id, "training_failed", self._public(id, error))
+            self._fail(id, "training_failed", error)
         except Exception as problem:
             self._fail_unexpectedly(id, problem)
 
@@ -443,7 +442,8 @@ class Jobs:
         progress.delete_old_checkpoints()
         self._training.log(f"{id}: done, {name}")
 
-    def _fail(self, id: str, code: str, message: str, param: str | None = None) -> None:
+    def _fail(self, id: str, code: str, problem: object, param: str | None = None) -> None:
+        message = " ".join(public(problem).split())
         with changing(self._store, id) as job:
             if _has_ended(job):
                 return
@@ -458,21 +458,7 @@ class Jobs:
 
     def _fail_unexpectedly(self, id: str, problem: Exception) -> None:
         _LOG.exception("the job %s", id)
-        message = self._public(id, f"{type(problem).__name__}: {problem}")
-        self._fail(id, "server_error", message)
-
-    def _public(self, id: str, text: object) -> str:
-        """Return a message without the server's paths."""
-        job = self._store.get(JOB, id)
-        assert job is not None
-        names = (job["response"][name] for name in ("training_file", "validation_file"))
-        return public(
-            str(text),
-            *(self._files.path(name) for name in names if name),
-            self.folder(id),
-            self._training.folder.resolve(),
-            *(self._training.bank.file(name).folder for name in self._training.bank.names),
-        )
+        self._fail(id, "server_error", f"{type(problem).__name__}: {problem}")
 
 
 def _has_ended(job: dict[str, Any]) -> bool:
