@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
@@ -29,15 +29,16 @@ T = TypeVar("T", bound=Owned)
 
 
 class Schedule(Generic[T]):
-    """Waiting work: a queue per owner; the owners are served in turn.
+    """Waiting work: a queue per owner; the next owner is the one that has waited for longest.
 
-    An owner with any number of items delays the next item of another owner by one item. Not
-    thread-safe: its users hold a lock.
+    An owner with any number of items delays the next item of another owner by one item at most.
+    Not thread-safe: its users hold a lock.
     """
 
     def __init__(self) -> None:
-        self._queues: OrderedDict[str, deque[T]] = OrderedDict()  # the next owner is the first
-        self._number = 0
+        self._queues: dict[str, deque[T]] = {}
+        self._last_turns = Counter[str]()  # of owners, in turns of this schedule
+        self._number = self._num_turns = 0
 
     def __len__(self) -> int:  # needs no lock
         return self._number
@@ -51,17 +52,18 @@ class Schedule(Generic[T]):
         self._number += 1
 
     def take(self, fits: Callable[[T], bool] = lambda item: True) -> T | None:
-        """Remove and return the first item that fits of the next owner that has one.
+        """Remove and return the first item of the next owner whose first item fits.
 
-        Only the first item of each owner is considered, so a large one is not overtaken.
+        No item overtakes a large one of its owner.
         """
-        for owner, queue in self._queues.items():
-            if fits(queue[0]):
-                del self._queues[owner]
-                item = queue.popleft()
+        for owner in sorted(self._queues, key=lambda owner: self._last_turns[owner]):
+            if fits(item := self._queues[owner][0]):
+                self._num_turns += 1
+                self._last_turns[owner] = self._num_turns
+                self._queues[owner].popleft()
                 self._number -= 1
-                if queue:
-                    self._queues[owner] = queue  # behind the other owners
+                if not self._queues[owner]:
+                    del self._queues[owner]
                 return item
         return None
 
@@ -70,9 +72,8 @@ class Schedule(Generic[T]):
         for owner, queue in [*self._queues.items()]:
             left = deque(item for item in queue if not is_dropped(item))
             self._number -= len(queue) - len(left)
-            if left:
-                self._queues[owner] = left
-            else:
+            self._queues[owner] = left
+            if not left:
                 del self._queues[owner]
 
 

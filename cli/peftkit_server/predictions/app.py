@@ -50,7 +50,7 @@ def make_predictor_app(
         "/v1/score": service.score,
         "/v1/classify": service.classify,
     }
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/health", service.health),
             Route("/v1/models", service.models),
@@ -73,13 +73,15 @@ def make_predictor_app(
         ],
         exception_handlers={PeftkitError: refuse, HTTPException: refuse_route},
     )
+    app.state.threads = service.threads
+    return app
 
 
 class _Service:
     def __init__(self, predictor: Predictor, name: str, limits: Limits, share: Share) -> None:
         self._predictor, self._name, self.limits = predictor, name, limits
         self._began, self._disk = int(time.time()), DiskRoom()
-        self._thread = DaemonThreads(1, "peftkit-predictions", share, max_calls=limits.max_waiting)
+        self.threads = DaemonThreads(1, "peftkit-predictions", share, max_calls=limits.max_waiting)
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "fallbacks": []})
@@ -94,7 +96,7 @@ class _Service:
     async def respond(self, request: Request, parse: Callable[[bytes], dict[str, Any]]) -> Response:
         """Return the response to a request; the requests of each owner wait for each other."""
         data = await bounded_body(request, self.limits.max_body)
-        answer = await self._thread.call(partial(parse, data), request)
+        answer = await self.threads.call(partial(parse, data), request)
         return JSONResponse({"id": uuid.uuid4().hex, "model": self._name, **answer})
 
     async def transcribe(self, request: Request) -> Response:
@@ -104,7 +106,7 @@ class _Service:
         """
         size = declared_bytes(request, self.limits.upload_bytes)
         with (
-            self._thread.place(request.state.owner),
+            self.threads.place(request.state.owner),
             TemporaryDirectory(prefix="peftkit-") as folder,
             self._disk.reserved(Path(folder), size),
         ):
@@ -112,7 +114,7 @@ class _Service:
             with path.open("wb") as file:
                 body = await read_audio(request, file, self.limits.upload_bytes, self._check)
             transcribe = partial(self._predictor.transcribe, path)
-            text = await self._thread.run(transcribe, request)
+            text = await self.threads.run(transcribe, request)
         if body.response_format == "text":
             return PlainTextResponse(f"{text}\n")
         return JSONResponse({"text": text})
