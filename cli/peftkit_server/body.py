@@ -35,18 +35,18 @@ async def bounded_body(request: Request, limit: int) -> bytes:
 
 
 def declared_bytes(request: Request, limit: int) -> int:
-    """Return the fewest bytes of the file in a form by its Content-Length; 0: unknown.
+    """Return the most bytes of the file in a form, by its Content-Length; 0: unknown.
 
     Raises:
-        RequestError: 413: the file would have more than `limit` bytes.
+        RequestError: 413: the file has more than `limit` bytes.
     """
     text = request.headers.get("content-length", "")
-    size = max(0, int(text) - MAX_OVERHEAD) if text.isascii() and text.isdigit() else 0
-    if size > limit:
+    size = int(text) if text.isascii() and text.isdigit() else 0
+    if size > limit + MAX_OVERHEAD:
         raise RequestError(
             "the upload is too long.", found=f"The limit is {limit:,} bytes.", status=413
         )
-    return size
+    return min(size, limit)
 
 
 async def uploaded_form(
