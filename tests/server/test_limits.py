@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from peftkit.data.tokens import tokens
+from peftkit_server import grammars
 from peftkit_server.app import make_app
-from peftkit_server.grammars import Grammars
+from peftkit_server.grammars import Grammars, check_grammar, schema_text
 from peftkit_server.limits import Limits
 from peftkit_server.refusals import RequestError
 from peftkit_server.threads import DaemonThreads
@@ -42,6 +45,53 @@ def test_a_costly_schema_is_refused(schema, limits, message, tokenizer):
         Grammars(tokenizer, 384, [2], limits).of_json(schema)
     assert message in str(refused.value)
     assert time.monotonic() - began < 30
+
+
+def test_a_grammar_that_takes_too_long_is_compiled_once(monkeypatch):
+    pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
+    run, runs = subprocess.run, list[int]()
+
+    def counted(*args: Any, **named: Any) -> Any:
+        runs.append(1)
+        return run(*args, **named)
+
+    monkeypatch.setattr(grammars.subprocess, "run", counted)
+    text = schema_text(patterns(42))
+    for _ in range(3):
+        with pytest.raises(RequestError, match="more than 1 seconds"):
+            check_grammar(text, "response_format", Limits(grammar_seconds=1))
+    assert len(runs) == 1
+
+
+def test_a_prompt_far_beyond_the_context_is_refused_by_its_beginning(bank, monkeypatch):
+    """The tokenizer reads text in proportion to the context, whatever the length of the prompt."""
+    context = bank.base.model.config.max_position_embeddings
+    read: list[int] = []
+    call = type(bank.base.tokenizer).__call__
+
+    def counted(tokenizer: Any, text: Any, *args: Any, **named: Any) -> Any:
+        read.append(len(text))
+        return call(tokenizer, text, *args, **named)
+
+    monkeypatch.setattr(type(bank.base.tokenizer), "__call__", counted)
+    long = " ".join(f"w{n}" for n in range(context * 40))
+    app = make_app(bank, limits=Limits(max_body=len(long) + 1000))
+    with TestClient(app, base_url=HERE) as client:
+        for path, prompt in (
+            (CHAT, {"messages": [{"role": "user", "content": long}]}),
+            ("/v1/completions", {"prompt": long}),
+        ):
+            refused = client.post(path, json={"model": "base", **prompt})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["code"] == "context_length_exceeded"
+        assert max(read) <= 16 * context < len(long)
+
+
+def test_a_long_text_of_few_tokens_is_read_to_its_end():
+    def tokenizer(text: str, **named: Any) -> dict[str, list[int]]:
+        return {"input_ids": [7] * (len(text) // 100)}
+
+    assert len(tokens(tokenizer, "word " * 2000, limit=100)) == 100
 
 
 def test_a_costly_schema_delays_nobody(bank):

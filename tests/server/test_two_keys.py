@@ -12,9 +12,12 @@ from starlette.routing import Route
 
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
+from peftkit.errors import ConfigError
 from peftkit_server import threads
 from peftkit_server.access import owner_of
+from peftkit_server.refusals import public
 from peftkit_server.schedule import Schedule
+from peftkit_server.tinker.futures import failure
 from tests.helpers.jobs import FILES, JOBS, Client, chats, hyper, serving
 from tests.helpers.wire_client import API, datum, message
 from tests.helpers.wire_client import Client as Tinker
@@ -241,6 +244,18 @@ def has_work(route: str) -> bool:
     return not (is_read or route.endswith(tuple(WITHOUT_WORK)))
 
 
+def of_all_routes(client: Client) -> dict[str, Sent]:
+    """Return a request to each route, with ids of nothing."""
+    ids = Ids(*(f"file-{n}" for n in range(11)))
+    sent = {each.route: each for each in requests(ids, ids)}
+    form = b'--x\r\nContent-Disposition: form-data; name="file"\r\n\r\n{}\r\n--x--\r\n'
+    for route in routes_of(client) - {*sent}:
+        path = route.split()[1].replace("{id}", "x")
+        sent[route] = Sent(route, path, {}, form if route == "POST /v1/files" else None)
+    assert {*sent} == routes_of(client)
+    return sent
+
+
 class Turns:
     """Records who is served between the arrival and the turn of each piece of work."""
 
@@ -278,14 +293,9 @@ class Turns:
 def test_no_key_delays_another_on_any_route(model_folder: Path, tmp_path: Path, monkeypatch):
     """One key sends requests to all routes before another chats: it waits for a single turn."""
     ann, bob = owner_of(ANN), owner_of(BOB)
-    number, ids = 3, Ids(*(f"file-{n}" for n in range(11)))
+    number = 3
     with serving(model_folder, tmp_path / "server", keys=(ANN, BOB)) as client:
-        flood = {each.route: each for each in requests(ids, ids)}
-        form = b'--x\r\nContent-Disposition: form-data; name="file"\r\n\r\n{}\r\n--x--\r\n'
-        for route in routes_of(client) - {*flood}:
-            path = route.split()[1].replace("{id}", "x")
-            flood[route] = Sent(route, path, {}, form if route == "POST /v1/files" else None)
-        assert {*flood} == routes_of(client)
+        flood = of_all_routes(client)
         turns = Turns(monkeypatch, ann)
         client.app.state.worker.call(lambda: turns.gate.wait(60), ann)  # type: ignore[attr-defined]
         clients: list[threading.Thread] = []
@@ -316,3 +326,24 @@ def test_no_key_delays_another_on_any_route(model_folder: Path, tmp_path: Path, 
     assert (BOB, 200) in statuses
     assert len(turns.before) >= 3  # its prompt, twice, and its completion
     assert max(turns.before) <= 1
+
+
+def test_no_route_names_the_operator_s_folders(model_folder: Path, tmp_path: Path, monkeypatch):
+    """Whatever fails in the work of a request, its message has no folder of the server."""
+    paths = [tmp_path / "server" / "x.json", model_folder / "x.json", Path.home() / "x.json"]
+    text = f"{', '.join(map(str, paths))} are damaged."
+
+    def fail(call: Any) -> None:
+        call.future.set_exception(ConfigError(text))
+
+    with serving(model_folder, tmp_path / "server", keys=(ANN, BOB)) as client:
+        every = of_all_routes(client)
+        with monkeypatch.context() as patched:
+            patched.setattr(threads._Call, "run", fail)
+            replies = {route: send(client, ANN, sent).text for route, sent in every.items()}
+    shown = f"server/x.json, {model_folder.name}/x.json, x.json are damaged."
+    assert {route for route in every if shown in replies[route]} == {*filter(has_work, every)}
+    assert failure(ConfigError(text))["error"] == shown
+    assert failure(ValueError(text))["error"] == f"ValueError: {shown}"
+    own = "there is no model '/v1/x', nor /etc/passwd."  # texts of a client remain
+    assert public(own) == own
