@@ -117,7 +117,7 @@ class Measure:
 
 
 def _route_of(scope: Scope, routes: Sequence[BaseRoute]) -> str:
-    """Return the pattern of a request's path, so that ids in paths make no new label."""
+    """Return the pattern of a request's path: ids in paths make no new label."""
     for route in routes:
         if route.matches(scope)[0] is not Match.NONE:
             return str(getattr(route, "path", UNKNOWN))
@@ -125,7 +125,7 @@ def _route_of(scope: Scope, routes: Sequence[BaseRoute]) -> str:
 
 
 class _Gauges:
-    """Collector of prometheus_client that reads the worker when it is asked."""
+    """Collector of prometheus_client that reads the worker at each request."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

@@ -1,6 +1,6 @@
 """Quotas of API keys: no key can use up what the keys share.
 
-`Intake` handles every route, so a new route has these limits without code of its own.
+`Intake` handles every route, so a new route has these limits without further code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from peftkit_server.store import Store
 T = TypeVar("T")
 
 FILE, MODEL, WEIGHTS, SAMPLER = "file", "model", "tinker.weights", "tinker.sampler"
-"""Kinds of the store's documents; those of files and models have their sizes."""
+"""Kinds of the store's documents; files and models have their sizes."""
 RECORDS = ("job", "tinker.session", "tinker.model", SAMPLER)
 """Kinds that `key_records` counts."""
 
@@ -108,7 +108,7 @@ class Quotas:
         return self.limits.share(total, self.num_keys)
 
     def check_bytes(self, owner: str, size: int = 0) -> None:
-        """Raise unless an owner may store `size` bytes besides its uploads that arrive.
+        """Raise unless an owner may store `size` bytes in addition to its arriving uploads.
 
         Raises:
             RequestError: 507: the owner stores too much.
@@ -121,7 +121,7 @@ class Quotas:
             raise quota_error(f"this key stores {used:,} bytes", "key_bytes", 507, fix)
 
     def reserve_file(self, owner: str, size: int) -> Upload:
-        """Reserve a file of an owner, with its bytes as far as they are declared.
+        """Reserve a file of an owner, with the bytes that it declares.
 
         Raises:
             RequestError: 507: the owner has too many files, or as `check_bytes`.
