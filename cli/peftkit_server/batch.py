@@ -41,12 +41,11 @@ class Batch:
         self,
         bank: AdapterBank,
         limits: Limits,
-        max_waiting: int,
         share: Share,
         ready: Callable[[str | None], None],
         changed: threading.Condition,
     ) -> None:
-        self._bank, self._limits, self._max_waiting = bank, limits, max_waiting
+        self._bank, self._limits = bank, limits
         self._share, self._ready, self._changed = share, ready, changed
         self.num_prompt = self.num_generated = 0
         self._new: Schedule[Generation] = Schedule()
@@ -73,13 +72,15 @@ class Batch:
         total = len(self._active) + len(self._new) + len(self._deferred)
         return max(0, total - self.num_waiting)
 
-    def check_room(self, generations: Sequence[Generation]) -> None:
+    def check_room(self, generations: Sequence[Generation], most: int) -> None:
         """Raise unless all generations may wait.
+
+        Args:
+            most: Most prompts that may wait.
 
         Raises:
             RequestError: 429: too many prompts wait, or too many of the owner wait or run.
         """
-        most = self._max_waiting
         check_room(self.num_waiting, len(generations), most, "prompts")
         if generations and (share := self._share(most)) < most:
             owner = generations[0].owner

@@ -92,7 +92,7 @@ class Worker:
         self.bank, self.limits, self.max_waiting = bank, limits or Limits(), max_waiting
         self._share, self.is_training = share, False
         self._changed, self._ended = threading.Condition(), False
-        self.batch = Batch(bank, self.limits, max_waiting, share, ready, self._changed)
+        self.batch = Batch(bank, self.limits, share, ready, self._changed)
         self._operations: Schedule[Operation] = Schedule()
         self._operation: Operation | None = None  # it runs
         self._training_runs: Schedule[TrainingRun] = Schedule()
@@ -159,7 +159,7 @@ class Worker:
         """
         with self._changed:
             self._check_running()
-            self.batch.check_room(generations)
+            self.batch.check_room(generations, self.max_waiting)
             owner = generations[0].owner if generations else ""
             self.batch.put(generations, None if first is None else self.call(first, owner))
             self._changed.notify_all()
