@@ -18,6 +18,7 @@ from peftkit.inference.sampling import Chosen
 from peftkit_server.answer_calls import call_fields
 from peftkit_server.generation import Generation, Output
 from peftkit_server.refusals import RequestError, error_fields
+from peftkit_server.threads import disconnected
 
 OutputQueue = asyncio.Queue[tuple[int, Output | Exception]]
 """Outputs of the completions of one request, each with the index of its completion."""
@@ -164,11 +165,11 @@ async def whole_answers(
 ) -> list[Output]:
     """Return the whole completions, in order; cancel them if the client disconnects."""
     outputs: list[list[Output]] = [[] for _ in generations]
-    disconnected = asyncio.create_task(_disconnected(request))
+    gone = asyncio.create_task(disconnected(request))
     try:
         while not all(parts and parts[-1].reason for parts in outputs):
             coming = asyncio.create_task(queue.get())
-            await asyncio.wait((coming, disconnected), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((coming, gone), return_when=asyncio.FIRST_COMPLETED)
             if not coming.done():
                 coming.cancel()
                 raise RequestError("the client disconnected.", status=499)
@@ -177,7 +178,7 @@ async def whole_answers(
                 raise output
             outputs[index].append(output)
     finally:
-        disconnected.cancel()
+        gone.cancel()
         for generation in generations:
             generation.cancel()
     return [
@@ -190,12 +191,6 @@ async def whole_answers(
         )
         for parts in outputs
     ]
-
-
-async def _disconnected(request: Request) -> None:
-    """Return when the client disconnects; the request's body has been read before."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def streamed(

@@ -44,9 +44,10 @@ from peftkit_server.metrics import PATH, Measure, ServerMetrics
 from peftkit_server.models import BARE, Models
 from peftkit_server.parsed_request import ParsedRequest
 from peftkit_server.quotas import Intake, Quotas
-from peftkit_server.refusals import RequestError
+from peftkit_server.refusals import RequestError, hide
 from peftkit_server.requests import Body, ChatBody, TextBody, read_body
-from peftkit_server.store import Store
+from peftkit_server.schedule import Share
+from peftkit_server.store import Store, StoreError
 from peftkit_server.threads import DaemonThreads, in_own_thread
 from peftkit_server.tokens import TokenBody, token_answers, token_bytes, unknown_token, vocabulary
 from peftkit_server.training import Dialect, Training, TrainingOptions
@@ -63,6 +64,10 @@ PREFIX_TOKENS = 8192
 """Tokens of shared prefixes to keep in the KV cache for later prompts."""
 GRAMMAR_THREADS = 4
 """Grammars that are compiled for a check simultaneously."""
+BODY_THREADS = 4
+"""Bodies of training APIs that are parsed simultaneously."""
+SWEEP_SECONDS = 60.0
+"""Time between two removals of expired models."""
 
 
 def make_app(
@@ -85,6 +90,10 @@ def make_app(
     limits = limits or Limits()
     store = Store(training.folder) if training else None
     models = Models(bank, store, training.names if training else ())
+    hide(bank.base.name, *(bank.file(name).folder for name in bank.names))
+    if training:
+        hide(training.folder)
+    share = partial(limits.share, num_keys=len(keys))
     worker = Worker(
         bank,
         limits=EngineLimits(
@@ -96,10 +105,11 @@ def make_app(
             prefix_tokens=PREFIX_TOKENS,
         ),
         max_waiting=limits.max_waiting,
-        share=partial(limits.share, num_keys=len(keys)),
+        share=share,
         ready=models.load,
     )
-    service, metrics = ChatService(bank, models, worker, limits), ServerMetrics(worker)
+    service, metrics = ChatService(bank, models, worker, limits, share), ServerMetrics(worker)
+    threads = DaemonThreads(BODY_THREADS, "peftkit-bodies", share)
     training_apis: Sequence[Dialect] = ()
     if training and store:
         training_apis = dialects(
@@ -109,19 +119,29 @@ def make_app(
                 worker=worker,
                 store=store,
                 models=models,
-                quotas=Quotas(limits, store, len(keys)),
+                quotas=Quotas(limits, store, len(keys), models.sweep),
+                threads=threads,
             )
         )
+
+    async def sweep() -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            with suppress(StoreError):  # the disk is full
+                await threads.result(models.sweep, "")
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         worker.start()
+        sweeping = asyncio.create_task(sweep())
         try:
             for dialect in training_apis:
                 dialect.on_start()
             yield
         finally:
+            sweeping.cancel()
             service.close()
+            threads.shutdown()
             for dialect in training_apis:
                 dialect.on_stop()
             await in_own_thread(worker.stop)
@@ -161,9 +181,11 @@ def make_app(
 class ChatService:
     """The endpoints of models that complete prompts."""
 
-    def __init__(self, bank: AdapterBank, models: Models, worker: Worker, limits: Limits) -> None:
+    def __init__(
+        self, bank: AdapterBank, models: Models, worker: Worker, limits: Limits, share: Share
+    ) -> None:
         self._bank, self._models, self._worker, self._limits = bank, models, worker, limits
-        self._began = time.time()
+        self._began, self._context = time.time(), context_length(bank.base.model.config)
         digest = hashlib.sha256(repr(bank.base.fingerprint).encode()).hexdigest()
         self._fingerprint = f"fp_{digest[:12]}"
         slower = generation_fallbacks(bank.base.model, bank.base.tokenizer)
@@ -173,7 +195,7 @@ class ChatService:
         self._stops = cache(lambda style: tuple(stop_ids(bank.base.tokenizer, style)))
         # prompts are slow to prepare, and tokenizers are not thread-safe: one thread
         self._thread = DaemonThreads(1, "peftkit-requests")
-        self._grammar_threads = DaemonThreads(GRAMMAR_THREADS, "peftkit-grammars")
+        self._grammar_threads = DaemonThreads(GRAMMAR_THREADS, "peftkit-grammars", share)
 
     def close(self) -> None:
         """Drop requests that are not parsed yet."""
@@ -231,10 +253,13 @@ class ChatService:
         prompt = turns[0]["content"] if single else turns
         tokenizer = self._bank.base.tokenizer
         variables = template_variables(body, tokenizer, style)
-        ids = prompt_ids(tokenizer, prompt, style, variables=variables)
+        render = partial(
+            prompt_ids, tokenizer, prompt, style, variables=variables, limit=self._context
+        )
+        ids = render()
         if tools is None or not tools.offered:
             return ParsedRequest(body, adapter, style, [ids])
-        with_tools = prompt_ids(tokenizer, prompt, style, tools.offered, variables=variables)
+        with_tools = render(tools.offered)
         if with_tools == ids:
             raise RequestError("the model's chat template ignores tools.", param="tools")
         return ParsedRequest(body, adapter, style, [with_tools], calls, tools)
@@ -264,9 +289,13 @@ class ChatService:
         models = self._models
         return models.inner(body.model, owner), models.style(body.model, owner)
 
-    async def in_turn(self, function: Callable[[], T]) -> T:
-        """Return the result of a function in the thread that prepares prompts."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+    async def in_turn(self, function: Callable[[], T], request: Request) -> T:
+        """Return the result of a function in the thread that prepares prompts.
+
+        Raises:
+            RequestError: 499: the client disconnected.
+        """
+        return await self._thread.call(function, request)
 
     async def respond(
         self, request: Request, parse: Callable[[bytes, str], ParsedRequest]
@@ -281,11 +310,11 @@ class ChatService:
             parsed = parse(data, owner)
             return parsed, self._grammar_check(parsed)
 
-        parsed, check = await loop.run_in_executor(self._thread, read)
+        parsed, check = await self._thread.call(read, request)
         if check is not None:
-            await loop.run_in_executor(self._grammar_threads, check)
+            await self._grammar_threads.call(check, request)
         prepare = partial(self._generations, parsed, owner, queue, loop)
-        generations = await loop.run_in_executor(self._thread, prepare)
+        generations = await self._thread.call(prepare, request)
         body, is_named = parsed.body, parsed.tools is not None and parsed.tools.is_named
         is_chat = isinstance(body, ChatBody)
         form = ReplyFormat(
@@ -394,7 +423,8 @@ class ChatService:
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            return prompt_ids(self._bank.base.tokenizer, prompt, Style("plain"))
+            tokenizer, style = self._bank.base.tokenizer, Style("plain")
+            return prompt_ids(tokenizer, prompt, style, limit=self._context)
         size = vocabulary(self._bank.base.model)
         if unknown := [token for token in prompt if not 0 <= token < size]:
             raise unknown_token("the prompt", unknown[0], size, param="prompt")
@@ -408,7 +438,7 @@ class ChatService:
             "created": int(self._began),
             "owned_by": "peftkit",
             "root": base.hub_id or base.name,
-            "max_model_len": context_length(base.model.config),
+            "max_model_len": self._context,
             "endpoints": list(COMPLETING),
         }
         is_base = name in self._models.base_names

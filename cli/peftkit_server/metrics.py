@@ -32,6 +32,9 @@ from peftkit_server.worker import Worker
 PATH = "/metrics"
 UNKNOWN = "unknown"
 """The route of requests to paths that the server does not have."""
+METHODS = {"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"}
+OTHER = "other"
+"""The method of requests with any other method: a client may invent names."""
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 """Upper limits of the histogram of latencies, in seconds."""
 
@@ -109,11 +112,12 @@ class Measure:
         finally:
             seconds = time.perf_counter() - began
             route = _route_of(scope, self._routes)
-            self._metrics.record(scope["method"], route, status, seconds)
+            method = scope["method"] if scope["method"] in METHODS else OTHER
+            self._metrics.record(method, route, status, seconds)
 
 
 def _route_of(scope: Scope, routes: Sequence[BaseRoute]) -> str:
-    """Return the pattern of a request's path: ids in paths make no new labels."""
+    """Return the pattern of a request's path: ids in paths make no new label."""
     for route in routes:
         if route.matches(scope)[0] is not Match.NONE:
             return str(getattr(route, "path", UNKNOWN))
@@ -121,7 +125,7 @@ def _route_of(scope: Scope, routes: Sequence[BaseRoute]) -> str:
 
 
 class _Gauges:
-    """Collector of prometheus_client that reads the worker in each scrape."""
+    """Collector of prometheus_client that reads the worker at each request."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -130,15 +134,15 @@ class _Gauges:
         """Yield the metrics that the worker knows."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        worker = self._worker
+        worker, batch = self._worker, self._worker.batch
         for name, text, number in (
-            ("prompt_tokens", "Tokens of prompts that the engine has begun", worker.num_prompt),
-            ("generated_tokens", "Generated tokens of ended completions", worker.num_generated),
+            ("prompt_tokens", "Tokens of prompts that the engine has begun", batch.num_prompt),
+            ("generated_tokens", "Generated tokens of ended completions", batch.num_generated),
         ):
             yield CounterMetricFamily(f"peftkit_{name}", text, value=number)
         for name, text, number in (
-            ("prompts_waiting", "Prompts in the queue", worker.num_waiting),
-            ("prompts_running", "Prompts that generate tokens", worker.num_running),
+            ("prompts_waiting", "Prompts in the queue", batch.num_waiting),
+            ("prompts_running", "Prompts that generate tokens", batch.num_running),
             ("jobs_waiting", "Training jobs in the queue", worker.num_jobs_waiting),
             ("jobs_running", "Training jobs that run", int(worker.is_training)),
             ("operations_waiting", "Operations in the queue", worker.num_operations),

@@ -7,6 +7,7 @@ least recently used ones.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -51,8 +52,27 @@ class Models:
         self.base_names = [*dict.fromkeys((BARE, *names))]
         self._loaded: OrderedDict[str, str] = OrderedDict()
         self._style = cache(_style_of)
+        self._expires = 0.0  # when the next model may expire
         if store is not None:
             _add_parents(store)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Delete the models that have expired; free of cost until one does.
+
+        It runs at the start, by a timer, and before all that lists, loads or counts models, so
+        that no other code looks at their times.
+        """
+        if self._store is None or (now := time.time()) < self._expires:
+            return
+        self._expires = math.inf
+        for model in self._store.all(KIND):
+            if (expires := model.get("expires")) is None:
+                continue
+            if expires <= now:
+                self._discard(model)
+            else:
+                self._expires = min(self._expires, expires)
 
     def publish(self, name: str, folder: Path, owner: str, *, expires: float | None = None) -> None:
         """Register an adapter folder under a public name of its owner; restarts keep it.
@@ -70,6 +90,8 @@ class Models:
             "size": size_of(folder),
         }
         self._store.put(KIND, name, body, owner=owner, parent=inner)
+        if expires is not None:
+            self._expires = min(self._expires, expires)
 
     def withdraw(self, name: str) -> None:
         """Remove a published name; running completions continue."""
@@ -89,9 +111,12 @@ class Models:
                 status=403,
                 param="model",
             )
-        folder = Path(self._published(name, owner)["folder"])
+        self._discard(self._published(name, owner))
+
+    def _discard(self, model: dict[str, Any]) -> None:
         assert self._store is not None
-        self._store.discard([(KIND, name), (WEIGHTS, name)], partial(_remove, folder))
+        documents = [(KIND, model["name"]), (WEIGHTS, model["name"])]
+        self._store.discard(documents, partial(_remove, Path(model["folder"])))
 
     def inner(self, name: str, owner: str = "") -> str | None:
         """Return a model's adapter name in the bank; None: the base.
@@ -133,8 +158,9 @@ class Models:
 
     def listed(self, owner: str = "") -> list[str]:
         """Return the model names that an owner may request."""
+        self.sweep()
         published = self._store.all(KIND, owner) if self._store else []
-        names = (model["name"] for model in published if not _has_expired(model))
+        names = (model["name"] for model in published)
         return [*self._operator_names, *self.base_names, *names]
 
     def load(self, inner: str | None) -> None:
@@ -169,8 +195,9 @@ class Models:
             del self._loaded[inner]
 
     def _published(self, name: str, owner: str) -> dict[str, Any]:
+        self.sweep()
         model = self._store.get(KIND, name, owner) if self._store else None
-        if model is not None and not _has_expired(model):
+        if model is not None:
             return model
         names = self.listed(owner)
         first_names = ", ".join(names[:16]) + (", ..." if len(names) > 16 else "")
@@ -203,8 +230,8 @@ def size_of(folder: Path) -> int:
 
 
 def _unusable(name: str, folder: Path, error: AdapterError) -> RequestError:
-    """Return the error for a model whose files are damaged, without the server's paths."""
-    found = str(error).replace(f"{folder}{os.sep}", "").replace(str(folder), folder.name)
+    """Return the error for a model whose files are damaged."""
+    found = str(error).replace(f"{folder}{os.sep}", "")
     return RequestError(f"the model '{name}' cannot be loaded.", found=found, status=404)
 
 
@@ -222,11 +249,6 @@ def _remove(folder: Path) -> None:
         if folder.parent.name == KEPT:
             folder.parent.rmdir()
             folder.parent.parent.rmdir()
-
-
-def _has_expired(model: dict[str, Any]) -> bool:
-    expires = model.get("expires")
-    return expires is not None and time.time() > expires
 
 
 def _style_of(folder: Path, tokenizer: Any) -> Style:

@@ -5,6 +5,7 @@ It supports one file and a few short fields only, which saves a dependency.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from email.message import Message
 from email.parser import HeaderParser
 from typing import BinaryIO
@@ -15,6 +16,8 @@ MAX_HEAD, MAX_FIELD, MAX_PARTS, MAX_NAME = 8192, 4096, 16, 255
 """Limits: bytes of the headers of a part, bytes of a field, parts, characters of a file name."""
 FILE = "file"
 """Name of the part with the file."""
+MAX_OVERHEAD = MAX_PARTS * (MAX_HEAD + MAX_FIELD)
+"""Bytes of a form around its file."""
 
 
 class FormError(PeftkitError):
@@ -39,6 +42,7 @@ class Form:
         content_type: The Content-Type header of the request.
         file: Receives the bytes of the file.
         max_bytes: Maximum size of the file.
+        on_file: Called with the fields so far before the file is written.
 
     Attributes:
         fields: The other parts, by name.
@@ -46,8 +50,15 @@ class Form:
         num_bytes: Bytes of the file so far.
     """
 
-    def __init__(self, content_type: str, file: BinaryIO, max_bytes: int) -> None:
+    def __init__(
+        self,
+        content_type: str,
+        file: BinaryIO,
+        max_bytes: int,
+        on_file: Callable[[dict[str, str]], None] = lambda fields: None,
+    ) -> None:
         self.fields: dict[str, str] = {}
+        self._on_file = on_file
         self.filename: str | None = None
         self.num_bytes = 0
         self._file, self._max_bytes = file, max_bytes
@@ -110,6 +121,7 @@ class Form:
             raise FormError("the upload has two parts with the same name.", part=name[:80])
         self._name, self._value = name[:MAX_NAME], bytearray()
         if name == FILE:
+            self._on_file(self.fields)
             self.filename = _plain(filename)[:MAX_NAME] or "upload"
         return True
 

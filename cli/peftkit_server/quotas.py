@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,8 +18,10 @@ from peftkit_server.limits import Limits
 from peftkit_server.refusals import RequestError, refusal
 from peftkit_server.store import Store
 
+T = TypeVar("T")
+
 FILE, MODEL, WEIGHTS, SAMPLER = "file", "model", "tinker.weights", "tinker.sampler"
-"""Kinds of the store's documents; documents of files and models have their sizes."""
+"""Kinds of the store's documents; files and models have their sizes."""
 RECORDS = ("job", "tinker.session", "tinker.model", SAMPLER)
 """Kinds that `key_records` counts."""
 
@@ -72,55 +77,101 @@ class Intake:
         return timed
 
 
+@dataclass(eq=False, slots=True)
+class Upload:
+    """A reservation of an owner: a file that arrives, and its bytes."""
+
+    owner: str
+    size: int
+
+
 class Quotas:
     """What one owner may store.
 
     Args:
         num_keys: Number of API keys of the server; 0: it requires none.
+        sweep: Removes what has expired; called before each check.
     """
 
-    def __init__(self, limits: Limits, store: Store, num_keys: int = 0) -> None:
-        self.limits, self._store, self.num_keys = limits, store, num_keys
+    def __init__(
+        self,
+        limits: Limits,
+        store: Store,
+        num_keys: int = 0,
+        sweep: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.limits, self._store, self.num_keys, self._sweep = limits, store, num_keys, sweep
+        self._uploads: list[Upload] = []
 
     def share(self, total: int) -> int:
         """Return the part of a common limit that one owner may use."""
         return self.limits.share(total, self.num_keys)
 
-    def num_bytes(self, owner: str) -> int:
-        """Return the bytes of an owner's files, saved models and records."""
-        return self._store.total(FILE, owner, "bytes") + self._store.total(MODEL, owner, "size")
-
     def check_bytes(self, owner: str, size: int = 0) -> None:
-        """Raise unless an owner may store `size` further bytes.
+        """Raise unless an owner may store `size` bytes in addition to its arriving uploads.
 
         Raises:
             RequestError: 507: the owner stores too much.
         """
-        used = self.num_bytes(owner)
+        self._sweep()
+        used = self._store.total(FILE, owner, "bytes") + self._store.total(MODEL, owner, "size")
+        used += sum(upload.size for upload in [*self._uploads] if upload.owner == owner)
         if used + size >= self.limits.key_bytes:
             fix = "Delete files (DELETE /v1/files/ID) or models (DELETE /v1/models/NAME) first."
             raise quota_error(f"this key stores {used:,} bytes", "key_bytes", 507, fix)
 
-    def check_file(self, owner: str) -> None:
-        """Raise unless an owner may upload another file.
+    def reserve_file(self, owner: str, size: int) -> Upload:
+        """Reserve a file of an owner, with the bytes that it declares.
 
         Raises:
             RequestError: 507: the owner has too many files, or as `check_bytes`.
         """
-        if (number := self._store.count((FILE,), owner)) >= self.limits.key_files:
-            fix = "Delete a file first: DELETE /v1/files/ID."
-            raise quota_error(f"there are {number:,} files already", "key_files", 507, fix)
-        self.check_bytes(owner)
+        with self._store.lock:
+            number = self._store.count((FILE,), owner)
+            number += sum(upload.owner == owner for upload in self._uploads)
+            if number >= self.limits.key_files:
+                fix = "Delete a file first: DELETE /v1/files/ID."
+                raise quota_error(f"there are {number:,} files already", "key_files", 507, fix)
+            self.check_bytes(owner, size)
+            upload = Upload(owner, size)
+            self._uploads.append(upload)
+        return upload
 
-    def check_model(self, owner: str) -> None:
+    def grow(self, upload: Upload, size: int) -> None:
+        """Extend a reservation to the bytes that arrived; errors as `check_bytes`."""
+        if size > upload.size:
+            with self._store.lock:
+                self.check_bytes(upload.owner, size - upload.size)
+                upload.size = size
+
+    def settle(self, upload: Upload, put: Callable[[], T]) -> T:
+        """Store a reserved file by `put`; it is counted once at any time."""
+        with self._store.lock:
+            stored = put()
+            self._uploads.remove(upload)
+        return stored
+
+    def release(self, upload: Upload) -> None:
+        """End a reservation, unless it is settled."""
+        with self._store.lock:
+            if upload in self._uploads:
+                self._uploads.remove(upload)
+
+    def check_model(self, owner: str, num_pending: int = 0) -> None:
         """Raise unless an owner may save another model.
+
+        Args:
+            num_pending: Models that the owner's jobs will save.
 
         Raises:
             RequestError: 507: the owner has too many models, or as `check_bytes`.
         """
-        if (number := self._store.count((MODEL,), owner)) >= self.limits.key_models:
+        self._sweep()
+        number = self._store.count((MODEL,), owner)
+        if number + num_pending >= self.limits.key_models:
+            jobs = f" and {num_pending:,} jobs" if num_pending else ""
             fix = "Delete a model first: DELETE /v1/models/NAME."
-            raise quota_error(f"this key has {number:,} saved models", "key_models", 507, fix)
+            raise quota_error(f"this key has {number:,} saved models{jobs}", "key_models", 507, fix)
         self.check_bytes(owner)
 
     def check_record(self, owner: str) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -32,6 +37,36 @@ class RequestError(PeftkitError):
         self.status, self.code, self.param = status, code, param
 
 
+_hidden: dict[str, str] = {}
+"""Folders of the operator, with the names that clients read instead."""
+_PATH = r"(?:[\\/][^\s\\/'\"`,;:()]+)*[\\/]?"
+"""The rest of a path in a message."""
+_UPLOADED = re.compile(r"(?:\bfiles[\\/])?\b(file-[0-9a-f]{24})\.jsonl(?::(\d+)(?::\d+)?)?")
+
+
+def hide(*folders: str | Path) -> None:
+    """Show the last names of the operator's folders instead of their paths, in all messages."""
+    for folder in map(Path, folders):
+        paths = (folder, folder.resolve()) if folder.is_absolute() else (folder.resolve(),)
+        _hidden.update({str(path): folder.name for path in paths if path.is_dir()})
+
+
+def public(error: object) -> str:
+    """Return the message of an error as it may leave the process, without the operator's folders.
+
+    Below the folders of `hide`, the rest of a path remains; below the folders of the process (home,
+    temporary files, Python, the working folder), only its last name.
+    """
+    text, sep = str(error), re.escape(os.sep)
+    for folder in sorted(_hidden, key=len, reverse=True):
+        text = text.replace(folder, _hidden[folder])
+    for folder in (tempfile.gettempdir(), sys.prefix, os.getcwd(), os.path.expanduser("~")):
+        if folder.strip(os.sep):  # not the root, of which all paths of URLs are
+            pattern = rf"(?<![\w.]){re.escape(folder)}(?={sep}){_PATH}"
+            text = re.sub(pattern, lambda found: Path(found[0]).name, text)
+    return _UPLOADED.sub(lambda found: found[1] + (f", line {found[2]}" * bool(found[2])), text)
+
+
 def status_of(error: PeftkitError) -> int:
     """Return the HTTP status of an error: 400 by the client, 500 by the server, 503 a full disk."""
     if isinstance(error, RequestError):
@@ -49,7 +84,7 @@ def error_fields(error: PeftkitError) -> dict[str, Any]:
     kind = kinds.get(status, "invalid_request_error" if is_clients else "server_error")
     return {
         "error": {
-            "message": str(error),
+            "message": public(error),
             "type": kind,
             "param": getattr(error, "param", None),
             "code": getattr(error, "code", None),

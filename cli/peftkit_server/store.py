@@ -48,6 +48,9 @@ class Store:
     Args:
         folder: Folder of the server; created if needed.
 
+    Attributes:
+        lock: Held by a check and the write that it allows.
+
     Raises:
         OutputError: The folder is not writable, or another server uses it.
         StoreError: Raised by each method if its write failed.
@@ -88,7 +91,7 @@ class Store:
                 found=problem,
                 fix="Restore the file from a backup, or set another folder with --train.",
             )
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
     def _add_digests(self) -> None:
         """Add the column of digests to a store of an older server; its rows have none."""
@@ -112,13 +115,13 @@ class Store:
         return ""
 
     def close(self) -> None:
-        with self._lock:
+        with self.lock:
             self._database.close()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Commit all writes of the context, or none."""
-        with self._lock:
+        with self.lock:
             if self._database.in_transaction:
                 yield
                 return
@@ -136,7 +139,7 @@ class Store:
     ) -> None:
         """Write a document; replace an older one of the same kind and id."""
         values = kind, id, owner, parent, json.dumps(body)
-        with self._lock:
+        with self.lock:
             self._run(
                 "INSERT INTO documents (kind, id, owner, parent, body, digest) "
                 "VALUES (?, ?, ?, ?, ?, ?) "
@@ -152,7 +155,7 @@ class Store:
             owner: None: any owner.
         """
         query = "SELECT body, owner FROM documents WHERE kind = ? AND id = ?"
-        with self._lock:
+        with self.lock:
             row = self._run(query, (kind, id)).fetchone()
         if row is None or owner not in (None, row[1]):
             return None
@@ -162,7 +165,7 @@ class Store:
     def owner(self, kind: str, id: str) -> str:
         """Return the owner of a document that exists."""
         query = "SELECT owner FROM documents WHERE kind = ? AND id = ?"
-        with self._lock:
+        with self.lock:
             return str(self._run(query, (kind, id)).fetchone()[0])
 
     def all(
@@ -173,7 +176,7 @@ class Store:
         for column, value in (("owner", owner), ("parent", parent)):
             if value is not None:
                 query, values = f"{query} AND {column} = ?", [*values, value]
-        with self._lock:
+        with self.lock:
             rows = self._run(f"{query} ORDER BY number", values).fetchall()
         return [json.loads(body) for (body,) in rows]
 
@@ -181,25 +184,25 @@ class Store:
         """Return the number of an owner's documents of some kinds."""
         marks = ", ".join("?" * len(kinds))
         query = f"SELECT COUNT(*) FROM documents WHERE kind IN ({marks}) AND owner = ?"
-        with self._lock:
+        with self.lock:
             return int(self._run(query, (*kinds, owner)).fetchone()[0])
 
     def total(self, kind: str, owner: str, field: str) -> int:
         """Return the sum of a numeric field over an owner's documents of a kind."""
         query = "SELECT SUM(json_extract(body, ?)) FROM documents WHERE kind = ? AND owner = ?"
-        with self._lock:
+        with self.lock:
             return int(self._run(query, (f"$.{field}", kind, owner)).fetchone()[0] or 0)
 
     def delete_oldest(self, kind: str, owner: str, number: int) -> None:
         """Remove an owner's oldest documents of a kind."""
         oldest = "SELECT number FROM documents WHERE kind = ? AND owner = ? ORDER BY number LIMIT ?"
-        with self._lock:
+        with self.lock:
             query = f"DELETE FROM documents WHERE number IN ({oldest})"
             self._run(query, (kind, owner, number))
 
     def delete(self, kind: str, id: str) -> None:
         """Remove a document if it exists."""
-        with self._lock:
+        with self.lock:
             self._run("DELETE FROM documents WHERE kind = ? AND id = ?", (kind, id))
 
     def discard(self, documents: Sequence[tuple[str, str]], remove: Callable[[], None]) -> None:
@@ -225,14 +228,14 @@ class Store:
     def append(self, parent: str, body: dict[str, Any]) -> None:
         """Add an entry to the journal of a document."""
         values = parent, json.dumps(body)
-        with self._lock:
+        with self.lock:
             query = "INSERT INTO entries (parent, body, digest) VALUES (?, ?, ?)"
             self._run(query, (*values, _digest(*values)))
 
     def entries(self, parent: str) -> list[dict[str, Any]]:
         """Return the journal of a document, oldest entry first."""
         query = "SELECT body FROM entries WHERE parent = ? ORDER BY number"
-        with self._lock:
+        with self.lock:
             rows = self._run(query, (parent,)).fetchall()
         return [json.loads(body) for (body,) in rows]
 

@@ -1,56 +1,163 @@
-"""Threads that never keep the process from ending."""
+"""Threads that never keep the process from ending, and serve the owners of their work in turn."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
-P = ParamSpec("P")
+from starlette.requests import Request
+
+from peftkit_server.refusals import RequestError
+from peftkit_server.schedule import Schedule, Share, check_room, check_share, whole
+
 T = TypeVar("T")
 
 
-class DaemonThreads(Executor):
-    """Executor of daemon threads; Python joins those of `ThreadPoolExecutor` at its exit."""
+class _Call(NamedTuple):
+    owner: str
+    function: Callable[[], Any]
+    future: Future[Any]
 
-    def __init__(self, number: int, name: str) -> None:
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._number = number
+    def run(self) -> None:
+        if self.future.set_running_or_notify_cancel():
+            try:
+                self.future.set_result(self.function())
+            except BaseException as problem:
+                self.future.set_exception(problem)
+
+
+class DaemonThreads:
+    """Daemon threads for calls of several owners; Python joins those of `ThreadPoolExecutor`.
+
+    Args:
+        number: Number of threads.
+        share: Returns the part of the threads and of `max_calls` that one owner may use.
+        max_calls: Most calls that wait or run; None: no limit.
+        kind: Name of the calls, for errors.
+        code: Error code of the limit `max_calls`.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        share: Share = whole,
+        *,
+        max_calls: int | None = None,
+        kind: str = "requests",
+        code: str = "queue_full",
+    ) -> None:
+        self._share, self._max_calls, self._kind, self._code = share, max_calls, kind, code
+        self._most_running = share(number)  # of one owner
+        self._schedule: Schedule[_Call] = Schedule()
+        self._held, self._running = Counter[str](), Counter[str]()  # by owner
+        self._changed, self._ended = threading.Condition(), False
         for _ in range(number):
             threading.Thread(target=self._work, name=name, daemon=True).start()
 
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]:
-        future: Future[T] = Future()
-        self._calls.put((future, lambda: fn(*args, **named)))
-        return future
+    @contextmanager
+    def place(self, owner: str) -> Iterator[None]:
+        """Hold one of `max_calls` places for an owner; a call in the context needs no other.
 
-    def shutdown(self, wait: bool = False, *, cancel_futures: bool = True) -> None:
+        Raises:
+            RequestError: 429: no place is free.
+        """
+        with self._changed:
+            if (most := self._max_calls) is not None:
+                check_room(self._held.total(), 1, most, self._kind, self._code)
+                check_share(self._held[owner], 1, self._share(most), self._kind)
+            self._held[owner] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held[owner] -= 1
+                self._held += Counter()  # drops owners without calls
+
+    def submit(self, function: Callable[[], T], owner: str = "") -> Future[T]:
+        """Queue a call, without a place."""
+        call = _Call(owner, function, Future[Any]())
+        with self._changed:
+            self._schedule.put(call)
+            self._changed.notify()
+        return call.future
+
+    async def result(self, function: Callable[[], T], owner: str) -> T:
+        """Return the result of a call without a place, even if the client disconnects."""
+        return await asyncio.wrap_future(self.submit(function, owner))
+
+    async def call(self, function: Callable[[], T], request: Request) -> T:
+        """Return the result of a function for a request whose body has been read.
+
+        Raises:
+            RequestError: 429: no place is free; 499: the client disconnected.
+        """
+        with self.place(request.state.owner):
+            return await self.run(function, request)
+
+    async def run(self, function: Callable[[], T], request: Request) -> T:
+        """Return the result of `call` in a `place`."""
+        future = self.submit(function, request.state.owner)
+        result = asyncio.wrap_future(future)
+        gone = asyncio.create_task(disconnected(request))
+        try:
+            await asyncio.wait((result, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not result.done():
+                raise RequestError("the client disconnected.", status=499)
+            return result.result()
+        finally:
+            gone.cancel()
+            if future.cancel():  # it waited: it never runs
+                with self._changed:
+                    self._schedule.drop(lambda call: call.future is future)
+            result.cancel()
+
+    def shutdown(self) -> None:
         """Cancel the calls that wait, and end idle threads; running calls are abandoned."""
-        while not self._calls.empty():
-            if (call := self._calls.get()) is not None:
-                call[0].cancel()
-        for _ in range(self._number):
-            self._calls.put(None)
+        with self._changed:
+            self._ended = True
+            for call in self._schedule:
+                call.future.cancel()
+            self._changed.notify_all()
 
     def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            future, run = call
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(run())
-            except BaseException as problem:
-                future.set_exception(problem)
-            del call, future, run  # do not hold the last result while idle
+        while (call := self._next()) is not None:
+            call.run()
+            with self._changed:
+                self._running[call.owner] -= 1
+                self._running += Counter()
+                self._changed.notify()  # another call of this owner may fit now
+            del call  # do not hold the last result while idle
+
+    def _next(self) -> _Call | None:
+        """Wait for the next call; None: after `shutdown`."""
+        with self._changed:
+            call: _Call | None = None
+            while not self._ended and (call := self._schedule.take(self._fits)) is None:
+                self._changed.wait()
+            if call is not None:
+                self._running[call.owner] += 1
+            return call
+
+    def _fits(self, call: _Call) -> bool:
+        return self._running[call.owner] < self._most_running
+
+
+async def disconnected(request: Request) -> None:
+    """Return when the client disconnects; the request's body has been read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def in_own_thread(work: Callable[[], T]) -> T:
     """Return the result of a function in a new thread, even if asyncio's threads are busy."""
     threads = DaemonThreads(1, "peftkit-stop")
     try:
-        return await asyncio.get_running_loop().run_in_executor(threads, work)
+        return await threads.result(work, "")
     finally:
         threads.shutdown()

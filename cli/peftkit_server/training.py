@@ -14,6 +14,7 @@ from peftkit_server.limits import Limits
 from peftkit_server.models import Models
 from peftkit_server.quotas import Quotas
 from peftkit_server.store import Store
+from peftkit_server.threads import DaemonThreads
 from peftkit_server.worker import Worker
 
 
@@ -44,6 +45,7 @@ class Training:
         worker: Runs operations and training: see `Worker.call` and `Worker.queue`.
         models: Registry for finished adapters.
         quotas: Limits of each API key.
+        threads: Threads that parse requests and wait for the store's disk.
     """
 
     options: TrainingOptions
@@ -52,6 +54,7 @@ class Training:
     store: Store
     models: Models
     quotas: Quotas
+    threads: DaemonThreads
 
     @property
     def limits(self) -> Limits:

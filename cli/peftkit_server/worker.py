@@ -1,7 +1,7 @@
-"""The thread that owns the model: continuous batching, operations and training runs.
+"""The thread that owns the model: it runs one turn after the other.
 
-Requests join and leave the engine's batch at any token. Operations and training steps run between
-two tokens of the batch.
+Operations and training steps run between two tokens of the batch. Which work of an owner is next
+is decided by `schedule.Schedule`.
 """
 
 from __future__ import annotations
@@ -9,40 +9,59 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from peftkit.errors import PeftkitError
 from peftkit.execution import rng
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.signals import stop_here
 from peftkit.forward.attention import original_attention
 from peftkit.inference.bank import AdapterBank
-from peftkit.inference.engine import AnswerTooLarge, Engine, Limits, room_left
+from peftkit.inference.engine import Limits, room_left
 from peftkit.model.lift import lifted
 from peftkit.model.modes import eager, evaluating
-from peftkit_server.fairness import Share, admissible, check_owner
-from peftkit_server.generation import Generation, failure
+from peftkit_server.batch import Batch
+from peftkit_server.generation import Generation
 from peftkit_server.refusals import RequestError
+from peftkit_server.schedule import Schedule, Share, check_room, check_share, whole
 
 T = TypeVar("T")
-Operation = tuple[Callable[[], Callable[[], None]], Future[Any]]
-TrainingRun = Callable[[Callable[[], None]], None]
-"""A long computation, which calls its argument between two steps."""
 
-MIN_STEPS = 16
-"""Tokens that the batch generates, at least, before a waiting operation or training step runs."""
 MAX_OPERATIONS = 4096
 """Operations that may wait."""
 
 _LOG = logging.getLogger(__name__)
+
+
+class TrainingRun(NamedTuple):
+    """A long computation, which calls the argument of `run` between two steps."""
+
+    owner: str
+    run: Callable[[Callable[[], None]], None]
+
+
+class Operation(NamedTuple):
+    """A short computation over the base without adapters."""
+
+    owner: str
+    function: Callable[[], Any]
+    future: Future[Any]
+
+    def run(self) -> Callable[[], None]:
+        """Run it; return a function that sets its result."""
+        if not self.future.set_running_or_notify_cancel():
+            return lambda: None
+        try:
+            with torch.enable_grad():
+                result = self.function()
+        except BaseException as problem:
+            return partial(self.future.set_exception, problem)
+        return partial(self.future.set_result, result)
 
 
 class Worker:
@@ -57,8 +76,7 @@ class Worker:
         ready: Called in the thread with the adapter of a generation before it starts.
 
     Attributes:
-        num_prompt, num_generated: Tokens of prompts that have begun, of completions that have
-            ended, since the start.
+        batch: The completions that wait and run.
         is_training: Whether a training run is active.
     """
 
@@ -68,21 +86,16 @@ class Worker:
         *,
         limits: Limits | None = None,
         max_waiting: int = 64,
-        share: Share = lambda total: total,
+        share: Share = whole,
         ready: Callable[[str | None], None] = lambda adapter: None,
     ) -> None:
         self.bank, self.limits, self.max_waiting = bank, limits or Limits(), max_waiting
-        self._ready, self._share = ready, share
-        self.num_prompt = self.num_generated = 0
-        self.is_training = False
-        self._new: list[Generation] = []
-        self._deferred: list[Generation] = []  # they wait for an operation
-        self._active: list[Generation] = []
-        self._operations: deque[Operation] = deque()
-        self._training_runs: deque[TrainingRun] = deque()
-        self._engine: Engine | None = None
-        self._changed = threading.Condition()
-        self._ended = False
+        self._share, self.is_training = share, False
+        self._changed, self._ended = threading.Condition(), False
+        self.batch = Batch(bank, self.limits, share, ready, self._changed)
+        self._operations: Schedule[Operation] = Schedule()
+        self._operation: Operation | None = None  # it runs
+        self._training_runs: Schedule[TrainingRun] = Schedule()
         self._thread = threading.Thread(target=self._work, name="peftkit-serve", daemon=True)
 
     def start(self) -> None:
@@ -93,9 +106,7 @@ class Worker:
         """Stop completions at the next token and training after its step; fail waiting requests."""
         with self._changed:
             self._ended = True
-            for generation in self._active:
-                if generation.completion is not None:
-                    generation.completion.finish()
+            self.batch.end()
             self._changed.notify_all()
         self._thread.join()
 
@@ -110,19 +121,6 @@ class Worker:
         return self._ended
 
     @property
-    def num_waiting(self) -> int:
-        """Number of prompts that wait."""
-        engine = self._engine  # the worker's thread may replace it
-        waiting = engine.num_waiting if engine else 0
-        return len(self._new) + len(self._deferred) + waiting
-
-    @property
-    def num_running(self) -> int:
-        """Number of prompts for which the engine generates tokens."""
-        total = len(self._active) + len(self._new) + len(self._deferred)
-        return max(0, total - self.num_waiting)
-
-    @property
     def num_jobs_waiting(self) -> int:
         """Number of training runs that wait."""
         return len(self._training_runs)
@@ -130,7 +128,7 @@ class Worker:
     @property
     def num_operations(self) -> int:
         """Number of operations that wait or run."""
-        return len(self._operations)
+        return len(self._operations) + (self._operation is not None)
 
     def room_for(self, ids: Sequence[int], length: int) -> int:
         """Return how many of `length` tokens may follow a prompt, by the context and by memory.
@@ -160,36 +158,19 @@ class Worker:
             RequestError: Too many prompts wait, or the worker has stopped.
         """
         with self._changed:
-            waiting = self.num_waiting
-            self._check_room(waiting + len(generations) <= self.max_waiting, waiting, "prompts")
-            if generations and (most := self._share(self.max_waiting)) < self.max_waiting:
-                held = (*self._new, *self._deferred, *self._active)
-                check_owner(generations, held, most + self._share(self.limits.rows))
-            if first is None:
-                self._new += generations
-            else:
-                done = self.call(first)
-                self._deferred += generations
-                done.add_done_callback(partial(self._follow, generations))
+            self._check_running()
+            self.batch.check_room(generations, self.max_waiting)
+            owner = generations[0].owner if generations else ""
+            self.batch.put(generations, None if first is None else self.call(first, owner))
             self._changed.notify_all()
 
-    def _follow(self, generations: Sequence[Generation], done: Future[None]) -> None:
-        """Queue generations that waited for an operation, or send them its exception."""
-        problem = done.exception()
-        with self._changed:
-            self._deferred = [each for each in self._deferred if each not in generations]
-            if problem is None:
-                self._new += generations
-                return
-        if not isinstance(problem, Exception):
-            problem = failure("the completion cannot start", problem)
-        for generation in generations:
-            generation.send(problem)
-
-    def call(self, operation: Callable[[], T], *, is_accepted: bool = False) -> Future[T]:
+    def call(
+        self, operation: Callable[[], T], owner: str = "", *, is_accepted: bool = False
+    ) -> Future[T]:
         """Run an operation in the thread, over the base without adapters.
 
-        Operations run in the order of their calls, between two steps of training or generation.
+        The operations of an owner run in the order of their calls, between two steps of training
+        or generation.
 
         Args:
             is_accepted: Whether the client already holds a request id; the queue limit then does
@@ -199,25 +180,17 @@ class Worker:
             RequestError: Too many operations wait, or the worker has stopped.
         """
         future: Future[T] = Future()
-
-        def run() -> Callable[[], None]:
-            if not future.set_running_or_notify_cancel():
-                return lambda: None
-            try:
-                with torch.enable_grad():
-                    result = operation()
-            except BaseException as problem:
-                return partial(future.set_exception, problem)
-            return partial(future.set_result, result)
-
         with self._changed:
-            number = len(self._operations)
-            self._check_room(is_accepted or number < MAX_OPERATIONS, number, "operations")
-            self._operations.append((run, future))
+            self._check_running()
+            if not is_accepted:
+                held, kind = sum(each.owner == owner for each in self._operations), "operations"
+                check_room(len(self._operations), 1, MAX_OPERATIONS, kind)
+                check_share(held, 1, self._share(MAX_OPERATIONS), kind)
+            self._operations.put(Operation(owner, operation, future))
             self._changed.notify_all()
         return future
 
-    def queue(self, run: TrainingRun) -> None:
+    def queue(self, run: Callable[[Callable[[], None]], None], owner: str = "") -> None:
         """Queue a training run; runs execute one after the other, over the base without adapters.
 
         Args:
@@ -227,48 +200,35 @@ class Worker:
                 runs never start after that.
         """
         with self._changed:
-            self._training_runs.append(run)
+            self._training_runs.put(TrainingRun(owner, run))
             self._changed.notify_all()
 
-    def _check_room(self, has_room: bool, number: int, kind: str) -> None:
+    def _check_running(self) -> None:
         if self._ended:
             raise _shutting_down()
-        if not has_room:
-            raise RequestError(
-                "too many requests wait.",
-                found=f"{number} {kind} wait, and no more may.",
-                fix="Try again later.",
-                status=429,
-                code="queue_full",
-            )
 
     def _work(self) -> None:
         try:
             while self._wait():
-                self._turn()
-                if self._training_runs and not self._ended:
-                    self._train(self._training_runs.popleft())
+                self._serve()
+                with self._changed:
+                    run = None if self._ended else self._training_runs.take()
+                if run is not None:
+                    self._train(run)
         except BaseException:
             _LOG.exception("the worker thread failed")
         with self._changed:
             self._ended = True
-        self._fail_all(_shutting_down())
-        for _, future in self._operations:
+        self.batch.fail_all(_shutting_down(), waiting=True)
+        for operation in (*self._operations, *([self._operation] if self._operation else ())):
             with suppress(InvalidStateError):  # it was cancelled
-                future.set_exception(_shutting_down())
+                operation.future.set_exception(_shutting_down())
 
     def _wait(self) -> bool:
         """Wait for a request outside the engine, which changes the model. False after `stop`."""
+        queues = self._operations, self._training_runs
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._new
-                    or self._active
-                    or self._operations
-                    or self._training_runs
-                    or self._ended
-                )
-            )
+            self._changed.wait_for(lambda: self.batch.has_work or any(queues) or self._ended)
             return not self._ended
 
     def _train(self, run: TrainingRun) -> None:
@@ -279,122 +239,42 @@ class Worker:
             nonlocal began
             if self._ended:
                 stop_here()
-            elif self._new or self._active or self._operations:
+            elif self.batch.has_work or self._operations:
                 seconds = time.monotonic() - began
                 with _paused(self.bank.base.model):
-                    self._turn(seconds, in_training=True)
+                    self._serve(seconds, in_training=True)
             began = time.monotonic()
 
-        if self._engine is not None and self._engine.is_idle:
-            self._engine = None  # frees its KV cache
+        self.batch.free_cache()
         self.is_training = True
         with self.bank.lifted():
             try:
-                run(yield_model)
+                run.run(yield_model)
             except BaseException:  # including sys.exit() in a client's code
                 _LOG.exception("a training run failed")
         self.is_training = False
         release_memory()
 
-    def _turn(self, seconds: float = 0.0, *, in_training: bool = False) -> None:
-        """Run the first waiting operation, then the engine until it is idle or its time is over.
+    def _serve(self, seconds: float = 0.0, *, in_training: bool = False) -> None:
+        """Run the next operation, then the batch until it is idle or its time is over.
 
         Args:
-            seconds: Time of the engine while other work waits; it takes `MIN_STEPS` in any case.
+            seconds: Time of the batch while other work waits.
             in_training: Whether a training run is active, with its adapter on the base.
         """
-        if self._operations:
-            run, _ = self._operations[0]
+        with self._changed:
+            operation = self._operation = self._operations.take()
+        if operation is not None:
             with lifted(self.bank.base.model) if in_training else self.bank.lifted():
-                set_result = run()
+                set_result = operation.run()
             set_result()  # after the adapters are back on the base
-            self._operations.popleft()  # last: if this thread fails above, `_work` fails its future
-        if self._new or self._active:
+            self._operation = None  # last: if this thread fails above, `_work` fails its future
+        if self.batch.has_work:
             with self.bank.returned() if in_training else nullcontext():
-                self._generate(time.monotonic() + seconds, stays=not in_training)
-            if self._engine is None:  # the engine failed: its completions still hold their cache
-                release_memory()
-
-    def _generate(self, until: float, *, stays: bool) -> None:
-        """Step the engine; new requests join its batch.
-
-        Args:
-            stays: Wait for requests when the engine is idle, unless other work waits.
-        """
-        steps, has_begun = MIN_STEPS, False
-        try:
-            self._engine = self._engine or self.bank.engine(self.limits)
-            with self._engine.turn() as engine:
-                has_begun = True
-                while self._admit(engine, stays):
-                    others = not stays or self._operations or self._training_runs
-                    if others and (engine.is_idle or (steps <= 0 and time.monotonic() >= until)):
-                        break
-                    if not engine.is_idle:
-                        self._step(engine)
-                    steps -= 1
-        except Exception as problem:  # later requests may succeed
-            _LOG.exception("%d completions failed", len(self._active))
-            self._engine = None
-            self._fail_all(failure("the model failed", problem), waiting=not has_begun)
-
-    def _step(self, engine: Engine) -> None:
-        try:
-            engine.step()
-        except AnswerTooLarge as error:  # the other completions continue
-            for generation in self._active:
-                if generation.completion is error.completion and not generation.is_done:
-                    generation.send(error)
-        for generation in self._active:
-            completion = generation.completion
-            if completion is not None and completion.error and not generation.is_done:
-                generation.send(completion.error)
-
-    def _fail_all(self, error: Exception, *, waiting: bool = False) -> None:
-        """Send an error to all active generations; at `waiting` or the end to waiting ones, too."""
-        with self._changed:
-            failed, self._active = self._active, []
-            self._count(failed)
-            if waiting or self._ended:
-                failed, self._new = [*failed, *self._new], []
-        for generation in failed:
-            if not generation.is_done:
-                generation.send(error)
-
-    def _admit(self, engine: Engine, stays: bool) -> bool:
-        """Submit new generations to the engine; wait if it is idle. False after `stop`."""
-        self._count([each for each in self._active if not (self._ended or each.is_running)])
-        self._active = [each for each in self._active if self._ended or each.is_running]
-
-        def has_work() -> bool:
-            others = self._operations or self._training_runs or not stays
-            return bool(self._new or self._ended or not engine.is_idle or others)
-
-        with self._changed:
-            self._changed.wait_for(has_work)
-            new, self._new = admissible(self._new, self._active, self.limits, self._share)
-            self._active += new
-        for generation in new:
-            self._begin(engine, generation)
-        return not self._ended
-
-    def _count(self, ended: Sequence[Generation]) -> None:
-        completions = [each.completion for each in ended if each.completion is not None]
-        self.num_generated += sum(len(completion.chosen) for completion in completions)
-
-    def _begin(self, engine: Engine, generation: Generation) -> None:
-        on_token = generation.sender(self.bank.base.tokenizer)
-        request = replace(generation.request, on_token=on_token)
-        try:
-            self._ready(request.adapter)
-            generation.completion = engine.submit(request)
-            self.num_prompt += len(request.ids)
-        except Exception as problem:  # its adapter may not fit in memory: the others continue
-            is_ours = isinstance(problem, PeftkitError)
-            generation.send(problem if is_ours else failure("the completion cannot start", problem))
-            generation.is_cancelled = True
-        if generation.is_cancelled:
-            generation.cancel()
+                self.batch.run(
+                    time.monotonic() + seconds,
+                    lambda: in_training or bool(self._operations or self._training_runs),
+                )
 
 
 @contextmanager

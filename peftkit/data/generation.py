@@ -28,15 +28,17 @@ def prompt_ids(
     style: Style,
     tools: Sequence[Mapping[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
+    limit: int | None = None,
 ) -> list[int]:
     """Return the tokens that generation starts from.
 
     Args:
         prompt: The user's text, or a conversation (chat only).
         variables: Replace the variables of training in the chat template.
+        limit: As in `tokens`.
 
     Raises:
-        DataError: The style or the template cannot render it.
+        DataError: The style or the template cannot render it, or as `tokens`.
     """
     if style.kind == "chat":
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -44,14 +46,15 @@ def prompt_ids(
         chat = Chat(tokenizer, style.chat_template)
         turns = style.opened(messages)
         text = chat.render(turns, tools, "the prompt", generation=True, variables=variables)
-        return tokens(tokenizer, text)
+        return tokens(tokenizer, text, limit)
     if not isinstance(prompt, str):
         raise DataError(
             "Cannot prompt this model with a conversation.",
             found=f"Its adapter was trained on single prompts (style '{style.kind}').",
             fix="Give one prompt as text.",
         )
-    return with_bos(tokenizer, ALPACA.format(prompt) if style.kind == "alpaca" else prompt)
+    text = ALPACA.format(prompt) if style.kind == "alpaca" else prompt
+    return with_bos(tokenizer, text, limit)
 
 
 def template_of(tokenizer: Any, style: Style) -> str | None:

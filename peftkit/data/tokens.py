@@ -9,16 +9,46 @@ from typing import Any
 from peftkit.data.chat import Span
 from peftkit.errors import DataError
 
+CHARACTERS_PER_TOKEN = 16
+"""Characters of a text to tokenise for each token of its limit before the rest."""
 
-def tokens(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text alone."""
+
+class PromptTooLong(DataError):
+    """A prompt fills the model's context."""
+
+    code = "context_length_exceeded"
+    """OpenAI's error code, by which clients shorten the conversation."""
+
+
+def tokens(tokenizer: Any, text: str, limit: int | None = None) -> list[int]:
+    """Return the tokens of a text alone.
+
+    Args:
+        limit: Tokens of the model's context; the work for a text that exceeds it is in proportion
+            to the limit, not to the text.
+
+    Raises:
+        PromptTooLong: The beginning of the text has more than twice the limit.
+    """
+    if limit is not None and len(text) > CHARACTERS_PER_TOKEN * limit:
+        # at a space, so that these are the first tokens of the whole text up to the last few
+        head = text[: max(0, text.rfind(" ", 0, CHARACTERS_PER_TOKEN * limit))]
+        if (number := len(tokens(tokenizer, head))) > 2 * limit:
+            raise PromptTooLong(
+                f"the prompt leaves no room for an answer: it has over {number:,} tokens.",
+                found=f"The context of the model is {limit:,} tokens.",
+                fix="Shorten it.",
+            )
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
 
-def with_bos(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of the beginning of a document, with bos if the tokenizer adds it."""
-    ids = tokens(tokenizer, text)
+def with_bos(tokenizer: Any, text: str, limit: int | None = None) -> list[int]:
+    """Return the tokens of the beginning of a document, with bos if the tokenizer adds it.
+
+    Args and errors are as in `tokens`.
+    """
+    ids = tokens(tokenizer, text, limit)
     lead, _ = special_tokens_around(tokenizer, "a")
     return ids if ids[: len(lead)] == lead else lead + ids
 

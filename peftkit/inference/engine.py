@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from peftkit.data.tokens import PromptTooLong
 from peftkit.errors import DataError, RunError
 from peftkit.execution.out_of_memory import NO_ROOM, attempt, is_out_of_memory
 from peftkit.forward.row_lengths import context_length, keep_lengths_apart
@@ -210,13 +211,6 @@ class Limits:
     prefill: int = 1 << 30
     prefix_tokens: int = 0
     pass_tokens: int = 2048
-
-
-class PromptTooLong(DataError):
-    """A prompt fills the model's context."""
-
-    code = "context_length_exceeded"
-    """OpenAI's error code, by which clients shorten the conversation."""
 
 
 class AnswerTooLarge(RunError):

@@ -41,7 +41,7 @@ def test_a_short_request_starts_before_a_long_prefill_ends(bank):
     worker = Worker(bank, limits=Limits(rows=4, prefill=256))
     worker.submit([job("long", 8000, 400)])
     worker.start()
-    while worker.num_running == 0:
+    while worker.batch.num_running == 0:
         sleep(0.001)
     worker.submit([job("short", 20, 6)])
     while ("short", 1) not in seen:
@@ -109,9 +109,9 @@ def test_clients_that_vanish_at_random_leave_nothing_stuck(number, bank):
     assert len(answered) == sum(n % 40 % 3 == 0 for n in range(number))
     worker: Worker = app.state.worker
     assert not worker.is_alive
-    assert (worker._active, worker._new) == ([], [])
+    assert (worker.batch._active, len(worker.batch._new)) == ([], 0)
 
 
 def running(app: Any) -> int:
     worker: Worker = app.state.worker
-    return worker.num_running + worker.num_waiting
+    return worker.batch.num_running + worker.batch.num_waiting

@@ -46,6 +46,18 @@ def test_prometheus_reads_requests_tokens_queues_and_memory(client):
     assert values["peftkit_memory_bytes", "process"] > 1 << 20
 
 
+def test_invented_methods_share_a_label(client):
+    pytest.importorskip("prometheus_client", reason="the extra peftkit[metrics] is not installed")
+    client.request("GET", "/nothing")
+    number = client.get("/metrics").text.count("\n")
+    for n in range(20):
+        assert client.request(f"M{n}", "/nothing").status_code in (404, 405)
+    text = client.get("/metrics").text
+    assert 'method="other"' in text
+    assert "M1" not in text
+    assert text.count("\n") <= number + 30  # one label, and the counts of /metrics itself
+
+
 def test_metrics_require_the_key_of_the_server(bank):
     with TestClient(make_app(bank, keys=["sesame"]), base_url=HERE) as client:
         assert client.get("/metrics").status_code == 401

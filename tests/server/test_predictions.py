@@ -1,8 +1,11 @@
 """A server for an embedding model, a reranker or a classifier: the numbers of `predict`."""
 
+import asyncio
 import base64
 import json
 import struct
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +198,150 @@ def test_an_invalid_request(task, path, fields, status, words, clients):
     done = clients[task].post(f"/v1/{path}", content=content)
     assert done.status_code == status, done.text
     assert words in done.json()["error"]["message"]
+
+
+class Slow:
+    """A predictor whose computation waits for a gate."""
+
+    kind, base_name = "embedding", "x"
+    endpoints = ("/v1/embeddings", "/v1/rerank", "/v1/audio/transcriptions")
+
+    def __init__(self) -> None:
+        self.gate, self.computed = threading.Event(), list[str]()
+
+    def count(self, texts: Any) -> int:
+        return len(texts)
+
+    def _compute(self, text: str) -> None:
+        self.computed.append(text)
+        assert self.gate.wait(60)
+
+    def embed(self, texts: list[str], dimensions: Any) -> list[list[float]]:
+        self._compute(texts[0])
+        return [[1.0, 0.0]]
+
+    def rank(self, pairs: Any) -> list[float]:
+        self._compute(pairs[0][0])
+        return [0.5]
+
+    def transcribe(self, path: Path) -> str:
+        self._compute(path.read_text())
+        return "text"
+
+
+def sent_to(path: str, text: str) -> dict[str, Any]:
+    """Return the body of a request to an endpoint of `Slow`."""
+    if "audio" in path:
+        return {"data": {"model": "m"}, "files": {"file": ("a", text.encode())}}
+    named = {"query": text, "documents": ["d"]} if "rerank" in path else {"input": text}
+    return {"json": {"model": "m", **named}}
+
+
+@pytest.mark.parametrize("path", Slow.endpoints)
+def test_one_key_leaves_places_and_turns_to_others(path):
+    slow = Slow()
+    app: Any = make_predictor_app(slow, "m", keys=["ann", "bob"], limits=Limits(max_waiting=8))  # type: ignore[arg-type]
+    statuses: list[tuple[str, int]] = []
+    with TestClient(app, base_url=HERE) as client:
+
+        def send(key: str) -> None:
+            done = client.post(path, headers={"X-API-Key": key}, **sent_to(path, key))
+            statuses.append((key, done.status_code))
+
+        threads = [threading.Thread(target=send, args=("ann",)) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        while len(statuses) < 6 or not slow.computed:  # three quarters of 8 places
+            time.sleep(0.001)
+        threads.append(threading.Thread(target=send, args=("bob",)))
+        threads[-1].start()
+        while len(app.state.threads._schedule) < 6:
+            time.sleep(0.001)
+        slow.gate.set()
+        for thread in threads:
+            thread.join()
+    assert sorted(statuses) == [("ann", 200)] * 6 + [("ann", 429)] * 6 + [("bob", 200)]
+    assert slow.computed[:2] == ["ann", "bob"]
+
+
+def test_a_request_is_not_computed_after_its_client_left():
+    slow = Slow()
+    app: Any = make_predictor_app(slow, "m", limits=Limits())  # type: ignore[arg-type]
+    gone = asyncio.Event()
+
+    async def request(text: str, *, stays: bool) -> int:
+        statuses: list[int] = []
+        body = iter([json.dumps({"model": "m", "input": text}).encode()])
+
+        async def receive() -> dict[str, Any]:
+            for data in body:
+                return {"type": "http.request", "body": data}
+            await (asyncio.Event() if stays else gone).wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            statuses.append(message.get("status"))
+
+        head = {"type": "http", "method": "POST", "path": "/v1/embeddings", "query_string": b""}
+        await app(head | {"headers": [(b"host", b"127.0.0.1")]}, receive, send)
+        return statuses[0]
+
+    async def all_of_them() -> list[int]:
+        texts = ("first", "second", "third", "last")
+        tasks = [
+            asyncio.create_task(request(text, stays=text in ("first", "last"))) for text in texts
+        ]
+        while not slow.computed or len(app.state.threads._schedule) < 3:
+            await asyncio.sleep(0.001)
+        gone.set()
+        await asyncio.gather(tasks[1], tasks[2])
+        slow.gate.set()
+        return await asyncio.gather(*tasks)
+
+    assert asyncio.run(all_of_them()) == [200, 499, 499, 200]
+    assert slow.computed == ["first", "last"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "length", "status"),
+    [({"model": "other"}, 1000, 404), ({"model": "m"}, 1 << 40, 413), ({"model": "m"}, 90000, 503)],
+)
+def test_an_upload_is_refused_before_its_file_is_written(fields, length, status, monkeypatch):
+    monkeypatch.setattr(
+        "peftkit_server.body.free_bytes", lambda folder: 5000 - 4000 * (status == 503)
+    )
+    monkeypatch.setattr("peftkit_server.body.MAX_OVERHEAD", 100)
+    app = make_predictor_app(Slow(), "m", limits=Limits())  # type: ignore[arg-type]
+    head = "".join(
+        f'--x\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
+        for name, value in fields.items()
+    )
+    file = '--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    parts = iter([(head + file).encode()])
+    statuses: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        for data in parts:
+            return {"type": "http.request", "body": data, "more_body": True}
+        raise AssertionError("the file was read")
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status"))
+
+    headers = {
+        "host": "127.0.0.1",
+        "content-type": "multipart/form-data; boundary=x",
+        "content-length": str(length),
+    }
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/audio/transcriptions",
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }
+    asyncio.run(app(scope, receive, send))
+    assert statuses[0] == status
 
 
 def test_one_server_serves_one_adapter(runs):

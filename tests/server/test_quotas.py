@@ -17,10 +17,11 @@ from peftkit.inference.engine import Limits as EngineLimits
 from peftkit.inference.engine import Request
 from peftkit.inference.sampling import Sampling
 from peftkit_server.app import make_app
-from peftkit_server.fairness import admissible
+from peftkit_server.batch import admitted
 from peftkit_server.generation import Generation
 from peftkit_server.limits import DEFAULTS, NAMES, Limits, parse_limits
 from peftkit_server.quotas import Intake
+from peftkit_server.schedule import Schedule
 from tests.helpers.serving import HERE
 
 ANN, BOB = ({"Authorization": f"Bearer {name}"} for name in ("key-ann", "key-bob"))
@@ -97,7 +98,7 @@ def test_one_key_leaves_places_in_the_queue(bank):
             threads = [threading.Thread(target=send, args=(ANN,)) for _ in range(3)]
             for thread in threads:
                 thread.start()
-            while app.state.worker.num_waiting < 3:  # half of the queue, and of the batch
+            while app.state.worker.batch.num_waiting < 3:  # half of the queue, and of the batch
                 time.sleep(0.01)
             refused = client.post("/v1/chat/completions", json=CHAT, headers=ANN)
             assert refused.status_code == 429
@@ -105,7 +106,7 @@ def test_one_key_leaves_places_in_the_queue(bank):
             assert "Try again" in refused.json()["error"]["message"]
             threads.append(threading.Thread(target=send, args=(BOB,)))
             threads[-1].start()
-            while app.state.worker.num_waiting < 4:
+            while app.state.worker.batch.num_waiting < 4:
                 time.sleep(0.01)
         for thread in threads:
             thread.join()
@@ -117,28 +118,46 @@ def generation(owner: str, tokens: int = 2) -> Generation:
     return Generation(request, lambda output: None, owner=owner)
 
 
-def test_one_key_leaves_places_in_the_batch():
-    def half(total: int) -> int:
-        return total // 2
+def waiting(*generations: Generation) -> Schedule[Generation]:
+    queue: Schedule[Generation] = Schedule()
+    for each in generations:
+        queue.put(each)
+    return queue
 
+
+def half(total: int) -> int:
+    return total // 2
+
+
+def test_one_key_leaves_places_in_the_batch():
     ann, bob = [generation("ann") for _ in range(5)], [generation("bob")]
-    admitted, rest = admissible([*ann, *bob], [], EngineLimits(rows=4), half)
-    assert (admitted, rest) == ([*ann[:2], *bob], ann[2:])
-    admitted, rest = admissible(rest, ann[:1], EngineLimits(rows=4), half)
-    assert (admitted, rest) == (ann[2:3], ann[3:])
-    admitted, rest = admissible(ann, [], EngineLimits(rows=4), lambda total: total)
-    assert (admitted, rest) == (ann, [])
+    queue = waiting(*ann, *bob)
+    assert admitted(queue, [], EngineLimits(rows=4), half) == [ann[0], *bob, ann[1]]
+    assert admitted(queue, ann[:1], EngineLimits(rows=4), half) == ann[2:3]
+    assert [*queue] == ann[3:]
+    assert admitted(queue, [], EngineLimits(rows=4), lambda total: total) == ann[3:]
     ann[0].is_cancelled = True
-    assert admissible(ann[:1], [], EngineLimits(rows=4), half) == ([], [])
+    assert admitted(waiting(ann[0]), [], EngineLimits(rows=4), half) == []
+
+
+def test_keys_fill_the_batch_in_turn():
+    owners = [f"key {n}" for n in range(5)]
+    queue = waiting(*(generation(owner) for owner in owners for _ in range(9)))
+    for turn in range(15):  # each completion ends before the next begins
+        (new,) = admitted(queue, [], EngineLimits(rows=1), half_or_one)
+        assert new.owner == owners[turn % 5]
+
+
+def half_or_one(total: int) -> int:
+    return max(1, total // 2)
 
 
 def test_one_key_leaves_memory_for_completions():
-    def half(total: int) -> int:
-        return total // 2
-
     ann, bob = [generation("ann", 30) for _ in range(3)], [generation("bob", 80)]
-    admitted, rest = admissible([*ann, *bob], [], EngineLimits(rows=8, tokens=100), half)
-    assert (admitted, rest) == ([ann[0], *bob], ann[1:])  # a single large one is no error
+    queue = waiting(*ann, *bob)
+    # a single large one is no error
+    assert admitted(queue, [], EngineLimits(rows=8, tokens=100), half) == [ann[0], *bob]
+    assert [*queue] == ann[1:]
 
 
 def test_the_completions_of_two_keys_end_with_shares(bank):
@@ -161,7 +180,7 @@ def test_open_requests_of_a_key_are_bounded(bank):
             kwargs={"json": body, "headers": ANN},
         )
         thread.start()
-        while app.state.worker.num_waiting < 1:
+        while app.state.worker.batch.num_waiting < 1:
             time.sleep(0.01)
         refused = client.get("/v1/models", headers=ANN)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "key_requests")

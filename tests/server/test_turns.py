@@ -272,3 +272,21 @@ def test_no_request_waits_on_a_dead_one(bank, monkeypatch):
     finally:
         worker.stop()
     assert not worker.is_alive
+
+
+@pytest.mark.parametrize("kind", ["operations", "training runs"])
+def test_the_work_of_keys_runs_in_turn(bank, kind):
+    """A key with any amount of work delays another by one piece of it."""
+    worker, order = Worker(bank), list[str]()
+    for owner in ("ann", "ann", "ann", "bob", "carl", "bob"):
+        if kind == "operations":
+            worker.call(lambda owner=owner: order.append(owner), owner)
+        else:
+            worker.queue(lambda give_way, owner=owner: order.append(owner), owner)
+    worker.start()
+    try:
+        while len(order) < 6:
+            worker.call(lambda: None, "dora").result(20)
+    finally:
+        worker.stop()
+    assert order == ["ann", "bob", "carl", "ann", "bob", "ann"]

@@ -1,6 +1,9 @@
-"""No key reaches the data of another: every route of the server, with another key's ids."""
+"""Every route of the server with two keys: none reaches the other's data or delays its requests."""
 
-from collections.abc import Iterator
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +12,12 @@ from starlette.routing import Route
 
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
+from peftkit.errors import ConfigError
+from peftkit_server import threads
+from peftkit_server.access import owner_of
+from peftkit_server.refusals import public
+from peftkit_server.schedule import Schedule
+from peftkit_server.tinker.futures import failure
 from tests.helpers.jobs import FILES, JOBS, Client, chats, hyper, serving
 from tests.helpers.wire_client import API, datum, message
 from tests.helpers.wire_client import Client as Tinker
@@ -181,18 +190,22 @@ def listed(client: Client, key: str) -> str:
     return "".join(client.get(path, headers=headers).text for path in paths)
 
 
+def routes_of(client: Client) -> set[str]:
+    """Return the method and the path of all routes of a client's server."""
+    return {
+        f"{method} {route.path}"
+        for route in client.app.routes  # type: ignore[attr-defined]
+        if isinstance(route, Route)
+        for method in route.methods or ()
+        if method != "HEAD"
+    }
+
+
 def test_no_key_reaches_the_data_of_another(model_folder: Path, tmp_path: Path):
     with serving(model_folder, tmp_path / "server", keys=(ANN, BOB)) as client:
         ann, bob = made(client, ANN), made(client, BOB)
         everything = [*requests(ann, bob)]
-        routes = {
-            f"{method} {route.path}"
-            for route in client.app.routes  # type: ignore[attr-defined]
-            if isinstance(route, Route)
-            for method in route.methods or ()
-            if method != "HEAD"
-        }
-        assert {each.route for each in everything} == routes - WITHOUT_IDS
+        assert {each.route for each in everything} == routes_of(client) - WITHOUT_IDS
         for each in everything:
             refused = send(client, BOB, each)
             # a judge is the base only; graders name its names
@@ -213,3 +226,124 @@ def test_no_key_reaches_the_data_of_another(model_folder: Path, tmp_path: Path):
         }
     # with her own key she reached all of it, except what an earlier request has deleted
     assert missing <= {"DELETE /v1/models/{name:path}"}
+
+
+WITHOUT_WORK = {
+    *("GET /health", "GET /metrics"),
+    *("embeddings", "rerank", "score", "classify", "audio/transcriptions"),
+    *("client/config", "client/dynamic_config", "telemetry", "sessions/{id}/finish", "healthz"),
+    *("cancel", "pause", "resume"),
+}
+"""Ends of routes with a constant reply or a single write; GET and DELETE of OpenAI's are, too."""
+
+
+def has_work(route: str) -> bool:
+    """Return whether the server computes a reply, and so needs the turn of the request's key."""
+    method, path = route.split()
+    is_read = method != "POST" and not path.startswith(API)
+    return not (is_read or route.endswith(tuple(WITHOUT_WORK)))
+
+
+def of_all_routes(client: Client) -> dict[str, Sent]:
+    """Return a request to each route, with ids of nothing."""
+    ids = Ids(*(f"file-{n}" for n in range(11)))
+    sent = {each.route: each for each in requests(ids, ids)}
+    form = b'--x\r\nContent-Disposition: form-data; name="file"\r\n\r\n{}\r\n--x--\r\n'
+    for route in routes_of(client) - {*sent}:
+        path = route.split()[1].replace("{id}", "x")
+        sent[route] = Sent(route, path, {}, form if route == "POST /v1/files" else None)
+    assert {*sent} == routes_of(client)
+    return sent
+
+
+class Turns:
+    """Records who is served between the arrival and the turn of each piece of work."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+        self.arrived, self.before, self.gate = Counter[str](), list[int](), threading.Event()
+        counts: dict[int, Counter[str]] = {}
+        since: dict[int, int] = {}
+        put, take, run = Schedule.put, Schedule.take, threads._Call.run
+
+        def recorded_put(schedule: Schedule[Any], item: Any) -> None:
+            served = counts.setdefault(id(schedule), Counter())
+            if item.owner != first:
+                since[id(item)] = served[first]
+            self.arrived[item.owner] += 1
+            put(schedule, item)
+
+        def recorded_take(schedule: Schedule[Any], *args: Callable[[Any], bool]) -> Any:
+            item = take(schedule, *args)
+            if item is not None:
+                served = counts[id(schedule)]
+                served[item.owner] += 1
+                if item.owner != first:
+                    self.before.append(served[first] - since.pop(id(item)))
+            return item
+
+        def gated_run(call: Any) -> None:
+            assert call.owner != first or self.gate.wait(60)
+            run(call)
+
+        monkeypatch.setattr(Schedule, "put", recorded_put)
+        monkeypatch.setattr(Schedule, "take", recorded_take)
+        monkeypatch.setattr(threads._Call, "run", gated_run)
+
+
+def test_no_key_delays_another_on_any_route(model_folder: Path, tmp_path: Path, monkeypatch):
+    """One key sends requests to all routes before another chats: it waits for a single turn."""
+    ann, bob = owner_of(ANN), owner_of(BOB)
+    number = 3
+    with serving(model_folder, tmp_path / "server", keys=(ANN, BOB)) as client:
+        flood = of_all_routes(client)
+        turns = Turns(monkeypatch, ann)
+        client.app.state.worker.call(lambda: turns.gate.wait(60), ann)  # type: ignore[attr-defined]
+        clients: list[threading.Thread] = []
+        chat = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+        path, statuses, unlike = "/v1/chat/completions", list[tuple[str, int]](), list[str]()
+
+        def start(key: str, sent: Sent) -> threading.Thread:
+            def run() -> None:
+                statuses.append((key, send(client, key, sent).status_code))
+
+            clients.append(threading.Thread(target=run))
+            clients[-1].start()
+            return clients[-1]
+
+        for route, sent in sorted(flood.items()):
+            arrived = turns.arrived[ann]
+            new = [start(ANN, sent) for _ in range(number)]
+            while turns.arrived[ann] < arrived + number and any(each.is_alive() for each in new):
+                time.sleep(0.001)
+            unlike += [route] * ((turns.arrived[ann] > arrived) != has_work(route))
+        start(BOB, Sent(f"POST {path}", path, chat))
+        while not turns.arrived[bob]:
+            time.sleep(0.001)
+        turns.gate.set()
+        for thread in clients:
+            thread.join()
+    assert not unlike
+    assert (BOB, 200) in statuses
+    assert len(turns.before) >= 3  # its prompt, twice, and its completion
+    assert max(turns.before) <= 1
+
+
+def test_no_route_names_the_operator_s_folders(model_folder: Path, tmp_path: Path, monkeypatch):
+    """Whatever fails in the work of a request, its message has no folder of the server."""
+    paths = [tmp_path / "server" / "x.json", model_folder / "x.json", Path.home() / "x.json"]
+    text = f"{', '.join(map(str, paths))} are damaged."
+
+    def fail(call: Any) -> None:
+        call.future.set_exception(ConfigError(text))
+
+    with serving(model_folder, tmp_path / "server", keys=(ANN, BOB)) as client:
+        every = of_all_routes(client)
+        with monkeypatch.context() as patched:
+            patched.setattr(threads._Call, "run", fail)
+            replies = {route: send(client, ANN, sent).text for route, sent in every.items()}
+    shown = f"server/x.json, {model_folder.name}/x.json, x.json are damaged."
+    assert {route for route in every if shown in replies[route]} == {*filter(has_work, every)}
+    assert failure(ConfigError(text))["error"] == shown
+    assert failure(ValueError(text))["error"] == f"ValueError: {shown}"
+    own = "there is no model '/v1/x', nor /etc/passwd."  # texts of a client remain
+    assert public(own) == own

@@ -46,15 +46,15 @@ def test_a_full_queue_takes_all_prompts_of_a_request_or_none(bank):
     with pytest.raises(RequestError, match="too many") as error:
         worker.submit([Submitted("one", [7]).job] * 2)
     assert error.value.status == 429
-    assert worker.num_waiting == 2
+    assert worker.batch.num_waiting == 2
 
 
 def test_prompts_wait_for_an_earlier_operation_and_its_failure(bank):
     worker, told = Worker(bank, max_waiting=3), list[str]()
     after, failed = Submitted("one", [7]), Submitted("one", [7])
-    worker.submit([after.job], first=lambda: told.append(str(worker.num_waiting)))
+    worker.submit([after.job], first=lambda: told.append(str(worker.batch.num_waiting)))
     worker.submit([failed.job], first=lambda: [][0])
-    assert (worker.num_waiting, worker.num_running) == (2, 0)
+    assert (worker.batch.num_waiting, worker.batch.num_running) == (2, 0)
     with pytest.raises(RequestError, match="too many"):
         worker.submit([Submitted("one", [7]).job] * 2, first=lambda: None)
     worker.start()
@@ -64,7 +64,7 @@ def test_prompts_wait_for_an_earlier_operation_and_its_failure(bank):
     finally:
         worker.stop()
     assert told == ["2"]
-    assert worker.num_waiting == 0
+    assert worker.batch.num_waiting == 0
 
 
 def test_an_operation_restores_the_base(bank, monkeypatch):
@@ -191,7 +191,7 @@ def test_a_failure_frees_its_adapter(bank, monkeypatch):
     bank.engine()  # probes the model with a step
     monkeypatch.setattr(CachedEngine, "step", fails_late)
     # pytest keeps log records, whose traceback holds the engine
-    monkeypatch.setattr("peftkit_server.worker._LOG.exception", lambda *_: None)
+    monkeypatch.setattr("peftkit_server.batch._LOG.exception", lambda *_: None)
     worker, request = Worker(bank), Submitted("one", [7], max_new_tokens=9)
     worker.submit([request.job])
     gc.disable()

@@ -5,7 +5,10 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
@@ -16,7 +19,7 @@ from peftkit_studio import drafting, processes
 from peftkit_studio.app import make_studio
 from peftkit_studio.assets import ASSETS
 from peftkit_studio.drafting import Drafting
-from peftkit_studio.folder import file_name, is_name
+from peftkit_studio.folder import Folder, file_name, is_name
 from tests.helpers.serving import served_app
 from tests.helpers.studio import KEY, Client, append_steps, write_run
 
@@ -121,6 +124,21 @@ def test_an_upload_is_bounded_and_never_replaces_a_file(studio, folder, monkeypa
     assert upload(b"x" * 11, "large.jsonl").status == 413
     names = sorted(path.name for path in (folder / "data").iterdir())
     assert names == ["rows-2.jsonl", "rows.jsonl"]
+
+
+def test_parallel_uploads_of_a_name_are_all_stored(tmp_path):
+    folder, begin = Folder(tmp_path), threading.Barrier(8)
+
+    def publish(number: int) -> Path:
+        new = tmp_path / ".studio" / f"new-{number}"
+        new.write_text(str(number))
+        begin.wait()
+        return folder.publish(new, folder.rows_file("rows.jsonl"))
+
+    with ThreadPoolExecutor(8) as threads:
+        paths = [*threads.map(publish, range(8))]
+    assert [path.read_text() for path in paths] == [str(number) for number in range(8)]
+    assert sorted(paths) == sorted((tmp_path / "data").iterdir())
 
 
 def test_a_new_run_and_its_new_steps_appear(studio, folder):

@@ -32,7 +32,7 @@ class ChatService(Protocol):
     def chat_request(self, body: ChatBody, owner: str) -> ParsedRequest:
         """Render the prompt of a chat."""
 
-    async def in_turn(self, function: Callable[[], T]) -> T:
+    async def in_turn(self, function: Callable[[], T], request: Request) -> T:
         """Return the result of a function in the thread that prepares prompts."""
 
     async def respond(
@@ -97,7 +97,8 @@ class _Messages:
 
     async def count(self, request: Request) -> Response:
         data = await bounded_body(request, self._limits.max_body)
-        number = await self._service.in_turn(partial(self._counted, data, request.state.owner))
+        count = partial(self._counted, data, request.state.owner)
+        number = await self._service.in_turn(count, request)
         return JSONResponse({"input_tokens": number})
 
     def _counted(self, data: bytes, owner: str) -> int:

@@ -10,7 +10,7 @@ from peftkit.inference.call_formats import Call
 from peftkit_server.answer_calls import call_fields
 from peftkit_server.clients.replies import Event, EventReply
 from peftkit_server.generation import Output
-from peftkit_server.refusals import status_of
+from peftkit_server.refusals import public, status_of
 
 ERRORS = {
     400: "invalid_request_error",
@@ -30,7 +30,7 @@ def message_error(error: PeftkitError) -> dict[str, Any]:
     """Return an error in Anthropic's format."""
     status = status_of(error)
     kind = ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    return {"type": "error", "error": {"type": kind, "message": public(error)}}
 
 
 class MessagesReply(EventReply):

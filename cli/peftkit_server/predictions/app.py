@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import struct
 import time
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,7 +21,7 @@ from starlette.routing import Route
 
 from peftkit.errors import PeftkitError
 from peftkit_server.access import Gate
-from peftkit_server.body import bounded_body
+from peftkit_server.body import DiskRoom, bounded_body, declared_bytes
 from peftkit_server.handlers import refuse, refuse_route, wrong_routes
 from peftkit_server.limits import Limits
 from peftkit_server.predictions.bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
@@ -31,9 +30,8 @@ from peftkit_server.predictions.transcriptions import read_audio
 from peftkit_server.quotas import Intake
 from peftkit_server.refusals import RequestError
 from peftkit_server.requests import read_body
+from peftkit_server.schedule import Share
 from peftkit_server.threads import DaemonThreads
-
-T = TypeVar("T")
 
 
 def make_predictor_app(
@@ -44,14 +42,15 @@ def make_predictor_app(
     Args:
         keys: Accepted keys, as in `make_app`.
     """
-    service = _Service(predictor, name, limits or Limits())
+    limits = limits or Limits()
+    service = _Service(predictor, name, limits, partial(limits.share, num_keys=len(keys)))
     endpoints = {
         "/v1/embeddings": service.embed,
         "/v1/rerank": service.rerank,
         "/v1/score": service.score,
         "/v1/classify": service.classify,
     }
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/health", service.health),
             Route("/v1/models", service.models),
@@ -74,13 +73,15 @@ def make_predictor_app(
         ],
         exception_handlers={PeftkitError: refuse, HTTPException: refuse_route},
     )
+    app.state.threads = service.threads
+    return app
 
 
 class _Service:
-    def __init__(self, predictor: Predictor, name: str, limits: Limits) -> None:
+    def __init__(self, predictor: Predictor, name: str, limits: Limits, share: Share) -> None:
         self._predictor, self._name, self.limits = predictor, name, limits
-        self._began, self._num_waiting = int(time.time()), 0
-        self._thread = DaemonThreads(1, "peftkit-predictions")
+        self._began, self._disk = int(time.time()), DiskRoom()
+        self.threads = DaemonThreads(1, "peftkit-predictions", share, max_calls=limits.max_waiting)
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "fallbacks": []})
@@ -93,41 +94,30 @@ class _Service:
         return JSONResponse(self._described())
 
     async def respond(self, request: Request, parse: Callable[[bytes], dict[str, Any]]) -> Response:
-        """Return the response to a request; requests wait for each other."""
+        """Return the response to a request; the requests of each owner wait for each other."""
         data = await bounded_body(request, self.limits.max_body)
-        answer = await self._in_thread(partial(parse, data))
+        answer = await self.threads.call(partial(parse, data), request)
         return JSONResponse({"id": uuid.uuid4().hex, "model": self._name, **answer})
 
     async def transcribe(self, request: Request) -> Response:
-        """Return the transcript of the audio file of a form."""
-        with TemporaryDirectory(prefix="peftkit-") as folder:
+        """Return the transcript of the audio file of a form.
+
+        The place in the queue, the model and the room on the disk are checked before the file.
+        """
+        size = declared_bytes(request, self.limits.upload_bytes)
+        with (
+            self.threads.place(request.state.owner),
+            TemporaryDirectory(prefix="peftkit-") as folder,
+            self._disk.reserved(Path(folder), size),
+        ):
             path = Path(folder, "audio")
             with path.open("wb") as file:
-                body = await read_audio(request, file, self.limits.upload_bytes)
-            self._check(body.model)
-            text = await self._in_thread(partial(self._predictor.transcribe, path))
+                body = await read_audio(request, file, self.limits.upload_bytes, self._check)
+            transcribe = partial(self._predictor.transcribe, path)
+            text = await self.threads.run(transcribe, request)
         if body.response_format == "text":
             return PlainTextResponse(f"{text}\n")
         return JSONResponse({"text": text})
-
-    async def _in_thread(self, function: Callable[[], T]) -> T:
-        """Return the result of a function in the thread of the model.
-
-        Raises:
-            RequestError: Too many requests wait.
-        """
-        if self._num_waiting >= self.limits.max_waiting:
-            raise RequestError(
-                f"{self._num_waiting} requests wait already.",
-                fix="Send the request again later.",
-                status=429,
-            )
-        self._num_waiting += 1
-        try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, function)
-        finally:
-            self._num_waiting -= 1
 
     def embed(self, data: bytes) -> dict[str, Any]:
         body = read_body(data, EmbeddingsBody)

@@ -14,7 +14,7 @@ from peftkit.evaluation.evaluate import trained_length
 from peftkit.evaluation.predict import build_task
 from peftkit.formats.open_adapter import Opened
 from peftkit_server.endpoints import PREDICTING
-from peftkit_server.refusals import RequestError
+from peftkit_server.refusals import RequestError, hide
 
 Prompt = str | tuple[str, str]
 
@@ -42,6 +42,7 @@ class Predictor:
             opened, is_suited, "predicts nothing for texts or audio", fix, length
         )
         self._base = opened.base
+        hide(opened.base.name, opened.file.folder)
         self.endpoints = PREDICTING[self.kind]
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, BinaryIO, ClassVar, Literal
 
 from starlette.requests import Request
@@ -26,12 +27,24 @@ class TranscriptionBody(ModelBody):
     temperature: Literal["0", "0.0"] | None = None
 
 
-async def read_audio(request: Request, file: BinaryIO, max_bytes: int) -> TranscriptionBody:
+async def read_audio(
+    request: Request, file: BinaryIO, max_bytes: int, check: Callable[[str], None]
+) -> TranscriptionBody:
     """Write the form's file; return its other fields.
+
+    Args:
+        check: Called with the name of the model, before the file if the form has this order.
 
     Raises:
         RequestError: It is not a form with a file, the file is too long, or a field is invalid.
     """
-    form = await uploaded_form(request, file, max_bytes)
+    form = await uploaded_form(
+        request,
+        file,
+        max_bytes,
+        on_file=lambda sent: check(sent["model"]) if "model" in sent else None,
+    )
     fields: dict[str, Any] = dict(form.fields)
-    return validated(fields, TranscriptionBody)
+    body = validated(fields, TranscriptionBody)
+    check(body.model)
+    return body

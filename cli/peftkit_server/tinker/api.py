@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -20,6 +19,7 @@ from peftkit.errors import PeftkitError
 from peftkit_server.body import bounded_body
 from peftkit_server.limits import Limits
 from peftkit_server.refusals import RequestError, refusal
+from peftkit_server.threads import DaemonThreads
 from peftkit_server.tinker import bodies
 from peftkit_server.tinker.bodies import Body, RequestContext, checked, digest_of, fields_of
 from peftkit_server.tinker.service import Service
@@ -47,13 +47,16 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def dialect(training: Training) -> Dialect:
     """Return Tinker's API."""
-    return Dialect(_routes(Service(training)))
+    one = DaemonThreads(1, "peftkit-tinker")  # changes run one after the other
+    return Dialect(_routes(Service(training), training.threads, one), on_stop=one.shutdown)
 
 
-def _routes(service: Service) -> list[BaseRoute]:
+def _routes(service: Service, threads: DaemonThreads, one: DaemonThreads) -> list[BaseRoute]:
     runs, limits = service.runs, service.limits
     fixed = partial(_fixed, limits=limits)
-    json = partial(_json, limits=limits, lock=asyncio.Lock())
+    json = partial(_json, limits=limits, threads=threads, one=one)
+    operation = partial(_operation, service, threads)
+    bodiless = partial(_bodiless, threads)
     posts: dict[str, Handler] = {
         **{path: fixed({}) for path in ("client/dynamic_config", "sessions/{id}/finish")},
         "client/config": fixed(FLAGS),
@@ -68,24 +71,22 @@ def _routes(service: Service) -> list[BaseRoute]:
         "create_sampling_session": json(bodies.NewSampler, service.create_sampler),
         "asample": json(bodies.Sample, service.samplers.sample),
         "cancel_future": json(bodies.OfFuture, service.cancel),
-        "retrieve_future": _retrieve(service),
-        "forward_backward": _forward_backward(service),
-        "optim_step": _operation(service, bodies.Step, service.step),
-        "save_weights": _operation(service, bodies.Save, service.save),
-        "save_weights_for_sampler": _operation(
-            service, bodies.SaveForSampler, service.save_for_sampler
-        ),
+        "retrieve_future": _retrieve(service, threads),
+        "forward_backward": _forward_backward(service, threads),
+        "optim_step": operation(bodies.Step, service.step),
+        "save_weights": operation(bodies.Save, service.save),
+        "save_weights_for_sampler": operation(bodies.SaveForSampler, service.save_for_sampler),
     }
     gets: dict[str, Handler] = {
         "healthz": fixed({"status": "ok"}),
-        "get_server_capabilities": _bodiless(service.capabilities),
-        "samplers/{id}": _bodiless(service.samplers.get),
-        "training_runs": _bodiless(runs.all, "training_runs"),
-        "training_runs/{id}": _bodiless(runs.get),
-        "training_runs/{id}/checkpoints": _bodiless(runs.checkpoints, "checkpoints"),
-        "checkpoints": _bodiless(runs.checkpoints, "checkpoints"),
+        "get_server_capabilities": bodiless(service.capabilities),
+        "samplers/{id}": bodiless(service.samplers.get),
+        "training_runs": bodiless(runs.all, "training_runs"),
+        "training_runs/{id}": bodiless(runs.get),
+        "training_runs/{id}/checkpoints": bodiless(runs.checkpoints, "checkpoints"),
+        "checkpoints": bodiless(runs.checkpoints, "checkpoints"),
     }
-    deletes = {"training_runs/{id}/checkpoints/{use}/{name}": _bodiless(runs.delete_checkpoint)}
+    deletes = {"training_runs/{id}/checkpoints/{use}/{name}": bodiless(runs.delete_checkpoint)}
     return [
         Route(f"/api/v1/{path}", _guarded(handler), methods=[method])
         for method, handlers in (("POST", posts), ("GET", gets), ("DELETE", deletes))
@@ -107,21 +108,24 @@ def _json(
     kind: type[Body],
     of: Callable[[Any, RequestContext], dict[str, Any]],
     limits: Limits,
-    lock: asyncio.Lock,
+    threads: DaemonThreads,
+    one: DaemonThreads,
 ) -> Handler:
     """Return a handler of a JSON body."""
 
     async def handle(request: Request) -> Response:
-        context = await _context(request, limits)
-        body = await run_in_threadpool(checked, context.fields, kind)
-        async with lock:  # off the loop, since the store waits for the disk; one after the other
-            return JSONResponse(await run_in_threadpool(of, body, context))
+        context = await _context(request, limits, threads)
+        body = await threads.call(partial(checked, context.fields, kind), request)
+        return JSONResponse(await one.call(partial(of, body, context), request))
 
     return handle
 
 
 def _operation(
-    service: Service, kind: type[bodies.OperationBody], of: Callable[[Any, Any], Callable[[], Any]]
+    service: Service,
+    threads: DaemonThreads,
+    kind: type[bodies.OperationBody],
+    of: Callable[[Any, Any], Callable[[], Any]],
 ) -> Handler:
     """Return a handler of a model's operation; an invalid body fails the operation.
 
@@ -129,19 +133,20 @@ def _operation(
     """
 
     async def handle(request: Request) -> Response:
-        context = await _context(request, service.limits)
+        context = await _context(request, service.limits, threads)
         place = {name: context.fields.get(name) for name in ("model_id", "seq_id")}
 
         def prepare(model: Any) -> Callable[[], Any]:
             return of(checked(context.fields, kind), model)
 
         ordered = checked(place, bodies.OperationBody)
-        return JSONResponse(await run_in_threadpool(service.submit, ordered, context, prepare))
+        submit = partial(service.submit, ordered, context, prepare)
+        return JSONResponse(await threads.call(submit, request))
 
     return handle
 
 
-def _forward_backward(service: Service) -> Handler:
+def _forward_backward(service: Service, threads: DaemonThreads) -> Handler:
     async def handle(request: Request) -> Response:
         if request.headers.get("content-encoding", "identity") != "identity":
             raise RequestError("the server does not support compressed bodies.", status=415)
@@ -149,25 +154,23 @@ def _forward_backward(service: Service) -> Handler:
             fix = "Use tinker 0.25 or newer."
             raise RequestError("forward_backward requires protobuf.", fix=fix, status=415)
         data = await bounded_body(request, service.limits.tinker_datums)
-        message = await run_in_threadpool(parsed, "ForwardBackward", data)
+        message = await threads.call(partial(parsed, "ForwardBackward", data), request)
         place = checked(
             {"model_id": message.model_id, "seq_id": message.seq_id}, bodies.OperationBody
         )
         digest = digest_of(message.SerializeToString(deterministic=True))
         context = RequestContext(_owner(request), digest, len(data))
-        return JSONResponse(
-            await run_in_threadpool(
-                service.submit, place, context, lambda model: service.forward(message, model)
-            )
-        )
+        forward = partial(service.forward, message)
+        submit = partial(service.submit, place, context, forward)
+        return JSONResponse(await threads.call(submit, request))
 
     return handle
 
 
-def _retrieve(service: Service) -> Handler:
+def _retrieve(service: Service, threads: DaemonThreads) -> Handler:
     async def handle(request: Request) -> Response:
-        context = await _context(request, service.limits)
-        body = await run_in_threadpool(checked, context.fields, bodies.OfFuture)
+        context = await _context(request, service.limits, threads)
+        body = await threads.call(partial(checked, context.fields, bodies.OfFuture), request)
         pending = service.pending(body, context)
         pending.check()
         await asyncio.wait([asyncio.wrap_future(pending.future)], timeout=HOLD_SECONDS)
@@ -182,7 +185,7 @@ def _retrieve(service: Service) -> Handler:
     return handle
 
 
-def _bodiless(of: Callable[..., Any], name: str = "") -> Handler:
+def _bodiless(threads: DaemonThreads, of: Callable[..., Any], name: str = "") -> Handler:
     """Return a handler of requests without a body.
 
     Args:
@@ -190,7 +193,8 @@ def _bodiless(of: Callable[..., Any], name: str = "") -> Handler:
     """
 
     async def handle(request: Request) -> Response:
-        result = await run_in_threadpool(of, _owner(request), **request.path_params)
+        owner = _owner(request)
+        result = await threads.result(partial(of, owner, **request.path_params), owner)
         return JSONResponse(_page(request, name, result) if name else result)
 
     return handle
@@ -211,7 +215,7 @@ def _owner(request: Request) -> str:
     return str(request.state.owner)
 
 
-async def _context(request: Request, limits: Limits) -> RequestContext:
+async def _context(request: Request, limits: Limits, threads: DaemonThreads) -> RequestContext:
     data = await bounded_body(request, limits.tinker_body)
     key = request.headers.get("x-idempotency-key", "")
 
@@ -219,7 +223,7 @@ async def _context(request: Request, limits: Limits) -> RequestContext:
         fields = fields_of(data)
         return RequestContext(_owner(request), digest_of(fields), len(data), fields, key[:200])
 
-    return await run_in_threadpool(read)  # parsing does not block the event loop
+    return await threads.call(read, request)  # parsing does not block the event loop
 
 
 def _guarded(handler: Handler) -> Handler:

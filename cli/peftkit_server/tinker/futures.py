@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from peftkit.errors import PeftkitError
 from peftkit_server.limits import DEFAULTS, Limits
-from peftkit_server.refusals import RequestError
+from peftkit_server.refusals import RequestError, public
 from peftkit_server.store import new_id
 
 T = TypeVar("T")
@@ -97,9 +97,9 @@ class PendingResult:
 def failure(error: BaseException) -> dict[str, Any]:
     """Return an error in Tinker's format, with the category `user` or `server`."""
     if isinstance(error, PeftkitError):
-        return {"error": str(error), "category": "user" if error.exit_code == 2 else "server"}
+        return {"error": public(error), "category": "user" if error.exit_code == 2 else "server"}
     _LOG.error("an operation failed", exc_info=error)
-    return {"error": f"{type(error).__name__}: {error}", "category": "server"}
+    return {"error": public(f"{type(error).__name__}: {error}"), "category": "server"}
 
 
 class Futures:

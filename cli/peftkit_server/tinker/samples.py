@@ -102,11 +102,12 @@ class Samplers:
         """
         id = f"{session}:sample:{number}"
         sampler = {"sampler_id": id, "base_model": base_model, "model_path": path}
-        if (previous := self._store.get(SAMPLER, id)) not in (None, sampler):
-            raise RequestError(f"another sampler has the id {id}.", status=409)
-        if previous is None:
-            self._training.quotas.check_record(owner)
-        self._store.put(SAMPLER, id, sampler, owner=owner, parent=session)
+        with self._store.lock:
+            if (previous := self._store.get(SAMPLER, id)) not in (None, sampler):
+                raise RequestError(f"another sampler has the id {id}.", status=409)
+            if previous is None:
+                self._training.quotas.check_record(owner)
+            self._store.put(SAMPLER, id, sampler, owner=owner, parent=session)
         return id
 
     def get(self, owner: str, id: str) -> Reply:

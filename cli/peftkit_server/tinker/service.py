@@ -145,14 +145,15 @@ class Service:
             if self._store.get(MODEL, id) is not None:
                 raise self._missing(id, owner)
             self._make_room(owner)
-            self._quotas.check_record(owner)
             check_metadata(body.user_metadata, self.limits)
             # without the queue limit: a model has one operation at a time in the worker's queue
-            call = partial(self._training.worker.call, is_accepted=True)
+            call = partial(self._training.worker.call, owner=owner, is_accepted=True)
             operations, now = OperationQueue(call, self._futures), time.time()
             model = Model(id, owner, base_model, config, operations, now)
             document = {"model_id": id, "created": now, "metadata": body.user_metadata}
-            self._store.put(MODEL, id, document | model.metadata, owner=owner, parent=session)
+            with self._store.lock:
+                self._quotas.check_record(owner)
+                self._store.put(MODEL, id, document | model.metadata, owner=owner, parent=session)
             self._models[id] = model
         config = self._models[id].config
 
@@ -250,7 +251,8 @@ class Service:
             self._weights.drop_unnamed(context.owner, body.model_id)
             return {"type": "unload_model", "model_id": body.model_id}
 
-        future, pending = self._training.worker.call(run), self._futures.new(context.owner)
+        future = self._training.worker.call(run, context.owner)
+        pending = self._futures.new(context.owner)
         future.add_done_callback(lambda done: pending.finish(done.exception() or done.result()))
         if (model := self._models.pop(body.model_id, None)) is not None:
             model.operations.close(self._missing(model.id, context.owner))

@@ -29,11 +29,12 @@ class Sessions:
         key, replies = context.key or new_id(""), self._replies[context.owner]
         reply = replies.get(key, context.digest)
         if reply is None:
-            self._quotas.check_record(context.owner)
             check_metadata({**body.user_metadata, "tags": body.tags}, self._quotas.limits)
             id = new_id("")
             document = {"session_id": id, "created": time.time(), **body.model_dump()}
-            self._store.put(KIND, id, document, owner=context.owner)
+            with self._store.lock:
+                self._quotas.check_record(context.owner)
+                self._store.put(KIND, id, document, owner=context.owner)
             reply = {"type": "create_session", "session_id": id}
             replies.put(key, context.digest, reply)
         return reply

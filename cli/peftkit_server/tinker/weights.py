@@ -89,11 +89,8 @@ class Weights:
 
     def find(self, path: str, owner: str) -> dict[str, Any] | None:
         """Return a document; None: the weights do not exist, or have another owner."""
-        saved = self._store.get(KIND, path, owner)
-        if saved is not None and saved["expires"] is not None and saved["expires"] < time.time():
-            self._remove(saved)
-            return None
-        return saved
+        self._models.sweep()
+        return self._store.get(KIND, path, owner)
 
     def get(self, path: str, owner: str, *, with_optimizer: bool = False) -> dict[str, Any]:
         """Return the document of weights.
@@ -122,8 +119,8 @@ class Weights:
 
     def all(self, owner: str, model_id: str | None = None) -> list[dict[str, Any]]:
         """Return the documents of all weights of an owner, or of a model, oldest first."""
-        documents = sorted(self._store.all(KIND, owner, model_id), key=lambda saved: saved["time"])
-        return [saved for saved in documents if self.find(saved["path"], owner) is not None]
+        self._models.sweep()
+        return sorted(self._store.all(KIND, owner, model_id), key=lambda saved: saved["time"])
 
     def delete(self, path: str, owner: str) -> None:
         """Delete weights.

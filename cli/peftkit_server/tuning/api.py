@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -33,9 +31,6 @@ from peftkit_server.tuning.grader_process import ProcessCode
 from peftkit_server.tuning.jobs import ACTIONS, Jobs
 from peftkit_server.tuning.pages import Page, body_of
 from peftkit_server.tuning.recipes import grader_of
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 JOBS = "/v1/fine_tuning/jobs"
 GRADERS = "/v1/fine_tuning/alpha/graders"
@@ -76,18 +71,26 @@ class _Api:
     def __init__(self, training: Training, jobs: Jobs) -> None:
         self._training, self._store, self._jobs = training, training.store, jobs
         self._limits = training.limits
-        # not asyncio's threads: uploads and the end of the server need those
-        self._graders = DaemonThreads(training.limits.graders, "peftkit-graders")
-        self._num_graders = 0
+        self._threads = training.threads
+        self._graders = DaemonThreads(
+            training.limits.graders,
+            "peftkit-graders",
+            training.quotas.share,
+            max_calls=2 * training.limits.graders,
+            kind="graders",
+            code="graders",
+        )
 
     def close(self) -> None:
-        """Drop graders that wait."""
+        """Drop graders and jobs' rows that wait."""
         self._graders.shutdown()
+        self._jobs.close()
 
     async def create(self, request: Request) -> Response:
-        body = await body_of(request, JobBody, self._limits)
-        job = await asyncio.to_thread(self._jobs.create, body, request.state.owner)
-        return JSONResponse(job)
+        body = await body_of(request, JobBody, self._limits, self._threads)
+        owner = request.state.owner
+        create = partial(self._jobs.create, body, owner)
+        return JSONResponse(await self._threads.result(create, owner))
 
     def jobs(self, request: Request) -> Response:
         jobs = [job["response"] for job in self._store.all(JOB, request.state.owner)]
@@ -118,8 +121,8 @@ class _Api:
     # Graders.
 
     async def validate(self, request: Request) -> Response:
-        body = await body_of(request, GraderBody, self._limits)
-        await self._in_thread(self._check_grader, body.grader)
+        body = await body_of(request, GraderBody, self._limits, self._threads)
+        await self._graders.call(partial(self._check_grader, body.grader), request)
         return JSONResponse({"grader": body.grader})
 
     def _check_grader(self, grader: dict[str, Any]) -> None:
@@ -127,29 +130,9 @@ class _Api:
             grader_of(grader, self._training, Path(folder))
 
     async def grade(self, request: Request) -> Response:
-        body = await body_of(request, GraderRun, self._limits)
-        return JSONResponse(await self._in_thread(partial(self._graded, request.state.owner), body))
-
-    async def _in_thread(self, work: Callable[[T], R], body: T) -> R:
-        """Return the result of a function in a thread for graders.
-
-        Raises:
-            RequestError: 429: too many graders wait.
-        """
-        if self._num_graders >= 2 * self._limits.graders:
-            raise RequestError(
-                "too many graders wait.",
-                found=f"{self._num_graders} wait or run; the server's limit is graders.",
-                fix="Try again later.",
-                status=429,
-                code="graders",
-            )
-        self._num_graders += 1
-        try:
-            loop = asyncio.get_running_loop()
-            return await asyncio.shield(loop.run_in_executor(self._graders, work, body))
-        finally:
-            self._num_graders -= 1
+        body = await body_of(request, GraderRun, self._limits, self._threads)
+        graded = partial(self._graded, request.state.owner, body)
+        return JSONResponse(await self._graders.call(graded, request))
 
     def _graded(self, owner: str, body: GraderRun) -> dict[str, Any]:
         """Return the grade of an answer in OpenAI's format."""
@@ -190,7 +173,7 @@ class _Api:
         """
         (turns,), worker = conversations, self._training.worker
         tokenizer, style = self._training.bank.base.tokenizer, Style("chat")
-        prompt = worker.call(lambda: prompt_ids(tokenizer, turns, style))
+        prompt = worker.call(lambda: prompt_ids(tokenizer, turns, style), owner)
         try:
             ids = prompt.result(max(0.0, until - time.monotonic()))
         except FutureTimeout:

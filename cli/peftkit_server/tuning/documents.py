@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from peftkit_server.refusals import public
 from peftkit_server.store import Store, new_id
 
 JOB, CHECKPOINT = "job", "checkpoint"
@@ -50,7 +51,7 @@ def add_event(
         "id": new_id("ftevent-"),
         "created_at": int(time.time()),
         "level": level,
-        "message": " ".join(text.split()),
+        "message": _line(text),
         "type": "metrics" if data else "message",
         "data": dict(data or {}),
     }
@@ -59,5 +60,10 @@ def add_event(
 
 def add_warning_once(store: Store, id: str, text: str) -> None:
     """Add a warning unless the job has it already; a resumed run repeats its notices."""
-    if " ".join(text.split()) not in (event["message"] for event in store.entries(id)):
+    if _line(text) not in (event["message"] for event in store.entries(id)):
         add_event(store, id, text, "warn")
+
+
+def _line(text: str) -> str:
+    """Return a text for clients in one line."""
+    return " ".join(public(text).split())

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from peftkit.files.disk import is_disk_full, replacing, sha256_of, write_bytes_atomic
-from peftkit_server.body import uploaded_form
+from peftkit.files.disk import replacing, sha256_of, write_bytes_atomic
+from peftkit_server.body import DiskRoom, declared_bytes, uploaded_form
+from peftkit_server.multipart import Form
 from peftkit_server.quotas import FILE
 from peftkit_server.refusals import RequestError
 from peftkit_server.store import new_id
@@ -31,6 +30,7 @@ class Files:
     def __init__(self, training: Training) -> None:
         self._store, self.folder = training.store, training.folder.resolve() / "files"
         self._quotas, self._max_bytes = training.quotas, training.limits.upload_bytes
+        self._threads, self._disk = training.threads, DiskRoom()
         self.folder.mkdir(exist_ok=True)
 
     def tidy(self) -> None:
@@ -60,7 +60,7 @@ class Files:
         """Write a file; return its id."""
         id = new_id("file-")
         write_bytes_atomic(content, self.path(id))
-        self._put(id, len(content), name, purpose, owner)
+        self._put(id, sha256_of(self.path(id)), len(content), name, purpose, owner)
         return id
 
     def check(self, id: str) -> None:
@@ -75,10 +75,12 @@ class Files:
             problem = "damaged" if path.is_file() else "missing"
             raise JobError("file_damaged", f"The file {id} is {problem} on the server.")
 
-    def _put(self, id: str, size: int, name: str, purpose: str, owner: str) -> dict[str, Any]:
+    def _put(
+        self, id: str, digest: str, size: int, name: str, purpose: str, owner: str
+    ) -> dict[str, Any]:
         """Store the document of a file that is on the disk."""
         body = {
-            "sha256": sha256_of(self.path(id)),
+            "sha256": digest,
             "id": id,
             "object": "file",
             "bytes": size,
@@ -93,17 +95,27 @@ class Files:
     # HTTP handlers.
 
     async def upload(self, request: Request) -> Response:
-        owner = request.state.owner
-        await asyncio.to_thread(self._quotas.check_file, owner)
-        id = new_id("file-")
-        with _report_full_disk(), ExitStack() as stack:
-            file = stack.enter_context(replacing(self.path(id), self._max_bytes))
-            form = await uploaded_form(request, file, self._max_bytes)
-            _check_fields(form.fields)
-            await asyncio.to_thread(self._quotas.check_bytes, owner, form.num_bytes)
-            await asyncio.to_thread(stack.close)  # syncs the file to the disk
-        file_fields = form.num_bytes, form.filename or "", PURPOSE, owner
-        return JSONResponse(await asyncio.to_thread(self._put, id, *file_fields))
+        owner, id = request.state.owner, new_id("file-")
+        size, path = declared_bytes(request, self._max_bytes), self.path(id)
+        upload = await self._threads.result(lambda: self._quotas.reserve_file(owner, size), owner)
+
+        async def reserve(size: int) -> None:
+            if size > upload.size:
+                await self._threads.result(lambda: self._quotas.grow(upload, size), owner)
+
+        def stored(form: Form, stack: ExitStack) -> dict[str, Any]:
+            stack.close()  # syncs the file to the disk
+            fields = sha256_of(path), form.num_bytes, form.filename or "", PURPOSE, owner
+            return self._quotas.settle(upload, lambda: self._put(id, *fields))
+
+        try:
+            with self._disk.reserved(self.folder, size), ExitStack() as stack:
+                file = stack.enter_context(replacing(path, self._max_bytes))
+                form = await uploaded_form(request, file, self._max_bytes, reserve=reserve)
+                _check_fields(form.fields)
+                return JSONResponse(await self._threads.result(lambda: stored(form, stack), owner))
+        finally:
+            self._quotas.release(upload)
 
     def listed(self, request: Request) -> Response:
         page = Page.of(request, max_limit=10_000, default=10_000)
@@ -134,18 +146,6 @@ class Files:
                 raise RequestError(text, fix="Cancel the job first.", code="file_in_use")
         self._store.discard([(KIND, id)], lambda: self.path(id).unlink(missing_ok=True))
         return JSONResponse({"id": id, "object": "file", "deleted": True})
-
-
-@contextmanager
-def _report_full_disk() -> Iterator[None]:
-    """Report a full disk to the client, without the server's paths."""
-    try:
-        yield
-    except Exception as problem:
-        if not is_disk_full(problem):
-            raise
-        fix = "Try again later."
-        raise RequestError("the server's disk is full.", fix=fix, status=503) from None
 
 
 def _check_fields(fields: dict[str, str]) -> None:

@@ -38,8 +38,9 @@ from peftkit.settings import BaseConfig
 from peftkit.tasks.rewards.graders import fields_of
 from peftkit.train.checkpoint_files import Checkpoints
 from peftkit_server.models import KEPT
-from peftkit_server.refusals import RequestError
+from peftkit_server.refusals import RequestError, public
 from peftkit_server.store import StoreError, full_disk_as_store_error, new_id
+from peftkit_server.threads import DaemonThreads
 from peftkit_server.training import Training
 from peftkit_server.tuning.bodies import JobBody
 from peftkit_server.tuning.documents import (
@@ -53,7 +54,7 @@ from peftkit_server.tuning.documents import (
 from peftkit_server.tuning.files import PURPOSE, RESULTS, Files
 from peftkit_server.tuning.progress import JobProgress, results
 from peftkit_server.tuning.recipes import grader_of, recipe_of
-from peftkit_server.tuning.rows import JobError, count_rows, public
+from peftkit_server.tuning.rows import JobError, count_rows
 
 ACTIONS = {
     "cancel": ("cancelled", ("validating_files", "queued", "running", "paused")),
@@ -83,7 +84,7 @@ class Jobs:
         self._limits = training.limits
         base = training.bank.base
         self._server_base = {"model": base.name, "fingerprint": base.fingerprint}
-        self._validation = threading.Lock()  # validates the rows of one job at a time
+        self._validation = DaemonThreads(1, "peftkit-rows")
         self._queue_lock, self._queued = threading.Lock(), set[str]()  # ids queued at the worker
         self._num_tries = Counter[str]()  # of jobs that met a full disk
         rename_old_fields(self._store)
@@ -95,6 +96,10 @@ class Jobs:
         for path in [*jobs.glob(f"*/.{START}-*"), *jobs.glob(f"*/{KEPT}/.step-*")]:
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Validate no further rows; the next server does."""
+        self._validation.shutdown()
 
     def folder(self, id: str) -> Path:
         """Return the folder of a job's run."""
@@ -120,8 +125,6 @@ class Jobs:
                 wait.
         """
         id = new_id("ftjob-")
-        self._training.quotas.check_model(owner)
-        self._training.quotas.check_record(owner)
         self._training.models.inner(body.model, owner)  # raises if the model does not exist
         for param in ("training_file", "validation_file"):
             if (file := getattr(body, param)) is not None:
@@ -141,7 +144,7 @@ class Jobs:
             with tempfile.TemporaryDirectory() as folder:  # the job's folder does not exist yet
                 grader_of(body.grader, self._training, Path(folder))
         response = body.as_job(id, secrets.randbelow(2**31))
-        with self._store.transaction():
+        with self._store.lock:
             num_waiting = sum(not _has_ended(job) for job in self._store.all(JOB, owner))
             if num_waiting >= self._limits.key_jobs:
                 raise RequestError(
@@ -151,18 +154,23 @@ class Jobs:
                     status=429,
                     code="queue_full",
                 )
-            job = {
-                "response": response,
-                "request": body.model_dump(),
-                "name": body.model_name(id),
-                "base": self._server_base,
-            }
-            self._store.put(JOB, id, job, owner=owner)
-            add_event(self._store, id, f"Created fine-tuning job: {id}")
-            add_event(self._store, id, f"Validating training file: {body.training_file}")
-            if body.validation_file:
-                add_event(self._store, id, f"Validating validation file: {body.validation_file}")
-            self._copy_start(id, body.model, owner)
+            self._training.quotas.check_model(owner, num_waiting)
+            self._training.quotas.check_record(owner)
+            with self._store.transaction():
+                job = {
+                    "response": response,
+                    "request": body.model_dump(),
+                    "name": body.model_name(id),
+                    "base": self._server_base,
+                }
+                self._store.put(JOB, id, job, owner=owner)
+                add_event(self._store, id, f"Created fine-tuning job: {id}")
+                add_event(self._store, id, f"Validating training file: {body.training_file}")
+                if body.validation_file:
+                    add_event(
+                        self._store, id, f"Validating validation file: {body.validation_file}"
+                    )
+                self._copy_start(id, body.model, owner)
         self._training.log(f"{id}: created, {body.kind}, over {body.model}")
         self._start_validation(id)
         return response
@@ -219,8 +227,7 @@ class Jobs:
     # Before the run: a separate thread validates files, while the worker serves requests.
 
     def _start_validation(self, id: str) -> None:
-        name = f"rows of {id}"
-        threading.Thread(target=self._validate, args=(id,), name=name, daemon=True).start()
+        self._validation.submit(partial(self._validate, id), self._store.owner(JOB, id))
 
     def _validate(self, id: str) -> None:
         """Validate a job's files, write its recipe, and queue it."""
@@ -228,15 +235,14 @@ class Jobs:
             try:
                 if self._has_ended(id) or self._waits_for_base(id):
                     return
-                with self._validation, full_disk_as_store_error(), self._attempt(id):
+                with full_disk_as_store_error(), self._attempt(id):
                     self._make_recipe(id)
             except StoreError:
                 raise
             except JobError as error:
                 self._fail(id, error.code, error.problem, error.param)
             except PeftkitError as error:
-                message = self._public(id, error)
-                self._fail(id, "invalid_hyperparameters", message, "hyperparameters")
+                self._fail(id, "invalid_hyperparameters", error, "hyperparameters")
             except Exception as problem:
                 if not self._training.worker.is_stopping:  # the next server validates it again
                     self._fail_unexpectedly(id, problem)
@@ -289,7 +295,8 @@ class Jobs:
         with self._queue_lock:
             if id not in self._queued:
                 self._queued.add(id)
-                self._training.worker.queue(partial(self._run, id))
+                owner = self._store.owner(JOB, id)
+                self._training.worker.queue(partial(self._run, id), owner)
 
     def _run(self, id: str, yield_model: Callable[[], None]) -> None:
         """Run a job from its newest checkpoint, or from its start."""
@@ -348,9 +355,9 @@ class Jobs:
         except JobError as error:
             self._fail(id, error.code, error.problem, error.param)
         except DataError as error:
-            self._fail(id, "invalid_training_file", self._public(id, error), "training_file")
+            self._fail(id, "invalid_training_file", error, "training_file")
         except PeftkitError as error:
-            self._fail(id, "training_failed", self._public(id, error))
+            self._fail(id, "training_failed", error)
         except Exception as problem:
             self._fail_unexpectedly(id, problem)
 
@@ -436,7 +443,8 @@ class Jobs:
         progress.delete_old_checkpoints()
         self._training.log(f"{id}: done, {name}")
 
-    def _fail(self, id: str, code: str, message: str, param: str | None = None) -> None:
+    def _fail(self, id: str, code: str, problem: object, param: str | None = None) -> None:
+        message = " ".join(public(problem).split())
         with changing(self._store, id) as job:
             if _has_ended(job):
                 return
@@ -451,21 +459,7 @@ class Jobs:
 
     def _fail_unexpectedly(self, id: str, problem: Exception) -> None:
         _LOG.exception("the job %s", id)
-        message = self._public(id, f"{type(problem).__name__}: {problem}")
-        self._fail(id, "server_error", message)
-
-    def _public(self, id: str, text: object) -> str:
-        """Return a message without the server's paths."""
-        job = self._store.get(JOB, id)
-        assert job is not None
-        names = (job["response"][name] for name in ("training_file", "validation_file"))
-        return public(
-            str(text),
-            *(self._files.path(name) for name in names if name),
-            self.folder(id),
-            self._training.folder.resolve(),
-            *(self._training.bank.file(name).folder for name in self._training.bank.names),
-        )
+        self._fail(id, "server_error", f"{type(problem).__name__}: {problem}")
 
 
 def _has_ended(job: dict[str, Any]) -> bool:

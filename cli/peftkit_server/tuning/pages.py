@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel
@@ -14,6 +14,7 @@ from peftkit_server.body import bounded_body
 from peftkit_server.limits import Limits
 from peftkit_server.refusals import RequestError
 from peftkit_server.requests import read_body
+from peftkit_server.threads import DaemonThreads
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -57,11 +58,11 @@ class Page(NamedTuple):
         return JSONResponse({"object": "list", "data": data, "has_more": has_more, **ends})
 
 
-async def body_of(request: Request, kind: type[M], limits: Limits) -> M:
+async def body_of(request: Request, kind: type[M], limits: Limits, threads: DaemonThreads) -> M:
     """Return the validated body of a request.
 
     Raises:
         RequestError: The body is too long, or as `read_body`.
     """
     data = await bounded_body(request, limits.max_body)
-    return await asyncio.to_thread(read_body, data, kind)
+    return await threads.call(partial(read_body, data, kind), request)

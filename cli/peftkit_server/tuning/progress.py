@@ -28,7 +28,6 @@ from peftkit_server.models import KEPT
 from peftkit_server.store import new_id
 from peftkit_server.training import Training
 from peftkit_server.tuning.documents import CHECKPOINT, JOB, add_event, add_warning_once, changing
-from peftkit_server.tuning.rows import public
 
 MAX_CHECKPOINTS = 3
 """Most checkpoints of a job that are served as models: the newest ones, at ends of epochs."""
@@ -90,9 +89,7 @@ class JobProgress:
                 job["attempts"] = 1  # this one
             self._publish_checkpoint(int(event.path.name.rpartition("-")[2]))
         elif isinstance(event, Notice):
-            add_warning_once(
-                self._store, self._id, public(event.text, self._training.folder.resolve())
-            )
+            add_warning_once(self._store, self._id, event.text)
         elif isinstance(event, Table) and event.source:
             self._warn_of_rows(event)
         if isinstance(event, TURNS):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ def count_rows(
                 if num_bad <= MAX_REPORTED:
                     problems.append(f"Line {record.source.rpartition(':')[2]}: {problem}")
     except DataError as error:
-        text = public(f"{error.problem} {error.found} {error.fix}", path)
+        text = f"{error.problem} {error.found} {error.fix}"
         raise JobError("invalid_file_format", text, param) from None
     if num_bad:
         more = f" And {num_bad - MAX_REPORTED} more." if num_bad > MAX_REPORTED else ""
@@ -144,11 +143,3 @@ def _problem(
 def _other_fields(record: Record, expected: str) -> WrongField:
     fields = first_few(record.fields, 8, ", ") or "none"
     return WrongField(expected, f"missing; its fields: {fields}")
-
-
-def public(text: str, *paths: Path) -> str:
-    """Return a message in one line, with the ids of files in place of the server's paths."""
-    for path in paths:
-        text = re.sub(rf"{re.escape(str(path))}:(\d+)(:\d+)?", rf"{path.stem}, line \1", text)
-        text = text.replace(str(path), path.stem)
-    return " ".join(text.split())

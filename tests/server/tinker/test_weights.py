@@ -9,6 +9,7 @@ pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is n
 
 from peftkit.formats.peft.load import load_adapter
 from peftkit.model.lift import take_off
+from peftkit_server import app
 from peftkit_server.tinker import weights, wire
 from tests.helpers.tinker import CE_DATA, MIXED_RANKS, train_steps
 from tests.helpers.wire_client import API, Client, datum
@@ -205,6 +206,28 @@ def test_weights_expire_after_their_time(client, monkeypatch):
     assert [one["id"] for one in client.http.get("/v1/models").json()["data"]] == ["base"]
     assert client.get("checkpoints")["checkpoints"] == []
     assert client.ask("weights_info", tinker_path=path).status_code == 404
+
+
+@pytest.mark.parametrize("when", ["at the start", "by the timer", "before a check of quotas"])
+def test_expired_weights_leave_no_file(serve, monkeypatch, tmp_path, when):
+    if when == "by the timer":
+        monkeypatch.setattr(app, "SWEEP_SECONDS", 0.01)
+    client = Client(serve())
+    model = client.model()
+    path = model.call("save_weights", path="a", ttl_seconds=60)["path"]
+    model.call("save_weights", path="b", ttl_seconds=600)
+    folder = tmp_path / "state" / "tinker" / "weights"
+    assert len([*folder.iterdir()]) == 2
+    now = weights.time.time()
+    monkeypatch.setattr(weights.time, "time", lambda: now + 61)
+    if when == "at the start":
+        client.http = serve()
+    elif when == "before a check of quotas":
+        client.http.post("/v1/files", files={"file": ("a", b"{}")}, data={"purpose": "fine-tune"})
+    while len([*folder.iterdir()]) > 1:
+        assert when == "by the timer"
+        weights.time.sleep(0.01)
+    assert path not in str(client.get("checkpoints"))
 
 
 def test_after_a_restart_saved_weights_are_there_and_lost_models_say_so(serve):

@@ -1,7 +1,10 @@
 """Clients' files: uploaded, listed, read, deleted, and visible to their owner only."""
 
+import asyncio
 import errno
 import sqlite3
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +140,79 @@ def test_one_key_s_files_jobs_and_models_are_not_there_for_another(served):
     database = sqlite3.connect(client.folder / "server.sqlite")
     kept = "\n".join(str(row) for row in database.execute("SELECT * FROM documents"))
     assert not any(key in kept for key in KEYS)
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+@pytest.mark.parametrize("limits", [{"key_files": 2}, {"key_bytes": 2500}, {}])
+def test_parallel_uploads_keep_to_the_quotas(served, limits, is_declared):
+    """All uploads have begun, or are refused, before one of them ends."""
+    number, begun, ended, statuses = 8, asyncio.Event(), list[int](), list[int]()
+    head = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n'
+    head += b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    parts = (head + b"x" * 500, b"x" * 500 + b"\r\n--x--\r\n")
+
+    def note() -> None:
+        ended.append(1)
+        if len(ended) == number:
+            begun.set()
+
+    async def upload(app: Any) -> None:
+        left = [*parts]
+
+        async def receive() -> dict[str, Any]:
+            if len(left) == 1:
+                note()
+                await begun.wait()
+            return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+        async def send(message: Any) -> None:
+            if "status" in message:
+                statuses.append(message["status"])
+                if not begun.is_set():
+                    note()
+
+        headers = {"host": "127.0.0.1", "content-type": "multipart/form-data; boundary=x"}
+        if is_declared:
+            headers["content-length"] = str(sum(map(len, parts)))
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": FILES,
+            "query_string": b"",
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        }
+        await app(scope, receive, send)
+
+    async def all_of_them(app: Any) -> None:
+        await asyncio.gather(*(upload(app) for _ in range(number)))
+
+    with served(limits=limits) as client:
+        client.portal.call(all_of_them, client.app)
+        sizes = [file["bytes"] for file in client.get(FILES).json()["data"]]
+        files = [*(client.folder / "files").iterdir()]
+    expected = {*statuses} <= {200, 507} and len(sizes) == len(files) == statuses.count(200)
+    assert expected
+    if "key_bytes" in limits and not is_declared:  # each may need the room that another holds
+        assert sum(sizes) <= 2500
+    else:
+        assert len(sizes) == (2 if limits else number)
+    assert all(size == 1000 for size in sizes)
+
+
+@pytest.mark.parametrize(
+    ("limit", "code"),
+    [("key_jobs", "queue_full"), ("key_models", "key_models"), ("key_records", "key_records")],
+)
+def test_parallel_jobs_keep_to_the_quotas(served, limit, code):
+    gate = threading.Event()
+    with served(limits={limit: 2}) as client:
+        client.app.state.worker.call(lambda: gate.wait(60))
+        body = {"model": "base", "training_file": client.upload(chats()), "method": hyper()}
+        with ThreadPoolExecutor(8) as threads:
+            done = [*threads.map(lambda n: client.post(JOBS, json=body), range(8))]
+        gate.set()
+        for job in done:
+            if job.status_code == 200:
+                client.post(f"{JOBS}/{job.json()['id']}/cancel")
+    refused = [each.json()["error"]["code"] for each in done if each.status_code != 200]
+    assert refused == [code] * 6

@@ -418,7 +418,7 @@ def test_a_job_waits_for_its_base(served, model_folder, tmp_path):
         later = client.job(chats(), method=hyper(n_epochs=1))["id"]
         assert client.until(later)["status"] == "succeeded"
         assert client.get(f"{JOBS}/{id}").json()["status"] == "running"
-        assert f"The job waits for a server with its base: {model_folder}" in client.events(id)
+        assert f"The job waits for a server with its base: {model_folder.name}" in client.events(id)
     with served() as client:
         assert client.until(id)["status"] == "succeeded"
 
