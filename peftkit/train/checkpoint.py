@@ -19,11 +19,11 @@ from peftkit.execution.state import state_from_json
 from peftkit.files.disk import read_json, write_json
 from peftkit.files.tensors import read_tensors, write_tensors
 from peftkit.model.blocks import is_sharded
+from peftkit.tasks.run_hooks import Run
 from peftkit.train import checkpoint_files
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.checkpoint_files import Checkpoint, Checkpoints, versions
 from peftkit.train.optim import STATE_BYTES, load_optimizer_state, optimizer_state
-from peftkit.train.run import Run
 from peftkit.train.step import Trainer
 
 

@@ -29,6 +29,7 @@ from peftkit.model.modes import begin_training, modes_kept
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import RowTooLarge
+from peftkit.tasks.run_hooks import Run
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.checkpoint import Saver, TrainableWeights, Weights, identity_of
 from peftkit.train.diagnosis import NonFiniteError, written_error
@@ -41,7 +42,6 @@ from peftkit.train.metrics import (
     run_started,
 )
 from peftkit.train.optim import learning_rate
-from peftkit.train.run import Run
 from peftkit.train.start import (
     delete_checkpoints,
     locked,

@@ -36,7 +36,7 @@ from peftkit.forward.fused import num_fused
 from peftkit.kernels.device import gpu_of, peak_resident_bytes
 from peftkit.quant.audit import audit
 from peftkit.settings import TrainConfig
-from peftkit.train.run import Run
+from peftkit.tasks.run_hooks import Run
 from peftkit.train.step import Trainer
 
 FILE, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"

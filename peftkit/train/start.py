@@ -26,8 +26,8 @@ from peftkit.files.disk import LOCKS, RUN_LOCK, alone, writable_folder, write_te
 from peftkit.model.blocks import is_sharded, is_streamed
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
+from peftkit.tasks.run_hooks import Run
 from peftkit.train.checkpoint_files import Checkpoints
-from peftkit.train.run import Run
 from peftkit.train.step import trainable_parameters
 
 HOLDER = "holder"

@@ -28,11 +28,11 @@ from peftkit.forward.blocks import Blocks
 from peftkit.kernels.device import busy_tokens, product_rate
 from peftkit.quant.audit import audit
 from peftkit.tasks.batches import OnDevice, RowTooLarge, too_large
+from peftkit.tasks.run_hooks import Run
 from peftkit.train.batches import BatchPrefetcher, on_device
 from peftkit.train.diagnosis import Diagnosis, GradientWatch, NonFiniteError, diagnose, sources
 from peftkit.train.fitting import Fitting
 from peftkit.train.optim import build_optimizer, complete_gradients, set_learning_rate
-from peftkit.train.run import Run
 
 Batch = tuple[Mapping[str, Tensor], bool]
 """A batch, and whether it counts; padding batches keep processes in lockstep."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.events import EvalDone, StepDone
-from peftkit.tasks.run_hooks import RunHooks, TrainingRun
+from peftkit.tasks.run_hooks import Run, RunHooks
 from peftkit.tasks.whole_step import INDEX, WholeStep
 from tests.helpers.toy import Row, Toy, ToyTask, make_rows, play, trainer_of
 
@@ -31,7 +31,7 @@ class Centred(RunHooks, ToyTask):
         scores = model(batch["input_ids"]).float().tanh()
         return (scores * (batch["labels"] != -100)[..., None]).sum((1, 2))[:, None]
 
-    def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
         self._step = WholeStep(self, rows, run, super().collate, self.row_values)
         return [rows]
 
@@ -89,10 +89,10 @@ def test_figures_are_told_at_each_step_and_evaluation(tmp_path):
 
 
 def test_a_task_begins_once_with_all_rows(tmp_path):
-    begun: list[TrainingRun] = []
+    begun: list[Run] = []
 
     class Beginner(RunHooks, ToyTask):
-        def setup(self, run: TrainingRun) -> None:
+        def setup(self, run: Run) -> None:
             torch.rand(3)  # draws: the run is the same
             begun.append(run)
 
