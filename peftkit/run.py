@@ -126,7 +126,7 @@ def run(
             with stop_requests(message=SAVING) as stop:
                 result = replace(result, metrics={**base_metrics, **result.metrics})
                 result = save_result(record, result, on_event=on_event)
-                from peftkit.train.finish import finish
+                from peftkit.train.resume import finish
 
                 finish(recipe, result, on_event)
             if stop.signum:

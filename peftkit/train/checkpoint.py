@@ -1,8 +1,7 @@
-"""Save and resume a run: its state between two steps, and the identity that must not change."""
+"""Save and resume a run: its weights, optimizer, generators and state between two steps."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,20 +9,17 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from peftkit.config.schema import flat
-from peftkit.data.rows.lazy import fingerprint
-from peftkit.errors import CheckpointError, DiskFullError, did_you_mean
+from peftkit.errors import CheckpointError, DiskFullError
 from peftkit.events import Notice, Saved
 from peftkit.execution import rng
 from peftkit.execution.state import state_from_json
 from peftkit.files.disk import read_json, write_json
 from peftkit.files.tensors import read_tensors, write_tensors
-from peftkit.model.blocks import is_sharded
-from peftkit.tasks.run_hooks import Run
 from peftkit.train import checkpoint_files
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.checkpoint_files import Checkpoint, Checkpoints, versions
 from peftkit.train.optim import STATE_BYTES, load_optimizer_state, optimizer_state
+from peftkit.train.resume import check_same_run
 from peftkit.train.step import Trainer
 
 
@@ -228,76 +224,3 @@ class Saver:
         if changed:
             text = f"Library versions have changed; not bit-equal: {', '.join(changed)}"
             self.run.say(Notice(text))
-
-
-UNBOUND = {
-    "output_dir",
-    "eval_every",
-    "save_every",
-    "keep_checkpoints",
-    "gradient_checkpointing",
-    *("log_to", "trackers", "upload"),
-    "eval_before",
-    "eval_generate",
-    "early_stopping",
-    "keep_best",
-    "best_metric",
-    "drift",
-    "sample_every",
-    "sample_prompts",
-    "sample_tokens",
-}
-"""Settings that a resumed run may change: weights do not depend on them."""
-Identity = Mapping[str, Any]
-
-
-def identity_of(run: Run, identity: Identity) -> dict[str, Any]:
-    """Return all values that determine the weights of a run, as plain JSON.
-
-    Args:
-        identity: The caller's values: base, method, data.
-    """
-    train = run.config.model_dump(exclude=UNBOUND)
-    # a sharded base sums in another order; the location of its shards has no effect
-    train["shard"] = "base" if is_sharded(run.model) else "none"
-    rows = {"train": fingerprint(run.rows), "eval": fingerprint(run.eval_rows)}
-    num_processes = run.world.world_size
-    whole = {**identity, "train": train, "rows": rows, "num_processes": num_processes}
-    plain: dict[str, Any] = json.loads(json.dumps(whole, default=str))
-    return plain
-
-
-def check_same_run(saved: Identity, now: Identity, allowed: Sequence[str]) -> list[str]:
-    """Return the differences between two identities that are allowed.
-
-    Args:
-        allowed: Dotted keys; "train" allows all of "train.learning_rate" and the rest.
-
-    Raises:
-        CheckpointError: Lists all other differences; or an allowed key does not exist.
-    """
-    before, after = flat(saved), flat(now)
-    before.pop("train.context_parallel", None)  # saved by earlier versions
-    accepted: list[tuple[str, str]] = []
-    refused: list[tuple[str, str]] = []
-    for key in sorted(before.keys() | after.keys()):
-        if key in before and key in after and before[key] == after[key]:
-            continue
-        texts = [json.dumps(v[key]) if key in v else "(missing)" for v in (before, after)]
-        line = f"{key}: {' -> '.join(texts)}"
-        is_allowed = any(key == name or key.startswith(f"{name}.") for name in allowed)
-        (accepted if is_allowed else refused).append((key, line))
-    if refused:
-        flags = " ".join(f"--allow-changes {key}" for key, _ in refused)
-        raise CheckpointError(
-            "cannot resume: this is not the run that was saved",
-            found="\n".join(line for _, line in refused),
-            fix=f"Undo the change, or allow it, no longer bit-equal: {flags}\n"
-            "Or start a new run with it: peftkit train --from RUN --set KEY=VALUE --out DIR",
-        )
-    keys = before.keys() | after.keys()
-    for name in allowed:
-        if not any(key == name or key.startswith(f"{name}.") for key in keys):
-            fix = did_you_mean(name, keys) or "Leave it out."
-            raise CheckpointError(f"cannot allow changes of {name!r}: no such setting", fix=fix)
-    return [line for _, line in accepted]

@@ -31,17 +31,19 @@ from peftkit.tasks.base import Task
 from peftkit.tasks.batches import RowTooLarge
 from peftkit.tasks.run_hooks import Run
 from peftkit.train.batches import StatelessSampler
-from peftkit.train.checkpoint import Saver, TrainableWeights, Weights, identity_of
+from peftkit.train.checkpoint import Saver, TrainableWeights, Weights
 from peftkit.train.diagnosis import NonFiniteError, written_error
 from peftkit.train.memory import plan_memory_and_compile
 from peftkit.train.metrics import (
     check_services,
+    fallbacks_of,
     peak_bytes,
     recording,
     reporting_a_stop,
     run_started,
 )
 from peftkit.train.optim import learning_rate
+from peftkit.train.resume import identity_of
 from peftkit.train.start import (
     delete_checkpoints,
     locked,
@@ -188,8 +190,6 @@ class Loop:
         plan_memory_and_compile(self.trainer, self.num_steps)
         self._give_back()
         with reporting_a_stop(self.run):
-            from peftkit.train.fallbacks import fallbacks_of
-
             for fallback in fallbacks_of(self.trainer):
                 self.run.say(fallback.notice)
             self.run.say(run_started(self.trainer, self.num_steps))

@@ -1,4 +1,4 @@
-"""The reports of a run: its header, metrics.jsonl, and its trackers."""
+"""The reports of a run: its header and fallbacks, metrics.jsonl, and its trackers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from peftkit.adapter import adapter_paths
+from peftkit.data.rows.lazy import tokens_of_each
 from peftkit.events import (
     ClassReport,
     EvalDone,
     Event,
+    Fallback,
     Notice,
     RolledOut,
     RunDone,
@@ -31,12 +33,15 @@ from peftkit.events import (
 from peftkit.execution.environment import is_main_process
 from peftkit.execution.plan import Activations
 from peftkit.execution.signals import Interrupted
+from peftkit.forward.attention import TrainingAttention
 from peftkit.forward.blocks import Blocks
-from peftkit.forward.fused import num_fused
+from peftkit.forward.fused import num_fused, why_unfused
 from peftkit.kernels.device import gpu_of, peak_resident_bytes
+from peftkit.kernels.fused import TRITON
 from peftkit.quant.audit import audit
 from peftkit.settings import TrainConfig
 from peftkit.tasks.run_hooks import Run
+from peftkit.train.memory import SAMPLE
 from peftkit.train.step import Trainer
 
 FILE, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
@@ -209,3 +214,101 @@ def _is_cut_short(path: Path) -> bool:
             return file.read(1) != b"\n"
     except OSError:  # absent or empty
         return False
+
+
+def fallbacks_of(trainer: Trainer) -> list[Fallback]:
+    """Return the fallbacks of a prepared run; all processes call it."""
+    return [*_padding(trainer), *_kernels(trainer), *_mixers(trainer), *_generation(trainer)]
+
+
+def _padding(trainer: Trainer) -> list[Fallback]:
+    layout = getattr(trainer.task, "layout", None)
+    if layout is None:
+        return []
+    if layout.attention is not None:
+        return _long_rows(trainer, layout.attention)
+    if not (cause := layout.why_padded):
+        return []
+    return [
+        Fallback(
+            path="Rows are padded",
+            cause=cause,
+            cost="Each row costs as much as the longest row of its batch.",
+            fix="A smaller train.tokens_per_batch pads less.",
+        )
+    ]
+
+
+def _long_rows(trainer: Trainer, attention: TrainingAttention) -> list[Fallback]:
+    """Return why batches with long rows are padded, if the run can have such batches."""
+    from peftkit.forward.row_lengths import limits_of
+
+    rows, plan = trainer.run.rows, trainer.plan
+    longest = length = int(tokens_of_each(rows).max())
+    if documents := [max(getattr(rows[n], "lengths", (0,))) for n in range(min(SAMPLE, len(rows)))]:
+        length = max(documents) or longest
+    most = longest * min(plan.rows, len(rows))
+    most = most if plan.tokens is None else min(most, max(plan.tokens, longest))
+    if attention.can_share(length, most):
+        return []
+    limits = limits_of(trainer.model)
+    bounds = {"rows": limits.document, "batches": limits.sequence}
+    found = [f"{kind} up to {n:,} tokens" for kind, n in bounds.items() if n is not None]
+    return [
+        Fallback(
+            path="Batches with long rows are padded",
+            cause=f"{type(trainer.model).__name__} isolates documents only in {', '.join(found)}.",
+            cost="Each row of such a batch costs as much as its longest row.",
+            fix="A lower data.max_length or train.tokens_per_batch avoids it.",
+        )
+    ]
+
+
+def _kernels(trainer: Trainer) -> list[Fallback]:
+    if not trainer.plan.fused_kernels:
+        return []
+    if (missing := TRITON.missing) is not None:
+        return [missing]
+    if not (cause := why_unfused(trainer.model)):
+        return []
+    return [
+        Fallback(
+            path="Some modules run without fused kernels",
+            cause=cause,
+            cost="torch computes them by several kernels, with more memory traffic.",
+            fix="If the library was updated, install the versions of constraints.txt.",
+        )
+    ]
+
+
+def _mixers(trainer: Trainer) -> list[Fallback]:
+    """Return which packages a GPU lacks for linear attention, state spaces and convolutions."""
+    if not trainer.plan.on_gpu:
+        return []
+    from peftkit.forward.mixer_kernels import missing_kernels
+
+    if not (names := missing_kernels(trainer.model)):
+        return []
+    return [
+        Fallback(
+            path="Mixers of this model run without their GPU kernels",
+            cause=f"Not installed: {', '.join(names)}.",
+            cost="transformers computes them in PyTorch, which takes several times as long.",
+            fix=f"Install them: pip install --no-build-isolation {' '.join(names)}",
+        )
+    ]
+
+
+def _generation(trainer: Trainer) -> list[Fallback]:
+    """Return why completions during the run are slower, if it generates any."""
+    from peftkit.tasks.completions import CompletingTask
+
+    config, task = trainer.run.config, trainer.task
+    samples = config.sample_every is not None or config.eval_generate
+    if not (isinstance(task, CompletingTask) and (samples or hasattr(task, "sampler"))):
+        return []
+    from peftkit.inference.open_engine import generation_fallbacks
+
+    if (layout := getattr(task, "layout", None)) is not None:
+        layout.forget()  # the trial of the engine must not use the layout of a training batch
+    return generation_fallbacks(trainer.model, task.tokenizer)

@@ -27,6 +27,7 @@ from peftkit.model.blocks import is_sharded, is_streamed
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.run_hooks import Run
+from peftkit.train.batches import Lockstep
 from peftkit.train.checkpoint_files import Checkpoints
 from peftkit.train.step import trainable_parameters
 
@@ -167,8 +168,6 @@ def new_run(
     )
     parallel = Parallel(world)
     if is_sharded(model):
-        from peftkit.train.lockstep import Lockstep
-
         parallel = Lockstep(world, task, rows, eval_rows)
     return Run(
         model=model,

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.plan import Measured, config_of, reckoner_of
 from peftkit.execution.plan import Activations
-from peftkit.train.saved_bytes import ActivationBytes, saved_by
+from peftkit.train.fitting import ActivationBytes, saved_by
 from tests.helpers.families import llama
 
 SHORT, LONG = 128, 512

@@ -11,7 +11,7 @@ from peftkit.config.schema import flat
 from peftkit.errors import CheckpointError
 from peftkit.execution import rng
 from peftkit.settings import TrainConfig
-from peftkit.train.checkpoint import UNBOUND, check_same_run, fingerprint, identity_of
+from peftkit.train.resume import UNBOUND, check_same_run, fingerprint, identity_of
 from tests.helpers.toy import Row, Toy, ToyTask, make_rows, trainer_of
 
 

@@ -20,7 +20,7 @@ from peftkit.execution.plan import Activations
 from peftkit.forward.blocks import Blocks
 from peftkit.methods.lora import LoRA
 from peftkit.train import memory
-from peftkit.train.saved_bytes import ActivationBytes, saved_by
+from peftkit.train.fitting import ActivationBytes, saved_by
 from tests.helpers.families import FAMILIES
 from tests.helpers.toy import (
     CausalTask,
