@@ -143,6 +143,7 @@ class Run:
         parallel: How processes share rows and forward passes.
         stop: Whether a stop was requested.
         listeners: Receive the events of the run; empty except on the main process.
+        agreed_stop: The signal on which several processes stop, or 0.
         indices: Indices into `rows` of this process in the current step.
         figures: Metrics of the current step that a task adds to its loss, by name.
     """
@@ -157,6 +158,7 @@ class Run:
     state: State
     stop: StopRequest
     listeners: list[Listener] = field(default_factory=list)
+    agreed_stop: int = 0
     indices: Sequence[int] = ()
     figures: dict[str, float] = field(default_factory=dict)
 
@@ -169,6 +171,32 @@ class Run:
     def all_rows(self) -> Sequence[Any]:
         """Training rows, then eval rows."""
         return View([self.rows, self.eval_rows])
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.config.num_steps(len(self.rows), self.world.world_size)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step is done, or the run has stopped early."""
+        state, early_stopping = self.state, self.config.early_stopping
+        enough = early_stopping is not None and state.worse_evals >= early_stopping.patience
+        return enough or state.is_ended or state.step >= self.num_steps
+
+    def is_due(self, every: int | None) -> bool:
+        """Return whether something is due that happens every so many steps, and at the end."""
+        return self.is_over or (every is not None and self.state.step % every == 0)
+
+    @property
+    def stopping(self) -> int:
+        """The signal to stop on, or 0; several processes stop once they agree."""
+        return self.stop.signum if self.world.world_size == 1 else self.agreed_stop
+
+    def agree_to_stop(self) -> int:
+        """Return the signal that one of the processes received, or 0; all processes call it."""
+        self.agreed_stop = self.world.max(self.stop.signum)
+        return self.agreed_stop
 
     def say(self, event: Event) -> None:
         """Send an event to all listeners."""

@@ -31,7 +31,7 @@ from peftkit.events import (
     plain,
 )
 from peftkit.execution.environment import is_main_process
-from peftkit.execution.plan import Activations
+from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.execution.signals import Interrupted
 from peftkit.forward.attention import TrainingAttention
 from peftkit.forward.blocks import Blocks
@@ -42,7 +42,7 @@ from peftkit.quant.audit import audit
 from peftkit.settings import TrainConfig
 from peftkit.tasks.run_hooks import Run
 from peftkit.train.memory import SAMPLE
-from peftkit.train.step import Trainer
+from peftkit.train.step import Step
 
 FILE, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
 RECORDED = (RunStarted, StepDone, EvalDone, Saved, Notice, RunDone, RunStopped)
@@ -173,22 +173,21 @@ def device_name(device: torch.device, num_processes: int) -> str:
     return f"{num_processes} x {name}" if num_processes > 1 else name
 
 
-def run_started(trainer: Trainer, num_steps: int) -> RunStarted:
+def run_started(run: Run, step: Step) -> RunStarted:
     """Return the header of a run."""
-    run, world = trainer.run, trainer.world
-    paths = dict(run.task.paths)
+    paths, world = dict(run.task.paths), run.world
     if world.precision is not None:
-        scaled = ", loss scaled" * trainer.fitting.scale.needed
+        scaled = ", loss scaled" * step.fitting.scale.needed
         paths["precision"] = f"{world.precision} by autocast{scaled}"
     return RunStarted(
-        num_steps=num_steps,
+        num_steps=run.num_steps,
         start_step=run.state.step,
         num_rows=len(run.rows),
-        num_trainable=sum(p.numel() for p in trainer.parameters.values()),
+        num_trainable=sum(p.numel() for p in step.parameters.values()),
         num_parameters=audit(run.model).num_parameters,
         device=device_name(world.device, world.world_size),
-        paths=_execution_paths(run.model, trainer.blocks, paths),
-        plan=trainer.plan.describe(),
+        paths=_execution_paths(run.model, step.blocks, paths),
+        plan=step.plan.describe(),
     )
 
 
@@ -216,17 +215,25 @@ def _is_cut_short(path: Path) -> bool:
         return False
 
 
-def fallbacks_of(trainer: Trainer) -> list[Fallback]:
-    """Return the fallbacks of a prepared run; all processes call it."""
-    return [*_padding(trainer), *_kernels(trainer), *_mixers(trainer), *_generation(trainer)]
+def fallbacks_of(run: Run, plan: ExecutionPlan) -> list[Fallback]:
+    """Return the fallbacks of a prepared run; all processes call it.
+
+    Compilation (memory.py) and failures during the run (loop.py) are reported where they occur.
+    """
+    return [
+        *_padding(run, plan),
+        *_kernels(run.model, plan),
+        *_mixers(run.model, plan),
+        *_generation(run),
+    ]
 
 
-def _padding(trainer: Trainer) -> list[Fallback]:
-    layout = getattr(trainer.task, "layout", None)
+def _padding(run: Run, plan: ExecutionPlan) -> list[Fallback]:
+    layout = getattr(run.task, "layout", None)
     if layout is None:
         return []
     if layout.attention is not None:
-        return _long_rows(trainer, layout.attention)
+        return _long_rows(run, plan, layout.attention)
     if not (cause := layout.why_padded):
         return []
     return [
@@ -239,11 +246,11 @@ def _padding(trainer: Trainer) -> list[Fallback]:
     ]
 
 
-def _long_rows(trainer: Trainer, attention: TrainingAttention) -> list[Fallback]:
+def _long_rows(run: Run, plan: ExecutionPlan, attention: TrainingAttention) -> list[Fallback]:
     """Return why batches with long rows are padded, if the run can have such batches."""
     from peftkit.forward.row_lengths import limits_of
 
-    rows, plan = trainer.run.rows, trainer.plan
+    rows = run.rows
     longest = length = int(tokens_of_each(rows).max())
     if documents := [max(getattr(rows[n], "lengths", (0,))) for n in range(min(SAMPLE, len(rows)))]:
         length = max(documents) or longest
@@ -251,25 +258,25 @@ def _long_rows(trainer: Trainer, attention: TrainingAttention) -> list[Fallback]
     most = most if plan.tokens is None else min(most, max(plan.tokens, longest))
     if attention.can_share(length, most):
         return []
-    limits = limits_of(trainer.model)
+    limits = limits_of(run.model)
     bounds = {"rows": limits.document, "batches": limits.sequence}
     found = [f"{kind} up to {n:,} tokens" for kind, n in bounds.items() if n is not None]
     return [
         Fallback(
             path="Batches with long rows are padded",
-            cause=f"{type(trainer.model).__name__} isolates documents only in {', '.join(found)}.",
+            cause=f"{type(run.model).__name__} isolates documents only in {', '.join(found)}.",
             cost="Each row of such a batch costs as much as its longest row.",
             fix="A lower data.max_length or train.tokens_per_batch avoids it.",
         )
     ]
 
 
-def _kernels(trainer: Trainer) -> list[Fallback]:
-    if not trainer.plan.fused_kernels:
+def _kernels(model: nn.Module, plan: ExecutionPlan) -> list[Fallback]:
+    if not plan.fused_kernels:
         return []
     if (missing := TRITON.missing) is not None:
         return [missing]
-    if not (cause := why_unfused(trainer.model)):
+    if not (cause := why_unfused(model)):
         return []
     return [
         Fallback(
@@ -281,13 +288,13 @@ def _kernels(trainer: Trainer) -> list[Fallback]:
     ]
 
 
-def _mixers(trainer: Trainer) -> list[Fallback]:
+def _mixers(model: nn.Module, plan: ExecutionPlan) -> list[Fallback]:
     """Return which packages a GPU lacks for linear attention, state spaces and convolutions."""
-    if not trainer.plan.on_gpu:
+    if not plan.on_gpu:
         return []
     from peftkit.forward.mixer_kernels import missing_kernels
 
-    if not (names := missing_kernels(trainer.model)):
+    if not (names := missing_kernels(model)):
         return []
     return [
         Fallback(
@@ -299,11 +306,11 @@ def _mixers(trainer: Trainer) -> list[Fallback]:
     ]
 
 
-def _generation(trainer: Trainer) -> list[Fallback]:
+def _generation(run: Run) -> list[Fallback]:
     """Return why completions during the run are slower, if it generates any."""
     from peftkit.tasks.completions import CompletingTask
 
-    config, task = trainer.run.config, trainer.task
+    config, task = run.config, run.task
     samples = config.sample_every is not None or config.eval_generate
     if not (isinstance(task, CompletingTask) and (samples or hasattr(task, "sampler"))):
         return []
@@ -311,4 +318,4 @@ def _generation(trainer: Trainer) -> list[Fallback]:
 
     if (layout := getattr(task, "layout", None)) is not None:
         layout.forget()  # the trial of the engine must not use the layout of a training batch
-    return generation_fallbacks(trainer.model, task.tokenizer)
+    return generation_fallbacks(run.model, task.tokenizer)

@@ -346,17 +346,16 @@ def test_the_layout_reaches_all_documents_of_a_grid():
 
 
 def test_missing_kernels_are_reported_once_on_a_gpu(monkeypatch):
-    trainer: Any = SimpleNamespace(model=tiny_model("qwen3_5"), plan=SimpleNamespace(on_gpu=True))
-    (event,) = metrics._mixers(trainer)
+    plan: Any = SimpleNamespace(on_gpu=True)
+    (event,) = metrics._mixers(tiny_model("qwen3_5"), plan)
     assert event.fix.endswith(
         "pip install --no-build-isolation causal-conv1d flash-linear-attention"
     )
-    trainer.model = tiny_model("llama")
-    assert not metrics._mixers(trainer)
-    trainer.model = tiny_model("granitemoehybrid")
-    assert "mamba-ssm" in metrics._mixers(trainer)[0].cause
+    assert not metrics._mixers(tiny_model("llama"), plan)
+    with_mamba = tiny_model("granitemoehybrid")
+    assert "mamba-ssm" in metrics._mixers(with_mamba, plan)[0].cause
+    plan.on_gpu = False
+    assert not metrics._mixers(with_mamba, plan)
+    plan.on_gpu = True
     monkeypatch.setattr(mixer_kernels, "find_spec", lambda name: name)  # installed
-    assert not metrics._mixers(trainer)
-    trainer.plan = SimpleNamespace(on_gpu=False)
-    monkeypatch.undo()
-    assert not metrics._mixers(trainer)
+    assert not metrics._mixers(with_mamba, plan)
