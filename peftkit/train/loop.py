@@ -152,9 +152,9 @@ def train(
             if resume is None and config.sample_every is not None:
                 validation.sample()
             while not run.is_over:
-                begin_quantization()
-                run.figures = {}
-                run.indices = _indices(run, sampler, run.state.step)
+                if begin_quantization is not None:
+                    begin_quantization()
+                run.indices, run.figures = _indices(run, sampler, run.state.step), {}
                 rows = [run.rows[index] for index in run.indices]
                 rate = learning_rate(run.state.step, run.num_steps, config)
                 began = time.perf_counter()
@@ -199,10 +199,10 @@ class Clock:
 
 
 @contextmanager
-def _prepared(run: Run, step: Step) -> Iterator[Callable[[], None]]:
+def _prepared(run: Run, step: Step) -> Iterator[Callable[[], None] | None]:
     """Prepare the model for training and record events within the context.
 
-    Yields a function to call before each step, which begins `train.quantize_for` when it is due.
+    Yields the function that begins `train.quantize_for` when it is due; None without it.
     """
     model, plan = run.model, step.fitting.requested
     try:
@@ -211,7 +211,7 @@ def _prepared(run: Run, step: Step) -> Iterator[Callable[[], None]]:
             begin_training(model)
             with run.world.autocast():  # the dtype of the adapters' copies
                 stack.enter_context(prepared_for_training(model, plan))
-            begin_quantization: Callable[[], None] = lambda: None  # noqa: E731
+            begin_quantization = None
             if run.config.quantize_for != "none":
                 from peftkit.train.qat import quantization_aware
 
