@@ -220,33 +220,27 @@ def fallbacks_of(run: Run, plan: ExecutionPlan) -> list[Fallback]:
 
     Compilation (memory.py) and failures during the run (loop.py) are reported where they occur.
     """
-    return [
-        *_padding(run, plan),
-        *_kernels(run.model, plan),
-        *_mixers(run.model, plan),
-        *_generation(run),
-    ]
+    found = (_padding(run, plan), _kernels(run.model, plan), _mixers(run.model, plan))
+    return [*filter(None, found), *_generation(run)]
 
 
-def _padding(run: Run, plan: ExecutionPlan) -> list[Fallback]:
+def _padding(run: Run, plan: ExecutionPlan) -> Fallback | None:
     layout = getattr(run.task, "layout", None)
     if layout is None:
-        return []
+        return None
     if layout.attention is not None:
         return _long_rows(run, plan, layout.attention)
     if not (cause := layout.why_padded):
-        return []
-    return [
-        Fallback(
-            path="Rows are padded",
-            cause=cause,
-            cost="Each row costs as much as the longest row of its batch.",
-            fix="A smaller train.tokens_per_batch pads less.",
-        )
-    ]
+        return None
+    return Fallback(
+        path="Rows are padded",
+        cause=cause,
+        cost="Each row costs as much as the longest row of its batch.",
+        fix="A smaller train.tokens_per_batch pads less.",
+    )
 
 
-def _long_rows(run: Run, plan: ExecutionPlan, attention: TrainingAttention) -> list[Fallback]:
+def _long_rows(run: Run, plan: ExecutionPlan, attention: TrainingAttention) -> Fallback | None:
     """Return why batches with long rows are padded, if the run can have such batches."""
     from peftkit.forward.row_lengths import limits_of
 
@@ -257,53 +251,47 @@ def _long_rows(run: Run, plan: ExecutionPlan, attention: TrainingAttention) -> l
     most = longest * min(plan.rows, len(rows))
     most = most if plan.tokens is None else min(most, max(plan.tokens, longest))
     if attention.can_share(length, most):
-        return []
+        return None
     limits = limits_of(run.model)
     bounds = {"rows": limits.document, "batches": limits.sequence}
     found = [f"{kind} up to {n:,} tokens" for kind, n in bounds.items() if n is not None]
-    return [
-        Fallback(
-            path="Batches with long rows are padded",
-            cause=f"{type(run.model).__name__} isolates documents only in {', '.join(found)}.",
-            cost="Each row of such a batch costs as much as its longest row.",
-            fix="A lower data.max_length or train.tokens_per_batch avoids it.",
-        )
-    ]
+    return Fallback(
+        path="Batches with long rows are padded",
+        cause=f"{type(run.model).__name__} isolates documents only in {', '.join(found)}.",
+        cost="Each row of such a batch costs as much as its longest row.",
+        fix="A lower data.max_length or train.tokens_per_batch avoids it.",
+    )
 
 
-def _kernels(model: nn.Module, plan: ExecutionPlan) -> list[Fallback]:
+def _kernels(model: nn.Module, plan: ExecutionPlan) -> Fallback | None:
     if not plan.fused_kernels:
-        return []
+        return None
     if (missing := TRITON.missing) is not None:
-        return [missing]
+        return missing
     if not (cause := why_unfused(model)):
-        return []
-    return [
-        Fallback(
-            path="Some modules run without fused kernels",
-            cause=cause,
-            cost="torch computes them by several kernels, with more memory traffic.",
-            fix="If the library was updated, install the versions of constraints.txt.",
-        )
-    ]
+        return None
+    return Fallback(
+        path="Some modules run without fused kernels",
+        cause=cause,
+        cost="torch computes them by several kernels, with more memory traffic.",
+        fix="If the library was updated, install the versions of constraints.txt.",
+    )
 
 
-def _mixers(model: nn.Module, plan: ExecutionPlan) -> list[Fallback]:
+def _mixers(model: nn.Module, plan: ExecutionPlan) -> Fallback | None:
     """Return which packages a GPU lacks for linear attention, state spaces and convolutions."""
     if not plan.on_gpu:
-        return []
+        return None
     from peftkit.forward.mixer_kernels import missing_kernels
 
     if not (names := missing_kernels(model)):
-        return []
-    return [
-        Fallback(
-            path="Mixers of this model run without their GPU kernels",
-            cause=f"Not installed: {', '.join(names)}.",
-            cost="transformers computes them in PyTorch, which takes several times as long.",
-            fix=f"Install them: pip install --no-build-isolation {' '.join(names)}",
-        )
-    ]
+        return None
+    return Fallback(
+        path="Mixers of this model run without their GPU kernels",
+        cause=f"Not installed: {', '.join(names)}.",
+        cost="transformers computes them in PyTorch, which takes several times as long.",
+        fix=f"Install them: pip install --no-build-isolation {' '.join(names)}",
+    )
 
 
 def _generation(run: Run) -> list[Fallback]:
