@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan
 
-The measured step is `Trainer.step` on a model with random weights: the forward and backward passes
+The measured step is `Step` on a model with random weights: the forward and backward passes
 and the optimizer. Weights, adapters and optimizer state are measured on the live tensors.
 """
 
@@ -37,7 +37,7 @@ from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.tokens import CausalLM, CausalLMConfig
 from peftkit.train.optim import STATE_BYTES
 from peftkit.train.start import new_run
-from peftkit.train.step import Trainer, trainable_parameters
+from peftkit.train.step import Step, trainable_parameters
 
 FAMILIES = ("smollm2-135m", "gpt2", "gpt_neox", "gemma2", "qwen3_moe")
 LAYERS = 6
@@ -130,19 +130,19 @@ class Measured:
         ids = tuple(n % 1000 + 5 for n in range(length))
         row = Row(ids, (-100, *ids[1:]), (length,), "row 1")
         run = new_run(self.model, self.task, [row], [], config, stop=StopRequest())
-        trainer = Trainer(run)
-        self.optimizer, step = trainer.optimizer, partial(trainer.step, [row], 1e-4)
-        trainer.use(replace(trainer.plan, activations=way))
-        trainer.model.train()
+        step = Step(run)
+        self.optimizer, take = step.optimizer, partial(step, [row], 1e-4)
+        step.use(replace(step.plan, activations=way))
+        self.model.train()
         try:
             with (
-                prepared_for_training(trainer.model, trainer.plan),
-                trainer.task.training(trainer.model),
+                prepared_for_training(self.model, step.plan),
+                self.task.training(self.model),
             ):
-                step()
-                yield step
+                take()
+                yield take
         finally:
-            trainer.blocks.restore()
+            step.blocks.restore()
 
     def peak(self, way: Activations, length: int) -> int:
         """Return the bytes of the weights, and the peak bytes that a step allocates."""

@@ -43,7 +43,7 @@ from peftkit.quant.quantize import quantize_model
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
 from peftkit.train.start import new_run
-from peftkit.train.step import Trainer, trainable_parameters
+from peftkit.train.step import Step, trainable_parameters
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card, CudaTensor, Kernels
 
@@ -214,16 +214,16 @@ def step(layers: int, args: argparse.Namespace) -> tuple[Counting, Card]:
         task = Tokens(model)
         config, rows = TrainConfig(batch_size=1), [Row((1,), (1,), (1,), "row")]
         run = new_run(model, task, rows, [], config, stop=StopRequest(), world=World(device))
-        trainer = Trainer(run)
-        trainer.use(replace(trainer.plan, activations=args.activations))
+        take = Step(run)
+        take.use(replace(take.plan, activations=args.activations))
         model.train()
         ids = tuple(range(10, 10 + args.length))
-        with prepared_for_training(model, trainer.plan):
+        with prepared_for_training(model, take.plan):
             for length in (16, args.length):
                 counting.kinds.clear()
                 counting.operators.clear()
                 card.reset()
-                trainer.step([Row(ids[:length], ids[:length], (length,), "row")], 1e-4)
+                take([Row(ids[:length], ids[:length], (length,), "row")], 1e-4)
     return counting, card
 
 

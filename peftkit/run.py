@@ -77,21 +77,17 @@ def run(
         done, resume, allow_changes = finished_or_resume(recipe, allow_changes, overwrite, on_event)
         if done is not None:
             return done
-    start: dict[str, Any] = {
-        "resume": resume,
-        "overwrite": overwrite,
-        "allow_changes": list(allow_changes),
-    }
+    command = {"resume": resume, "overwrite": overwrite, "allow_changes": list(allow_changes)}
     with joined_ranks() as world, ExitStack() as stack:
         is_new = not folder.exists()
-        prepare_output(folder, **start)
+        prepare_output(folder, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
         if resume:
             from peftkit.train.resume import check_settings_of_resume
 
             check_settings_of_resume(recipe, allow_changes)
         _check_services(recipe)
         world.check_equal_across_ranks(
-            recipe=flat(recipe.model_dump(mode="json")), version=versions(), command=start
+            recipe=flat(recipe.model_dump(mode="json")), version=versions(), command=command
         )
         world.check_shared(folder)
         stack.enter_context(locked(folder))
@@ -103,10 +99,7 @@ def run(
             record = prepare(recipe, base=base, resume=resume, world=world, on_event=recorder)
             _warn_if_short(record, world.world_size, recorder)
             record = replace(record, events=early_events)
-            watches = {
-                "watch": _watch(record, metrics, on_event),
-                "drift": _drift(record, on_event),
-            }
+            watch, drift = _watch(record, metrics, on_event), _drift(record, on_event)
             base_metrics = {} if resume else metrics_before_training(record, recorder)
         with stop_requests(message=STOPPING) as stop:
             training = new_run(
@@ -120,13 +113,20 @@ def run(
                 plan=record.plan,
                 world=world,
             )
-            weights, identity = record.adapter_folder(), record.identity()
-            result = train(training, **start, weights=weights, identity=identity, **watches)
+            result = train(
+                training,
+                resume=allow_changes if resume else None,
+                overwrite=overwrite,
+                weights=record.adapter_folder(),
+                identity=record.identity(),
+                watch=watch,
+                drift=drift,
+            )
         if result.is_main or is_sharded(record.base.model):  # all processes run a sharded model
             with stop_requests(message=SAVING) as stop:
                 result = replace(result, metrics={**base_metrics, **result.metrics})
                 result = save_result(record, result, on_event=on_event)
-                from peftkit.train.finish import finish
+                from peftkit.train.resume import finish
 
                 finish(recipe, result, on_event)
             if stop.signum:
@@ -163,7 +163,7 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
 def _check_services(recipe: Recipe) -> None:
     check_services(recipe.train)
     if recipe.train.upload:
-        from peftkit.train.finish import check_target
+        from peftkit.train.resume import check_target
 
         check_target(recipe)
 

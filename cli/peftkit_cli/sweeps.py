@@ -41,8 +41,8 @@ from peftkit.report.history import is_run, read_history
 from peftkit.report.page import REPORT, LiveReport, write_report
 from peftkit.run import run
 from peftkit.train.checkpoint_files import Checkpoints
-from peftkit.train.finish import check_target
 from peftkit.train.metrics import check_services
+from peftkit.train.resume import check_target
 from peftkit.train.start import locked, prepare_output
 
 BEST = "best"

@@ -5,7 +5,7 @@ computes and freed after it. Adapters are replicated, and their gradients are su
 without sharding. torch's `fully_shard` does all of it: packed weights are gathered as bytes with
 their scales, and tensors without a dimension to shard are replicated.
 
-All ranks must run the model equally often: see train/lockstep.py.
+All ranks must run the model equally often: see train/batches.py.
 """
 
 from __future__ import annotations

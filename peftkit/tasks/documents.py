@@ -32,7 +32,7 @@ from peftkit.tasks.base import mean_loss
 from peftkit.tasks.batches import OnDevice
 from peftkit.tasks.completions import CompletingTask
 from peftkit.tasks.rows import exact_length
-from peftkit.tasks.run_hooks import Reference, RunHooks, TrainingRun
+from peftkit.tasks.run_hooks import Reference, Run, RunHooks
 from peftkit.tasks.tokens import TokenTask
 
 MAX_EMPTY = 20
@@ -171,7 +171,7 @@ class RolloutTask(DocumentTask):
         """Return the sampler of a model."""
         return ModelSampler(model, self.tokenizer, MAX_ROWS)
 
-    def check_answers(self, run: TrainingRun) -> None:
+    def check_answers(self, run: Run) -> None:
         """Check that each process can generate answers alone.
 
         Raises:
@@ -183,7 +183,7 @@ class RolloutTask(DocumentTask):
                 fix="Set train.shard: none.",
             )
 
-    def answered_step(self, prompts: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
+    def answered_step(self, prompts: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
         """Return the rows of the optimizer steps that train on answers to prompts.
 
         Raises:
@@ -205,14 +205,12 @@ class RolloutTask(DocumentTask):
                 self._find_log_probs(rollout.rows, run)
         return [rollout.rows] * self.updates
 
-    def greedy_metrics(self, prompts: Sequence[Any], run: TrainingRun) -> dict[str, float]:
+    def greedy_metrics(self, prompts: Sequence[Any], run: Run) -> dict[str, float]:
         """Return the mean rewards of greedy answers; "loss" is the negative reward."""
         means = _means(self._rolled_out(prompts, None, run), run)
         return {"loss": -means["reward"], **means}
 
-    def _rolled_out(
-        self, prompts: Sequence[Any], seeds: Sequence[int] | None, run: TrainingRun
-    ) -> Rollout:
+    def _rolled_out(self, prompts: Sequence[Any], seeds: Sequence[int] | None, run: Run) -> Rollout:
         """Call `roll_out` in eval mode, and restore the random generators."""
         before = rng.capture(run.world.device)
         try:
@@ -235,7 +233,7 @@ class RolloutTask(DocumentTask):
             )
 
     @torch.no_grad()
-    def _find_log_probs(self, rows: Sequence[Any], run: TrainingRun) -> None:
+    def _find_log_probs(self, rows: Sequence[Any], run: Run) -> None:
         """Compute log-probabilities under these weights, or the reference's."""
         with evaluating(run.model), run.world.autocast():
             for part in run.micro_batches(rows):
@@ -250,7 +248,7 @@ def drawn_seeds(seeds: Sequence[int] | None, number: int) -> list[list[int]] | N
     return [[rng.seed_of(seed, n) for n in range(number)] for seed in seeds]
 
 
-def _means(rollout: Rollout, run: TrainingRun) -> dict[str, float]:
+def _means(rollout: Rollout, run: Run) -> dict[str, float]:
     """Return the means over the answers of all processes."""
     number = len(rollout.answers)
     sums = torch.tensor([number, *(value * number for value in rollout.metrics.values())])

@@ -1,20 +1,23 @@
-"""Hooks of the training loop, for reference models, rollouts and values shared over a step."""
+"""One training run, and hooks for reference models, rollouts and values shared over a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
+from peftkit.data.rows.lazy import View
 from peftkit.events import Event, Listener, ignore
 from peftkit.execution.parallel import Parallel, Part
 from peftkit.execution.signals import StopRequest
 from peftkit.execution.state import State
 from peftkit.execution.world import World
 from peftkit.settings import TrainConfig
+from peftkit.tasks.base import Task
+from peftkit.tasks.batches import split_micro_batches
 
 if TYPE_CHECKING:
     from peftkit.model.side_adapter import SideAdapter
@@ -31,28 +34,6 @@ class Reference:
 
     state: Callable[[], AbstractContextManager[None]]
     key: str = ""
-
-
-class TrainingRun(Protocol):
-    """The parts of `peftkit.train.run.Run` that hooks use."""
-
-    model: nn.Module
-    rows: Sequence[Any]
-    eval_rows: Sequence[Any]
-    config: TrainConfig
-    world: World
-    parallel: Parallel
-    state: State
-    stop: StopRequest
-    indices: Sequence[int]
-    figures: dict[str, float]
-
-    @property
-    def all_rows(self) -> Sequence[Any]: ...
-
-    def say(self, event: Event) -> None: ...
-
-    def micro_batches(self, rows: Sequence[Any]) -> list[Part]: ...
 
 
 class RunHooks:
@@ -83,7 +64,7 @@ class RunHooks:
         """
         return None
 
-    def setup(self, run: TrainingRun) -> None:
+    def setup(self, run: Run) -> None:
         """Prepare a run, before its first step or after a resume."""
         return None
 
@@ -99,7 +80,7 @@ class RunHooks:
         """
         return None
 
-    def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
         """Return the rows of each optimizer step for this process's share of a step's rows.
 
         The default is one step with the same rows. A task may compute values that the losses of
@@ -108,7 +89,7 @@ class RunHooks:
         """
         return [rows]
 
-    def rows_ahead(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Any] | None:
+    def rows_ahead(self, rows: Sequence[Any], run: Run) -> Sequence[Any] | None:
         """Return what `before_step` will make of the next step's rows; None: not yet known."""
         return None
 
@@ -120,7 +101,7 @@ class RunHooks:
         """Return the reason to end the run after a step with these metrics; "": continue."""
         return ""
 
-    def evaluate(self, rows: Sequence[Any], run: TrainingRun) -> dict[str, float] | None:
+    def evaluate(self, rows: Sequence[Any], run: Run) -> dict[str, float] | None:
         """Return the metrics of an evaluation, "loss" among them; None: the mean of `loss`.
 
         Args:
@@ -150,3 +131,81 @@ NO_HOOKS = RunHooks()
 def hooks_of(task: object) -> RunHooks:
     """Return the hooks of a task; a task without hooks gets `NO_HOOKS`."""
     return task if isinstance(task, RunHooks) else NO_HOOKS
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One training run on one of its processes.
+
+    Attributes:
+        rows, eval_rows: Encoded rows, the same on every process.
+        state: The run's state between two steps; `state.plan` is the current execution plan.
+        parallel: How processes share rows and forward passes.
+        stop: Whether a stop was requested.
+        listeners: Receive the events of the run; empty except on the main process.
+        agreed_stop: The signal on which several processes stop, or 0.
+        indices: Indices into `rows` of this process in the current step.
+        figures: Metrics of the current step that a task adds to its loss, by name.
+    """
+
+    model: nn.Module
+    task: Task
+    rows: Sequence[Any]
+    eval_rows: Sequence[Any]
+    config: TrainConfig
+    world: World
+    parallel: Parallel
+    state: State
+    stop: StopRequest
+    listeners: list[Listener] = field(default_factory=list)
+    agreed_stop: int = 0
+    indices: Sequence[int] = ()
+    figures: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def hooks(self) -> RunHooks:
+        """The task's hooks."""
+        return hooks_of(self.task)
+
+    @property
+    def all_rows(self) -> Sequence[Any]:
+        """Training rows, then eval rows."""
+        return View([self.rows, self.eval_rows])
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.config.num_steps(len(self.rows), self.world.world_size)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step is done, or the run has stopped early."""
+        state, early_stopping = self.state, self.config.early_stopping
+        enough = early_stopping is not None and state.worse_evals >= early_stopping.patience
+        return enough or state.is_ended or state.step >= self.num_steps
+
+    def is_due(self, every: int | None) -> bool:
+        """Return whether something is due that happens every so many steps, and at the end."""
+        return self.is_over or (every is not None and self.state.step % every == 0)
+
+    @property
+    def stopping(self) -> int:
+        """The signal to stop on, or 0; several processes stop once they agree."""
+        return self.stop.signum if self.world.world_size == 1 else self.agreed_stop
+
+    def agree_to_stop(self) -> int:
+        """Return the signal that one of the processes received, or 0; all processes call it."""
+        self.agreed_stop = self.world.max(self.stop.signum)
+        return self.agreed_stop
+
+    def say(self, event: Event) -> None:
+        """Send an event to all listeners."""
+        for listener in self.listeners:
+            listener(event)
+
+    def micro_batches(self, rows: Sequence[Any]) -> list[Part]:
+        """Return rows in micro-batches."""
+        plan, task = self.state.plan, self.task
+        return split_micro_batches(
+            rows, task.num_positions, plan.rows, plan.tokens, task.bucket_key
+        )

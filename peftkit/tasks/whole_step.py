@@ -21,7 +21,7 @@ from peftkit.execution.parallel import Part
 from peftkit.execution.world import World
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import batches_that_fit, on_host, split_micro_batches
-from peftkit.tasks.run_hooks import RunHooks, TrainingRun
+from peftkit.tasks.run_hooks import Run, RunHooks
 
 INDEX = "step_index"
 """Entry of a batch: the index among the N of each of its rows."""
@@ -46,7 +46,7 @@ class WholeStep:
         self,
         task: Task,
         rows: Sequence[Any],
-        run: TrainingRun,
+        run: Run,
         collate: Callable[[Sequence[Any]], dict[str, Tensor]],
         compute: Callable[[nn.Module, Mapping[str, Tensor]], Tensor],
     ) -> None:
@@ -141,7 +141,7 @@ class WholeStepTask(RunHooks, Task):
     def row_values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the values (rows, K) on which the losses of other rows depend."""
 
-    def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
         """Compute the values of all rows of the step, without gradients."""
         self._step = WholeStep(self, rows, run, self.row_batch, self.row_values)
         return [rows]

@@ -1,30 +1,29 @@
-"""Save and resume a run: its state between two steps, and the identity that must not change."""
+"""Save and resume a run: its weights, optimizer, generators and state between two steps."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from peftkit.config.schema import flat
-from peftkit.data.rows.lazy import fingerprint
-from peftkit.errors import CheckpointError, DiskFullError, did_you_mean
+from peftkit.errors import CheckpointError, DiskFullError
 from peftkit.events import Notice, Saved
 from peftkit.execution import rng
+from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.execution.state import state_from_json
 from peftkit.files.disk import read_json, write_json
 from peftkit.files.tensors import read_tensors, write_tensors
-from peftkit.model.blocks import is_sharded
+from peftkit.tasks.run_hooks import Run
 from peftkit.train import checkpoint_files
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.checkpoint_files import Checkpoint, Checkpoints, versions
 from peftkit.train.optim import STATE_BYTES, load_optimizer_state, optimizer_state
-from peftkit.train.run import Run
-from peftkit.train.step import Trainer
+from peftkit.train.resume import check_same_run
+from peftkit.train.step import Step
 
 
 class Weights(Protocol):
@@ -88,39 +87,62 @@ class Saver:
         identity: Values that a resumed run must share with the saved one.
 
     Attributes:
-        last: The newest checkpoint of this run.
-        last_step: Its step.
-        resumed_step: The step at which the run was resumed; None: it started at step 0.
+        last_step: The step of the newest checkpoint of this run; None: there is none.
     """
 
     def __init__(
         self,
-        trainer: Trainer,
+        run: Run,
+        step: Step,
         sampler: StatelessSampler,
         weights: Weights,
         identity: Mapping[str, Any],
     ) -> None:
-        self.trainer, self.run, self.sampler = trainer, trainer.run, sampler
-        self.config, self.weights, self.identity = trainer.run.config, weights, identity
-        self.checkpoints = Checkpoints(self.config.output_dir, self.config.keep_checkpoints)
-        self.last: Path | None = None
+        self.run, self.step, self.sampler = run, step, sampler
+        self.weights, self.identity = weights, identity
+        self.checkpoints = Checkpoints(run.config.output_dir, run.config.keep_checkpoints)
         self.last_step: int | None = None
-        self.resumed_step: int | None = None
-        state_bytes = STATE_BYTES[self.config.optimizer]
+        state_bytes = STATE_BYTES[run.config.optimizer]
         self.num_bytes = SLACK_BYTES + sum(
-            p.numel() * (p.element_size() + state_bytes) for p in trainer.parameters.values()
+            p.numel() * (p.element_size() + state_bytes) for p in step.parameters.values()
         )
 
+    @property
+    def last(self) -> Path | None:
+        """The newest checkpoint of this run."""
+        return None if self.last_step is None else self.checkpoints.path(self.last_step)
+
     def check_disk(self) -> None:
-        """Emit a notice if the disk may fill up; DiskFullError if it cannot hold one checkpoint."""
+        """Delete leftovers; emit a notice if the disk may fill up.
+
+        Raises:
+            DiskFullError: The disk cannot hold one checkpoint.
+        """
+        if self.run.world.is_main:
+            self.checkpoints.remove_leftovers()
         free, folder = self.checkpoints.free_bytes, self.checkpoints.folder
         size = f"A checkpoint takes about {self.num_bytes:,} bytes; {free:,} are free in {folder}."
-        number = self.config.keep_checkpoints + 2  # the best one, and the one being written
+        number = self.run.config.keep_checkpoints + 2  # the best one, and the one being written
         if free < self.num_bytes:
             fix = "Free some space, or train into another folder."
             raise DiskFullError("the disk is too full to train", found=size, fix=fix)
         if free < self.num_bytes * number:
             self.run.say(Notice(f"{size} Up to {number} exist at a time: the disk may fill up."))
+
+    @contextmanager
+    def saving_on(self, *errors: type[Exception]) -> Iterator[None]:
+        """Save the completed steps if one of these errors, or a lack of memory, ends the run.
+
+        Processes save together, so all of them have to raise the error.
+        """
+        try:
+            yield
+        except Exception as error:
+            step, is_alone = self.run.state.step, self.run.world.world_size == 1
+            is_reason = isinstance(error, errors) or (is_alone and is_out_of_memory(error))
+            if is_reason and step and self.last_step != step:
+                self.save()
+            raise
 
     def save(self) -> None:
         """Write a checkpoint.
@@ -134,8 +156,7 @@ class Saver:
         self.run.world.wait()
 
     def _write(self, generators: Mapping[str, Tensor]) -> None:
-        trainer, state = self.trainer, self.run.state
-        scale = trainer.fitting.scale
+        state, scale = self.run.state, self.step.fitting.scale
         state.loss_scale, state.good_steps = scale.factor, scale.good_steps
         epoch, position = self.sampler.position(state.step)
         of_task = self.run.hooks.state()
@@ -151,7 +172,7 @@ class Saver:
         ) as folder:
             self.weights.save(folder)
             checkpoint_files.failpoint("weights")
-            tensors, numbers = optimizer_state(trainer.optimizer, trainer.parameters)
+            tensors, numbers = optimizer_state(self.step.optimizer, self.step.parameters)
             write_tensors(tensors, folder / OPTIMIZER)
             checkpoint_files.failpoint("optimizer")
             if of_task:
@@ -160,8 +181,8 @@ class Saver:
             checkpoint_files.failpoint("rng")
             write_json({"run": asdict(state), "optimizer": numbers}, folder / STATE)
             checkpoint_files.failpoint("state")
-        self.last, self.last_step = self.checkpoints.path(state.step), state.step
-        self.run.say(Saved("checkpoint", self.last))
+        self.last_step = state.step
+        self.run.say(Saved("checkpoint", self.checkpoints.path(state.step)))
 
     def resume(self, allow_changes: Sequence[str]) -> None:
         """Continue from the newest valid checkpoint.
@@ -175,7 +196,7 @@ class Saver:
             self.run.say(Notice("Resumed with these changes, not bit-equal: " + "; ".join(changes)))
         self._compare_versions(newest.manifest["versions"])
         self._load(newest.folder, is_exact=not changes)
-        self.last, self.last_step, self.resumed_step = newest.folder, newest.step, newest.step
+        self.last_step = newest.step
 
     def _newest(self) -> Checkpoint:
         """Return the main process's newest valid checkpoint, on all processes."""
@@ -191,14 +212,14 @@ class Saver:
         return newest or self.checkpoints.verified(step)
 
     def _load(self, folder: Path, *, is_exact: bool) -> None:
-        trainer, world = self.trainer, self.run.world
+        step, world = self.step, self.run.world
         saved = read_json(folder / STATE, max_bytes=MAX_STATE_BYTES, error=CheckpointError)
         tensors = read_tensors(folder / OPTIMIZER, error=CheckpointError)
         generators = read_tensors(folder / RANDOM, error=CheckpointError)
         state = state_from_json(saved["run"])
         self.weights.load(folder)
-        load_optimizer_state(trainer.optimizer, trainer.parameters, tensors, saved["optimizer"])
-        trainer.load_state(state, is_exact=is_exact)
+        load_optimizer_state(step.optimizer, step.parameters, tensors, saved["optimizer"])
+        step.load_state(state, is_exact=is_exact)
         if (file := folder / TASK).is_file():
             tensors = read_tensors(file, error=CheckpointError)
             self.run.hooks.load_state(self.run.model, tensors)
@@ -228,76 +249,3 @@ class Saver:
         if changed:
             text = f"Library versions have changed; not bit-equal: {', '.join(changed)}"
             self.run.say(Notice(text))
-
-
-UNBOUND = {
-    "output_dir",
-    "eval_every",
-    "save_every",
-    "keep_checkpoints",
-    "gradient_checkpointing",
-    *("log_to", "trackers", "upload"),
-    "eval_before",
-    "eval_generate",
-    "early_stopping",
-    "keep_best",
-    "best_metric",
-    "drift",
-    "sample_every",
-    "sample_prompts",
-    "sample_tokens",
-}
-"""Settings that a resumed run may change: weights do not depend on them."""
-Identity = Mapping[str, Any]
-
-
-def identity_of(run: Run, identity: Identity) -> dict[str, Any]:
-    """Return all values that determine the weights of a run, as plain JSON.
-
-    Args:
-        identity: The caller's values: base, method, data.
-    """
-    train = run.config.model_dump(exclude=UNBOUND)
-    # a sharded base sums in another order; the location of its shards has no effect
-    train["shard"] = "base" if is_sharded(run.model) else "none"
-    rows = {"train": fingerprint(run.rows), "eval": fingerprint(run.eval_rows)}
-    num_processes = run.world.world_size
-    whole = {**identity, "train": train, "rows": rows, "num_processes": num_processes}
-    plain: dict[str, Any] = json.loads(json.dumps(whole, default=str))
-    return plain
-
-
-def check_same_run(saved: Identity, now: Identity, allowed: Sequence[str]) -> list[str]:
-    """Return the differences between two identities that are allowed.
-
-    Args:
-        allowed: Dotted keys; "train" allows all of "train.learning_rate" and the rest.
-
-    Raises:
-        CheckpointError: Lists all other differences; or an allowed key does not exist.
-    """
-    before, after = flat(saved), flat(now)
-    before.pop("train.context_parallel", None)  # saved by earlier versions
-    accepted: list[tuple[str, str]] = []
-    refused: list[tuple[str, str]] = []
-    for key in sorted(before.keys() | after.keys()):
-        if key in before and key in after and before[key] == after[key]:
-            continue
-        texts = [json.dumps(v[key]) if key in v else "(missing)" for v in (before, after)]
-        line = f"{key}: {' -> '.join(texts)}"
-        is_allowed = any(key == name or key.startswith(f"{name}.") for name in allowed)
-        (accepted if is_allowed else refused).append((key, line))
-    if refused:
-        flags = " ".join(f"--allow-changes {key}" for key, _ in refused)
-        raise CheckpointError(
-            "cannot resume: this is not the run that was saved",
-            found="\n".join(line for _, line in refused),
-            fix=f"Undo the change, or allow it, no longer bit-equal: {flags}\n"
-            "Or start a new run with it: peftkit train --from RUN --set KEY=VALUE --out DIR",
-        )
-    keys = before.keys() | after.keys()
-    for name in allowed:
-        if not any(key == name or key.startswith(f"{name}.") for key in keys):
-            fix = did_you_mean(name, keys) or "Leave it out."
-            raise CheckpointError(f"cannot allow changes of {name!r}: no such setting", fix=fix)
-    return [line for _, line in accepted]

@@ -70,7 +70,7 @@ class GradientWatch:
     """Reports trained tensors whose gradient is zero in ZERO_STEPS steps in a row.
 
     A of LoRA has a zero gradient in the first step only. Gradients that are not finite end a run at
-    once. The counts stay on the device; the trainer reads `longest` with a step's other figures.
+    once. The counts stay on the device; `Step` reads `longest` with a step's other figures.
 
     Attributes:
         longest: (1,), the largest count.

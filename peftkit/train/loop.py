@@ -7,7 +7,7 @@ A step's rows depend only on the seed and the step (batches.py), its learning ra
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,8 @@ from peftkit.adapter import prepared_for_training, refresh_copies
 from peftkit.errors import EndedTogetherError, PeftkitError
 from peftkit.events import Listener, Notice, RunDone, StepDone, ignore
 from peftkit.execution import rng
-from peftkit.execution.out_of_memory import RetryWatch, is_out_of_memory
 from peftkit.execution.signals import Interrupted, stop_requests
-from peftkit.execution.state import Result, StepFacts
+from peftkit.execution.state import Result, State, StepFacts
 from peftkit.figures import RECENT_STEPS, recent_mean
 from peftkit.formats.folders import set_aside
 from peftkit.kernels.device import PINNING, gpu_of, keep_freed_memory, trim_malloc
@@ -29,19 +28,22 @@ from peftkit.model.modes import begin_training, modes_kept
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import RowTooLarge
+from peftkit.tasks.run_hooks import Run
 from peftkit.train.batches import StatelessSampler
-from peftkit.train.checkpoint import Saver, TrainableWeights, Weights, identity_of
+from peftkit.train.checkpoint import Saver, TrainableWeights, Weights
+from peftkit.train.checkpoint_files import Checkpoints
 from peftkit.train.diagnosis import NonFiniteError, written_error
 from peftkit.train.memory import plan_memory_and_compile
 from peftkit.train.metrics import (
     check_services,
+    fallbacks_of,
     peak_bytes,
     recording,
     reporting_a_stop,
     run_started,
 )
 from peftkit.train.optim import learning_rate
-from peftkit.train.run import Run
+from peftkit.train.resume import identity_of
 from peftkit.train.start import (
     delete_checkpoints,
     locked,
@@ -49,7 +51,7 @@ from peftkit.train.start import (
     prepare_output,
     shared_tensors,
 )
-from peftkit.train.step import Trainer
+from peftkit.train.step import Step
 from peftkit.train.validation import Validation
 
 if TYPE_CHECKING:
@@ -99,9 +101,8 @@ def fit(
     with locked(folder), stop_requests() as stop:
         return train(
             new_run(model, task, train_rows, eval_rows, config, stop=stop, on_event=on_event),
-            resume=resume,
+            resume=allow_changes if resume else None,
             overwrite=overwrite,
-            allow_changes=allow_changes,
             weights=weights,
             identity=identity or {},
         )
@@ -110,17 +111,17 @@ def fit(
 def train(
     run: Run,
     *,
-    resume: bool = False,
-    overwrite: bool = False,
-    allow_changes: Sequence[str] = (),
-    weights: Weights | None = None,
+    resume: Sequence[str] | None,
+    overwrite: bool,
     identity: Mapping[str, Any],
+    weights: Weights | None = None,
     watch: TextWatch | None = None,
     drift: Drift | None = None,
 ) -> Result:
     """Train a run to its end, in a locked folder; see `fit`.
 
     Args:
+        resume: Changes that a resumed run allows; None: start from the first step.
         watch: Generates samples and completions during training.
         drift: Measures train.drift.
     """
@@ -128,263 +129,243 @@ def train(
         delete_checkpoints(run.config.output_dir)
         if run.world.is_main and (aside := set_aside(run.config.output_dir)):
             run.say(Notice(f"The previous adapter is in {aside} until the new one is saved."))
-    loop = Loop(run, weights or TrainableWeights(run.model), identity, watch, drift)
-    with loop.prepared():
-        return loop.train(allow_changes if resume else None)
-
-
-class Loop:
-    """Steps, evaluations and checkpoints of a run, on one process."""
-
-    def __init__(
-        self,
-        run: Run,
-        weights: Weights,
-        identity: Mapping[str, Any],
-        watch: TextWatch | None,
-        drift: Drift | None,
-    ) -> None:
-        self.run, self.config, self.world = run, run.config, run.world
-        size = self.world.world_size
-        rows_per_step = run.config.rows_per_step(size)
-        self.sampler = StatelessSampler(len(run.rows), rows_per_step, run.config.seed)
-        self.num_steps = run.config.num_steps(len(run.rows), size)
-        self.trainer = Trainer(run)
-        self.validation = Validation(self.trainer, self.num_steps, watch, drift)
-        self.saver = Saver(self.trainer, self.sampler, weights, identity_of(run, identity))
-        self._agreed_stop = 0
-        self._retries = RetryWatch(self.world.device)
-        self._has_trained = False
-        self._began = time.perf_counter()  # less the seconds before a resume
-        self._resumed = (0, 0.0)  # steps and seconds before a resume
-
-    @contextmanager
-    def prepared(self) -> Iterator[None]:
-        """Prepare the model for training and record events within the context."""
-        from peftkit.train.qat import quantization_aware
-
-        trainer, model = self.trainer, self.run.model
-        try:
-            trainer.use(trainer.plan)
-            with recording(self.run), modes_kept(model), ExitStack() as stack:
-                begin_training(model)
-                with self.world.autocast():  # the dtype of the adapters' copies
-                    stack.enter_context(prepared_for_training(model, trainer.fitting.requested))
-                quantizing = quantization_aware(trainer, self.num_steps)
-                self._begin_quantization = stack.enter_context(quantizing)
-                with self.run.task.training(model, trainer.fitting.requested):
-                    yield
-        finally:
-            trainer.prefetcher.close()
-            trainer.blocks.restore()
-
-    def train(self, resume: Sequence[str] | None) -> Result:
-        """Train to the end.
-
-        Args:
-            resume: Changes that a resumed run allows; None: start from the first step.
-        """
-        self._start(resume)
-        plan_memory_and_compile(self.trainer, self.num_steps)
-        self._give_back()
-        with reporting_a_stop(self.run):
-            from peftkit.train.fallbacks import fallbacks_of
-
-            for fallback in fallbacks_of(self.trainer):
-                self.run.say(fallback.notice)
-            self.run.say(run_started(self.trainer, self.num_steps))
-            if resume is not None:
-                self._after_step()  # evaluates now if the run was stopped during an evaluation
-            elif self.config.eval_before and self.run.eval_rows:
-                self._evaluate()
-            if resume is None and self.config.sample_every is not None:
-                self.validation.sample()
-            while not self.validation.is_over:
-                self._step()
-                self._after_step()
-            result = self._result()
-            if not (self._has_trained or self.run.state.num_tokens):
-                self.run.say(Notice(f"No step was trained: {self.run.hooks.why_nothing}"))
-        self.run.say(RunDone(result.step, result.seconds, result.metrics))
+    config, hooks = run.config, run.hooks
+    rows_per_step = config.rows_per_step(run.world.world_size)
+    sampler = StatelessSampler(len(run.rows), rows_per_step, config.seed)
+    step = Step(run)
+    validation = Validation(run, step, watch, drift)
+    identity, weights = identity_of(run, identity), weights or TrainableWeights(run.model)
+    saver = Saver(run, step, sampler, weights, identity)
+    with _prepared(run, step) as begin_quantization:
+        _begin(run, step, saver, resume)
+        clock, has_trained = Clock(run.state), run.state.num_tokens > 0
+        plan_memory_and_compile(run, step)
+        _give_back(run, step)
+        with reporting_a_stop(run):
+            for fallback in fallbacks_of(run, step.plan):
+                run.say(fallback.notice)
+            run.say(run_started(run, step))
+            if resume is not None:  # evaluates now if the run was stopped during an evaluation
+                _do_what_is_due(run, validation, saver, clock)
+            elif config.eval_before and run.eval_rows:
+                validation.evaluate()
+            if resume is None and config.sample_every is not None:
+                validation.sample()
+            while not run.is_over:
+                if begin_quantization is not None:
+                    begin_quantization()
+                run.indices, run.figures = _indices(run, sampler, run.state.step), {}
+                rows = [run.rows[index] for index in run.indices]
+                rate = learning_rate(run.state.step, run.num_steps, config)
+                began = time.perf_counter()
+                with saver.saving_on(PeftkitError), step.blocks.eagerly():  # user code may raise
+                    batches = hooks.before_step(rows, run)
+                if batches:
+                    coming = _rows_ahead(run, step, sampler, are_same=batches[0] is rows)
+                    facts, has_trained = _take_steps(run, step, saver, batches, rate, coming), True
+                else:
+                    facts = StepFacts(0.0, run.figures, 0.0, 0, run.agree_to_stop(), "")
+                if reason := hooks.stop_reason(facts.figures):
+                    run.state.is_ended = True
+                    run.say(Notice(reason))
+                seconds = time.perf_counter() - began
+                _record(run, step, facts, seconds)
+                epoch = run.state.step / sampler.steps_per_epoch
+                run.say(_step_done(run, facts, rate, epoch, facts.num_tokens / seconds, clock))
+                _do_what_is_due(run, validation, saver, clock)
+            epochs = run.state.step / sampler.steps_per_epoch
+            result = _result(run, validation.figures, epochs, clock.seconds)
+            if not has_trained:
+                run.say(Notice(f"No step was trained: {hooks.why_nothing}"))
+        run.say(RunDone(result.step, result.seconds, result.metrics))
         return result
 
-    def _start(self, resume: Sequence[str] | None) -> None:
-        """Seed the generators, or load the newest checkpoint; see `train`."""
-        run, device = self.run, self.world.device
-        if (gpu := gpu_of(device)) is not None:
-            gpu.restart(device)
-        else:
-            keep_freed_memory(large_ones=not self.trainer.blocks.are_streamed)
-        self.world.wait()  # all processes read the folder before any writes to it
-        if resume is None:
-            rng.seed_everything(self.config.seed, self.world.rank)
-            self.world.broadcast_parameters(shared_tensors(run.model))
-        else:
-            self.saver.resume(resume)
-        refresh_copies(run.model)
-        if self.world.is_main:
-            self.saver.checkpoints.remove_leftovers()
-        self.saver.check_disk()
-        before = rng.capture(device)
-        run.hooks.setup(run)
-        rng.restore(before, device)
-        self._began = time.perf_counter() - run.state.seconds
-        self._resumed = (run.state.step, run.state.seconds)
 
-    def _give_back(self) -> None:
-        """Return a CPU's free memory to the system; report a GPU that is nearly full."""
-        if not self.trainer.plan.on_gpu:
-            trim_malloc()
-        elif self.run.state.step and (problem := self._retries.report(GIVE_BACK_EVERY)):
-            self.run.say(Notice(problem))
+class Clock:
+    """The time of a run, including the time before a resume."""
 
-    def _step(self) -> None:
-        run = self.run
-        self._begin_quantization()
-        run.indices = self._indices(run.state.step)
-        rows = [run.rows[index] for index in run.indices]
-        rate = learning_rate(run.state.step, self.num_steps, self.config)
-        began = time.perf_counter()
-        try:
-            facts = self._take_steps(rows, rate)
-        except NonFiniteError as error:
-            rank = "" if self.world.is_main else f"rank{self.world.rank}-"
-            folder = self.config.output_dir
-            raise written_error(error.diagnosis, folder, rank, self.saver.last) from None
-        if reason := run.hooks.stop_reason(facts.figures):
-            run.state.is_ended = True
-            run.say(Notice(reason))
-        self._record(facts, rate, time.perf_counter() - began)
-
-    def _indices(self, step: int) -> list[int]:
-        """Return the indices of this process's rows in a step; none after the last step."""
-        if step >= self.num_steps:
-            return []
-        return self.sampler.step_indices(step, self.world.rank, self.world.world_size)
-
-    def _take_steps(self, rows: Sequence[Any], rate: float) -> StepFacts:
-        """Take the optimizer steps that the task makes of rows, possibly none."""
-        run, trainer = self.run, self.trainer
-        run.figures = {}
-        with self._saving_on(PeftkitError), trainer.blocks.eagerly():  # user code may raise
-            batches = run.hooks.before_step(rows, run)
-        if not batches:
-            signum = self.world.max(run.stop.signum)
-            return StepFacts(0.0, run.figures, 0.0, num_tokens=0, stop=signum, notice="")
-        self._has_trained = True
-        began = time.perf_counter()
-        coming: Sequence[Any] | None = None
-        # if `before_step` makes rows, the next ones may not exist yet
-        if trainer.prefetcher.is_ahead:
-            coming = [run.rows[index] for index in self._indices(run.state.step + 1)]
-            coming = coming if batches[0] is rows else run.hooks.rows_ahead(coming, run)
-        with self._saving_on(RowTooLarge):
-            facts = trainer.step(batches[0], rate, coming)
-        for batch in batches[1:]:
-            facts = trainer.step(batch, rate, coming)
-        if run.figures:
-            run.figures["learn_seconds"] = time.perf_counter() - began
-        return replace(facts, figures={**run.figures, **facts.figures})
-
-    @contextmanager
-    def _saving_on(self, *errors: type[Exception]) -> Iterator[None]:
-        """Save the completed steps if one of these errors, or a lack of memory, ends the run.
-
-        Processes save together, so all of them have to raise the error.
-        """
-        try:
-            yield
-        except Exception as error:
-            step, is_alone = self.run.state.step, self.world.world_size == 1
-            is_reason = isinstance(error, errors) or (is_alone and is_out_of_memory(error))
-            if is_reason and step and self.saver.last_step != step:
-                self.saver.save()
-            raise
-
-    def _record(self, facts: StepFacts, rate: float, seconds: float) -> None:
-        run, state = self.run, self.run.state
-        state.step += 1
-        if state.step % GIVE_BACK_EVERY == 0:
-            self._give_back()
-        state.recent_losses = (*state.recent_losses, facts.loss)[-RECENT_STEPS:]
-        state.num_tokens += facts.num_tokens
-        state.step_seconds += seconds
-        self._agreed_stop = facts.stop
-        if facts.notice:
-            run.say(Notice(f"Step {state.step}: {facts.notice}"))
-        for problem in filter(None, (TRITON.report(), PINNING.report())):
-            run.say(Notice(problem))
-        first_step, seconds_before = self._resumed
-        elapsed = time.perf_counter() - self._began - seconds_before
-        run.say(
-            StepDone(
-                step=state.step,
-                num_steps=self.num_steps,
-                epoch=state.step / self.sampler.steps_per_epoch,
-                loss=facts.loss,
-                learning_rate=rate,
-                grad_norm=facts.grad_norm,
-                num_tokens=state.num_tokens,
-                tokens_per_second=facts.num_tokens / seconds,
-                peak_bytes=peak_bytes(self.world.device),
-                seconds_left=elapsed / (state.step - first_step) * (self.num_steps - state.step),
-                figures=facts.figures,
-            )
-        )
-
-    def _after_step(self) -> None:
-        """Evaluate, sample, save and stop, if due."""
-        run, state = self.run, self.run.state
-        is_due = self._is_due(self.config.eval_every) and state.evaluated_step != state.step
-        is_alone = self.world.world_size == 1
-        with self._saving_on(PeftkitError if is_alone else EndedTogetherError):
-            if is_due and run.eval_rows and not self._stopping:
-                self._evaluate()
-            every = self.config.sample_every
-            if every is not None and self._is_due(every) and not self._stopping:
-                self.validation.sample()
-        is_best = state.best_step == state.step
-        if not (is_best or self._is_due(self.config.save_every) or self._stopping):
-            return  # a later signal stops the next step
-        if self.saver.resumed_step != state.step:
-            state.seconds = time.perf_counter() - self._began
-            self.saver.save()
-        if self.validation.is_over:
-            self._agreed_stop = self.world.max(run.stop.signum)
-        if self._stopping:
-            raise Interrupted(
-                self._stopping,
-                f"stopped after step {state.step} of {self.num_steps}; saved {self.saver.last}. "
-                "Continue with --resume.",
-            )
-
-    def _evaluate(self) -> None:
-        if not self.validation.evaluate():
-            self._agreed_stop = self.world.max(self.run.stop.signum)
+    def __init__(self, state: State) -> None:
+        self._began = time.perf_counter() - state.seconds
+        self._first_step, self._seconds_before = state.step, state.seconds
 
     @property
-    def _stopping(self) -> int:
-        """The signal to stop on, or 0; several processes stop once they agree."""
-        return self.run.stop.signum if self.world.world_size == 1 else self._agreed_stop
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began
 
-    def _is_due(self, every: int | None) -> bool:
-        step = self.run.state.step
-        return self.validation.is_over or (every is not None and step % every == 0)
+    def seconds_left(self, step: int, num_steps: int) -> float:
+        """Return the estimated time of the steps after `step`, by the steps since the start."""
+        per_step = (self.seconds - self._seconds_before) / (step - self._first_step)
+        return per_step * (num_steps - step)
 
-    def _result(self) -> Result:
-        seconds = time.perf_counter() - self._began
-        state, folder = self.run.state, self.saver.checkpoints.folder
-        metrics = {
-            "loss": recent_mean(state.recent_losses) or 0.0,
-            "epochs": state.step / self.sampler.steps_per_epoch,
-            "num_tokens": float(state.num_tokens),
-            "tokens_per_second": state.num_tokens / max(state.step_seconds, 1e-9),
-            "peak_bytes": float(peak_bytes(self.world.device)),
-        }
-        metrics |= {f"eval_{name}": value for name, value in self.validation.figures.items()}
-        if state.best_loss is not None:
-            metrics[self.config.name_of_best_loss] = state.best_loss
-        best = None if state.best_step is None else folder / f"step-{state.best_step}"
-        last = folder / f"step-{state.step}"
-        is_main = self.world.is_main
-        return Result(state.step, seconds, metrics, last, state.best_step, best, is_main)
+
+@contextmanager
+def _prepared(run: Run, step: Step) -> Iterator[Callable[[], None] | None]:
+    """Prepare the model for training and record events within the context.
+
+    Yields the function that begins `train.quantize_for` when it is due; None without it.
+    """
+    model, plan = run.model, step.fitting.requested
+    try:
+        step.use(step.plan)
+        with recording(run), modes_kept(model), ExitStack() as stack:
+            begin_training(model)
+            with run.world.autocast():  # the dtype of the adapters' copies
+                stack.enter_context(prepared_for_training(model, plan))
+            begin_quantization = None
+            if run.config.quantize_for != "none":
+                from peftkit.train.qat import quantization_aware
+
+                begin_quantization = stack.enter_context(quantization_aware(run, step))
+            with run.task.training(model, plan):
+                yield begin_quantization
+    finally:
+        step.prefetcher.close()
+        step.blocks.restore()
+
+
+def _begin(run: Run, step: Step, saver: Saver, resume: Sequence[str] | None) -> None:
+    """Seed the generators, or load the newest checkpoint; set up the task."""
+    device = run.world.device
+    if (gpu := gpu_of(device)) is not None:
+        gpu.restart(device)
+    else:
+        keep_freed_memory(large_ones=not step.blocks.are_streamed)
+    run.world.wait()  # all processes read the folder before any writes to it
+    if resume is None:
+        rng.seed_everything(run.config.seed, run.world.rank)
+        run.world.broadcast_parameters(shared_tensors(run.model))
+    else:
+        saver.resume(resume)
+    refresh_copies(run.model)
+    saver.check_disk()
+    before = rng.capture(device)
+    run.hooks.setup(run)
+    rng.restore(before, device)
+
+
+def _give_back(run: Run, step: Step) -> None:
+    """Return a CPU's free memory to the system; report a GPU that is nearly full."""
+    if not step.plan.on_gpu:
+        trim_malloc()
+    elif run.state.step and (problem := step.retries.report(GIVE_BACK_EVERY)):
+        run.say(Notice(problem))
+
+
+def _indices(run: Run, sampler: StatelessSampler, step: int) -> list[int]:
+    """Return the indices of this process's rows in a step; none after the last step."""
+    if step >= run.num_steps:
+        return []
+    return sampler.step_indices(step, run.world.rank, run.world.world_size)
+
+
+def _rows_ahead(
+    run: Run, step: Step, sampler: StatelessSampler, *, are_same: bool
+) -> Sequence[Any] | None:
+    """Return the rows that the next step trains on; None: unknown, or not needed in advance.
+
+    Args:
+        are_same: Whether the task trains on the sampled rows. Rows that it makes may not exist yet.
+    """
+    if not step.prefetcher.is_ahead:
+        return None
+    rows = [run.rows[index] for index in _indices(run, sampler, run.state.step + 1)]
+    return rows if are_same else run.hooks.rows_ahead(rows, run)
+
+
+def _take_steps(
+    run: Run,
+    step: Step,
+    saver: Saver,
+    batches: Sequence[Sequence[Any]],
+    rate: float,
+    coming: Sequence[Any] | None,
+) -> StepFacts:
+    """Take an optimizer step with each batch of rows; return the facts of the last."""
+    began = time.perf_counter()
+    try:
+        with saver.saving_on(RowTooLarge):
+            facts = step(batches[0], rate, coming)
+        for batch in batches[1:]:
+            facts = step(batch, rate, coming)
+    except NonFiniteError as error:
+        rank = "" if run.world.is_main else f"rank{run.world.rank}-"
+        raise written_error(error.diagnosis, run.config.output_dir, rank, saver.last) from None
+    if run.figures:
+        run.figures["learn_seconds"] = time.perf_counter() - began
+    return replace(facts, figures={**run.figures, **facts.figures})
+
+
+def _record(run: Run, step: Step, facts: StepFacts, seconds: float) -> None:
+    """Add a step to the state, and report what it met."""
+    state = run.state
+    state.step += 1
+    if state.step % GIVE_BACK_EVERY == 0:
+        _give_back(run, step)
+    state.recent_losses = (*state.recent_losses, facts.loss)[-RECENT_STEPS:]
+    state.num_tokens += facts.num_tokens
+    state.step_seconds += seconds
+    run.agreed_stop = facts.stop
+    if facts.notice:
+        run.say(Notice(f"Step {state.step}: {facts.notice}"))
+    for problem in filter(None, (TRITON.report(), PINNING.report())):
+        run.say(Notice(problem))
+
+
+def _step_done(
+    run: Run, facts: StepFacts, rate: float, epoch: float, speed: float, clock: Clock
+) -> StepDone:
+    return StepDone(
+        step=run.state.step,
+        num_steps=run.num_steps,
+        epoch=epoch,
+        loss=facts.loss,
+        learning_rate=rate,
+        grad_norm=facts.grad_norm,
+        num_tokens=run.state.num_tokens,
+        tokens_per_second=speed,
+        peak_bytes=peak_bytes(run.world.device),
+        seconds_left=clock.seconds_left(run.state.step, run.num_steps),
+        figures=facts.figures,
+    )
+
+
+def _do_what_is_due(run: Run, validation: Validation, saver: Saver, clock: Clock) -> None:
+    """Evaluate, sample, save and stop, if due."""
+    config, state = run.config, run.state
+    is_due = run.is_due(config.eval_every) and state.evaluated_step != state.step
+    with saver.saving_on(PeftkitError if run.world.world_size == 1 else EndedTogetherError):
+        if is_due and run.eval_rows and not run.stopping:
+            validation.evaluate()
+        if config.sample_every and run.is_due(config.sample_every) and not run.stopping:
+            validation.sample()
+    is_best = state.best_step == state.step
+    if not (is_best or run.is_due(config.save_every) or run.stopping):
+        return  # a later signal stops the next step
+    if saver.last_step != state.step:
+        state.seconds = clock.seconds
+        saver.save()
+    if run.is_over:
+        run.agree_to_stop()
+    if run.stopping:
+        raise Interrupted(
+            run.stopping,
+            f"stopped after step {state.step} of {run.num_steps}; saved {saver.last}. "
+            "Continue with --resume.",
+        )
+
+
+def _result(run: Run, figures: Mapping[str, float], epochs: float, seconds: float) -> Result:
+    state, path_of = run.state, Checkpoints(run.config.output_dir).path
+    metrics = {
+        "loss": recent_mean(state.recent_losses) or 0.0,
+        "epochs": epochs,
+        "num_tokens": float(state.num_tokens),
+        "tokens_per_second": state.num_tokens / max(state.step_seconds, 1e-9),
+        "peak_bytes": float(peak_bytes(run.world.device)),
+    }
+    metrics |= {f"eval_{name}": value for name, value in figures.items()}
+    if state.best_loss is not None:
+        metrics[run.config.name_of_best_loss] = state.best_loss
+    best = None if state.best_step is None else path_of(state.best_step)
+    last, is_main = path_of(state.step), run.world.is_main
+    return Result(state.step, seconds, metrics, last, state.best_step, best, is_main)

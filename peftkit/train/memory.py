@@ -4,6 +4,14 @@ Both follow from config, rows and memory, without timing, and are saved with the
 forward pass gives the bytes per token of each activation mode (fitting.py). Plans made before a run
 (planning/) know neither its rows nor its loaded model.
 
+Compiled blocks must compute the loss and the gradients of eager ones. The first micro-batch goes
+through the model three times, with the same random numbers: eagerly, eagerly with rounding noise,
+and compiled. The noise multiplies each block's output by 1 + eps u, with random u in [-1, 1] and
+the eps of the compute dtype: another last bit, as another order of the same operations gives it
+(Parker, Monte Carlo arithmetic, 1997). Its effect on a gradient is what rounding does to this
+gradient, with this model, dtype and data; it includes tokens that change their experts. A compiled
+gradient may differ by MARGIN times as much.
+
 Compiling takes ten to twenty seconds for each kind of block. It saves more time per token in larger
 models, so blocks are compiled if tokens times parameters reach MIN_WORK for each kind (most
 decoders have one, T5 has four). Compilation uses the first rows of the data and symbolic sizes:
@@ -14,29 +22,34 @@ would need other code.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from statistics import median
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from peftkit.adapter import refresh_copies
 from peftkit.data.rows.lazy import num_tokens, tokens_of_each
 from peftkit.errors import RunError
 from peftkit.events import Notice, Stage
 from peftkit.execution import rng
 from peftkit.execution.environment import AUTO_SHARE, free_for_training
-from peftkit.execution.out_of_memory import attempt
-from peftkit.execution.plan import ACTIVATIONS_IN_WORDS
+from peftkit.execution.out_of_memory import attempt, is_compile_error, is_out_of_memory, one_line
+from peftkit.execution.plan import ACTIVATIONS_IN_WORDS, compute_dtype
+from peftkit.execution.world import World
 from peftkit.figures import size
 from peftkit.forward.compiler import uncompiled
-from peftkit.kernels.device import free_bytes
+from peftkit.kernels.device import free_bytes, gpu_of
 from peftkit.quant.audit import audit
 from peftkit.settings import TrainConfig
-from peftkit.train.fitting import Costs, choose
+from peftkit.tasks.run_hooks import Run
+from peftkit.train.fitting import ActivationBytes, Costs, choose, saved_by
 from peftkit.train.optim import STATE_BYTES
-from peftkit.train.step import Trainer
-
-if TYPE_CHECKING:
-    from peftkit.train.saved_bytes import ActivationBytes
+from peftkit.train.step import Step
 
 SAMPLE = 2_000
 """Maximum number of rows whose lengths are measured."""
@@ -48,77 +61,72 @@ MIN_WORK = {"cpu": 1.2e13, "cuda": 4e16}
 """Minimum of tokens of the run times parameters of the model, per kind of block, to compile."""
 
 
-def plan_memory_and_compile(trainer: Trainer, num_steps: int) -> None:
+def plan_memory_and_compile(run: Run, step: Step) -> None:
     """Refine the plan by measured rows, unless the run is resumed, and compile the blocks.
 
     All processes call it, with the same rows, and get the same plan.
 
-    Args:
-        num_steps: Steps of the whole run.
-
     Raises:
         RunError: A single row does not fit, or `train.compile: true` fails.
     """
-    run, positions = trainer.run, trainer.task.num_positions
-    sample = run.rows
+    sample, positions = run.rows, run.task.num_positions
     if len(sample) > SAMPLE:  # evenly by length, with the shortest and the longest row
         by_tokens = tokens_of_each(sample).sort(stable=True).indices
         chosen = by_tokens[torch.arange(SAMPLE) * (len(sample) - 1) // (SAMPLE - 1)]
         sample = [sample[n] for n in chosen.tolist()]
     by_length = sorted(sample, key=lambda row: (positions([row]), num_tokens(row)))
-    if trainer.plan.on_gpu or free_bytes() is not None or run.config.memory != "auto":
+    if step.plan.on_gpu or free_bytes() is not None or run.config.memory != "auto":
         median = by_length[len(by_length) // 2]
-        saved = _saved(trainer, median)  # also in a resumed run: it warms up the model
-        trainer.fitting.most_offloaded = _most_offloaded(trainer, saved, median)
+        saved = _saved(run, step, median)  # also in a resumed run: it warms up the model
+        step.fitting.most_offloaded = _most_offloaded(run, step, saved, median)
         if not run.state.measured:
-            _refine(trainer, median, saved, by_length[-1])
+            _refine(run, step, median, saved, by_length[-1])
     run.state.measured = True
     if run.parallel.in_lockstep:
-        trainer.use(replace(trainer.plan, compile=False))
-    compile_blocks(trainer, num_steps)
+        step.use(replace(step.plan, compile=False))
+    compile_blocks(run, step)
 
 
-def _saved(trainer: Trainer, row: Any) -> ActivationBytes | None:
+def _saved(run: Run, step: Step, row: Any) -> ActivationBytes | None:
     """Count the bytes that one row saves in mode "keep"; None if memory runs out."""
-    from peftkit.train.saved_bytes import saved_by
 
     def count() -> ActivationBytes:
-        with rng.untouched(trainer.model, trainer.world.device), trainer.blocks.keeping_all():
-            blocks = trainer.blocks
-            return saved_by(lambda: trainer.loss([row]), blocks.blocks, blocks.feed_forward)
+        blocks = step.blocks
+        with rng.untouched(run.model, run.world.device), blocks.keeping_all():
+            return saved_by(lambda: step.loss([row]), blocks.blocks, blocks.feed_forward)
 
-    return attempt(count, trainer.run.parallel.ran_out)
+    return attempt(count, run.parallel.ran_out)
 
 
-def _most_offloaded(trainer: Trainer, saved: ActivationBytes | None, row: Any) -> int | None:
+def _most_offloaded(run: Run, step: Step, saved: ActivationBytes | None, row: Any) -> int | None:
     """Return the tokens (rows if they have none) whose blocks' inputs fit into main memory.
 
     The minimum over all processes, which share it. None: unknown, or nothing can be offloaded.
     """
-    most, free, world = UNLIMITED, free_bytes(), trainer.world
-    if saved is not None and free is not None and "offload" in trainer.fitting.modes:
-        per_token = sum(saved.inputs) / trainer.fitting.num_positions([row])
+    most, free, world = UNLIMITED, free_bytes(), run.world
+    if saved is not None and free is not None and "offload" in step.fitting.modes:
+        per_token = sum(saved.inputs) / step.fitting.num_positions([row])
         most = int(AUTO_SHARE * free / world.world_size / max(per_token, 1.0))
     most = -world.max(-most)
     return None if most == UNLIMITED else most
 
 
-def _refine(trainer: Trainer, median: Any, saved: ActivationBytes | None, longest: Any) -> None:
+def _refine(run: Run, step: Step, median: Any, saved: ActivationBytes | None, longest: Any) -> None:
     """Use the first plan in the fallback order that fits by measured bytes.
 
     Raises:
         RunError: The longest row does not fit.
     """
-    saved_by_longest = _saved(trainer, longest)
-    available = _available(trainer)  # after the forward passes: weights and buffers are resident
+    saved_by_longest = _saved(run, step, longest)
+    available = _available(run, step)  # after the forward passes: weights and buffers are resident
     if saved is None or saved_by_longest is None:
         return  # the first step finds a plan that fits
-    fitting, memory = trainer.fitting, trainer.run.config.memory
+    fitting, memory = step.fitting, run.config.memory
     measured = (saved, [median]), (saved_by_longest, [longest])
     length = fitting.num_positions([longest])
-    can_tile = trainer.blocks.can_tile
-    tile = replace(trainer.plan, tiles=True).tile(length) / length if can_tile else 1
-    costs, tiled = (_agreed(trainer, fitting.costs(*measured, tile=share)) for share in (1, tile))
+    can_tile = step.blocks.can_tile
+    tile = replace(step.plan, tiles=True).tile(length) / length if can_tile else 1
+    costs, tiled = (_agreed(run.world, fitting.costs(*measured, tile=share)) for share in (1, tile))
     plan = choose(
         fitting.requested,
         costs,
@@ -131,8 +139,8 @@ def _refine(trainer: Trainer, median: Any, saved: ActivationBytes | None, longes
     left = size(available, 2) if available > 0 else "nothing"
     problem = f"Weights, optimizer and buffers leave {left} of {budget} for activations."
     if plan is None:
-        raise _too_little(trainer, longest, tiled, available, problem)
-    trainer.use(plan)
+        raise _too_little(run, step, longest, tiled, available, problem)
+    step.use(plan)
     if memory == "auto" and plan == fitting.requested:
         return
     at_once = f"{plan.rows} rows" if plan.tokens is None else f"{plan.tokens:,} tokens"
@@ -141,27 +149,27 @@ def _refine(trainer: Trainer, median: Any, saved: ActivationBytes | None, longes
     if plan.activations == "offload" and fitting.most_offloaded is not None:
         unit = "tokens" if num_tokens(longest) else "rows"
         text += f" Main memory has room for the inputs of {fitting.most_offloaded:,} {unit}."
-    trainer.run.say(Notice(f"{problem} {_in_words(costs, longest)} {text}"))
+    run.say(Notice(f"{problem} {_in_words(costs, longest)} {text}"))
 
 
-def _available(trainer: Trainer) -> float:
+def _available(run: Run, step: Step) -> float:
     """Return the bytes for activations, the minimum over all processes."""
-    config, device = trainer.run.config, trainer.world.device
+    config = run.config
     state_bytes = STATE_BYTES[config.optimizer]
-    pending = sum(p.numel() * (p.element_size() + state_bytes) for p in trainer.parameters.values())
-    if trainer.plan.is_sharded:  # two blocks are gathered from other processes at the same time
-        sizes = [sum(p.nbytes for p in block.parameters()) for block in trainer.blocks.blocks]
+    pending = sum(p.numel() * (p.element_size() + state_bytes) for p in step.parameters.values())
+    if step.plan.is_sharded:  # two blocks are gathered from other processes at the same time
+        sizes = [sum(p.nbytes for p in block.parameters()) for block in step.blocks.blocks]
         pending += sum(sorted(sizes)[-2:])
     limit = None if config.memory == "auto" else config.memory * 1e9
-    free = free_for_training(device, limit).memory or 0
-    return -trainer.world.max(-int(free - pending))
+    free = free_for_training(run.world.device, limit).memory or 0
+    return -run.world.max(-int(free - pending))
 
 
-def _agreed(trainer: Trainer, costs: Costs) -> Costs:
+def _agreed(world: World, costs: Costs) -> Costs:
     """Return the maximum of each cost over all processes."""
-    if trainer.world.world_size == 1:
+    if world.world_size == 1:
         return costs
-    return [(mode, float(trainer.world.max(math.ceil(cost)))) for mode, cost in costs]
+    return [(mode, float(world.max(math.ceil(cost)))) for mode, cost in costs]
 
 
 def _in_words(costs: Costs, row: Any) -> str:
@@ -170,11 +178,11 @@ def _in_words(costs: Costs, row: Any) -> str:
 
 
 def _too_little(
-    trainer: Trainer, longest: Any, costs: Costs, available: float, problem: str
+    run: Run, step: Step, longest: Any, costs: Costs, available: float, problem: str
 ) -> RunError:
     mode, cost = min(costs, key=lambda mode_and_cost: mode_and_cost[1])
     fit, length = int(available / cost), num_tokens(longest)
-    most_offloaded = trainer.fitting.most_offloaded
+    most_offloaded = step.fitting.most_offloaded
     if mode == "offload" and most_offloaded is not None and most_offloaded < fit:
         fit = most_offloaded
         problem += " Main memory has no room for the longest row's offloaded activations."
@@ -187,42 +195,39 @@ def _too_little(
     fixes = ["lower data.max_length", "raise train.memory"]
     if mode == "keep":
         fixes.insert(0, "recompute activations (train.gradient_checkpointing: auto)")
-    if audit(trainer.model).quantized_as == "none":
+    if audit(run.model).quantized_as == "none":
         fixes.insert(0, "quantise the base (base.quantize: nf4)")
-    elif trainer.plan.device == "cuda" and trainer.plan.placement == "device":
+    elif step.plan.device == "cuda" and step.plan.placement == "device":
         fixes.insert(0, "stream the base (add the line `placement: stream` to the section `base:`)")
     fix = f"{fixes[0][0].upper()}{fixes[0][1:]}, {', '.join(fixes[1:-1])} or {fixes[-1]}."
     return RunError("one row alone does not fit into memory", found=problem, fix=fix)
 
 
-def compile_blocks(trainer: Trainer, num_steps: int) -> None:
+def compile_blocks(run: Run, step: Step) -> None:
     """Compile the blocks if the plan requires it, or if the run is long enough.
 
     Raises:
         RunError: `train.compile: true` fails.
     """
-    run, config = trainer.run, trainer.run.config
-    if trainer.plan.compile is None:
-        work = work_of(trainer, num_steps) / trainer.blocks.num_kinds
+    if step.plan.compile is None:
+        work = work_of(run) / step.blocks.num_kinds
         # compiled blocks cannot compute the tiles that rows need to fit
-        pays = is_worth_it(config, work, trainer.plan.device) and not trainer.plan.tiles
-        trainer.use(replace(trainer.plan, compile=pays))
-    if not trainer.plan.compile:
+        pays = is_worth_it(run.config, work, step.plan.device) and not step.plan.tiles
+        step.use(replace(step.plan, compile=pays))
+    if not step.plan.compile:
         return
     run.say(Stage("Compiling the model's blocks"))
-    from peftkit.train.compiled_check import why_refused
-
-    problem = trainer.blocks.why_not_compiled() or why_refused(trainer)
-    if trainer.world.max(int(problem != "")) == 0:
+    problem = step.blocks.why_not_compiled() or why_refused(run, step)
+    if run.world.max(int(problem != "")) == 0:
         return
     problem = problem or "another process could not."
-    if config.compile is True:
+    if run.config.compile is True:
         raise RunError(
             "train.compile: true is not possible here",
             found=problem,
             fix="Set it to auto or false: the run has the same result but is slower.",
         )
-    trainer.use(replace(trainer.plan, compile=False))
+    step.use(replace(step.plan, compile=False))
     run.say(uncompiled(problem).notice)
 
 
@@ -238,9 +243,141 @@ def is_worth_it(config: TrainConfig, work: float, device: str) -> bool:
     return work >= MIN_WORK.get(device, float("inf"))
 
 
-def work_of(trainer: Trainer, num_steps: int) -> float:
+def work_of(run: Run) -> float:
     """Return the tokens of the whole run times the parameters of the model."""
-    rows = trainer.run.rows
-    per_step = trainer.run.config.rows_per_step(trainer.world.world_size)
-    tokens = int(tokens_of_each(rows).sum()) * num_steps * min(per_step / len(rows), 1.0)
-    return tokens * audit(trainer.model).num_parameters
+    all_tokens, num_rows = int(tokens_of_each(run.rows).sum()), len(run.rows)
+    per_step = run.config.rows_per_step(run.world.world_size)
+    tokens = all_tokens * run.num_steps * min(per_step / num_rows, 1.0)
+    return tokens * audit(run.model).num_parameters
+
+
+MARGIN = 8.0
+"""Difference of compiled from eager gradients, in units of the noise: compiled code rounds the
+results of about 30 operations of a block differently, in both passes, the noise only one of them,
+and errors of n independent roundings grow with sqrt(n)."""
+
+LOSS = "the loss"
+Figures = dict[str, Tensor]
+"""The loss, and the gradient of each trained tensor, by name."""
+
+
+def why_refused(run: Run, step: Step) -> str:
+    """Compile the blocks, and compare them with eager ones; return why they are refused, or "".
+
+    Generators, buffers, weights, gradients and a GPU's peak memory are as before.
+    """
+    device = run.world.device
+    rows = run.micro_batches(run.rows[: run.config.batch_size])[0]
+    try:
+        while rows:
+            problem = attempt(partial(_difference, run, step, rows), _ran_out)
+            if problem is not None:
+                return problem
+            rows = rows[: len(rows) // 2]
+    except Exception as error:
+        return one_line(error)
+    finally:
+        step.optimizer.zero_grad(set_to_none=True)
+        if (gpu := gpu_of(device)) is not None:
+            gpu.restart(device)
+    return "Memory ran out when a row's compiled gradients were compared with its eager ones."
+
+
+def _ran_out(error: Exception) -> bool:
+    return is_out_of_memory(error) and not is_compile_error(error)
+
+
+def _difference(run: Run, step: Step, rows: Sequence[Any]) -> str:
+    """Return how the compiled figures of rows differ from the eager ones; "" within the noise."""
+    blocks = step.blocks
+    blocks.compile(False)
+    with rng.untouched(run.model, run.world.device), _without_zeros(run, step):
+        eager = _figures(run, step, rows)
+        with _rounding_noise(run.model, blocks.blocks):
+            noise = _distances(_figures(run, step, rows), eager)
+        blocks.compile()
+        compiled = _figures(run, step, rows)
+    found, typical = _distances(compiled, eager), median(noise.values())
+    # of tensors of a few values, the noise of one pass may be small by chance
+    allowed = {name: MARGIN * max(noise[name], typical) for name in noise}
+    wrong = [
+        name
+        for name in eager
+        if not found[name] <= allowed[name] or bool(compiled[name].any()) != bool(eager[name].any())
+    ]
+    if not wrong:
+        return ""
+    worst = max(wrong, key=lambda name: found[name] / max(allowed[name], 1e-30))
+    others = f" {len(wrong) - 1} more differ, too." if len(wrong) > 1 else ""
+    return (
+        f"The compiler of torch {torch.__version__} computes other numbers than eager blocks: "
+        f"{worst if worst == LOSS else f'the gradient of {worst}'} differs by {found[worst]:.2g} "
+        f"of its norm, where rounding explains {allowed[worst]:.2g}.{others}"
+    )
+
+
+def _figures(run: Run, step: Step, rows: Sequence[Any]) -> Figures:
+    step.optimizer.zero_grad(set_to_none=True)
+    with rng.untouched(run.model, run.world.device):
+        loss = step.loss(rows)
+        loss.backward()
+    figures = {LOSS: loss.detach()}
+    for name, parameter in step.parameters.items():
+        grad = parameter.grad
+        figures[name] = torch.zeros_like(parameter) if grad is None else grad.detach().clone()
+    return figures
+
+
+def _distances(figures: Figures, reference: Figures) -> dict[str, float]:
+    """Return the norm of each difference, relative to the norm of the reference."""
+    distances = {}
+    for name, wanted in reference.items():
+        difference, norm = float((figures[name] - wanted).norm()), float(wanted.norm())
+        distances[name] = difference / norm if norm else difference and float("inf")
+    return distances
+
+
+@contextmanager
+def _without_zeros(run: Run, step: Step) -> Iterator[None]:
+    """Move tensors of zeros by up to the learning rate within the context, as the first step does.
+
+    With B = 0, every gradient of A is zero, whether it is computed correctly or not.
+    """
+    rate = run.config.learning_rate
+    zeros = [p for p in step.parameters.values() if not p.any()]
+    try:
+        with torch.no_grad():
+            for parameter in zeros:
+                parameter.uniform_(-rate, rate)
+        refresh_copies(run.model)
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter in zeros:
+                parameter.zero_()
+        refresh_copies(run.model)
+
+
+@contextmanager
+def _rounding_noise(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Multiply the output of each block by 1 + eps u within the context."""
+    generators: dict[torch.device, torch.Generator] = {}  # dropout draws from the global ones
+
+    def perturb(block: nn.Module, args: Any, out: Any) -> Any:
+        hidden = out if isinstance(out, Tensor) else out[0]
+        kind = hidden.device.type
+        is_mixed = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if is_mixed else compute_dtype(model)
+        if hidden.device not in generators:
+            generators[hidden.device] = torch.Generator(hidden.device).manual_seed(0)
+        generator, eps = generators[hidden.device], torch.finfo(dtype).eps
+        u = 2 * torch.rand(hidden.shape, generator=generator, device=hidden.device) - 1
+        hidden = hidden * (1 + eps * u).to(hidden.dtype)
+        return hidden if isinstance(out, Tensor) else (hidden, *out[1:])
+
+    handles = [block.register_forward_hook(perturb) for block in blocks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,4 +1,4 @@
-"""The reports of a run: its header, metrics.jsonl, and its trackers."""
+"""The reports of a run: its header and fallbacks, metrics.jsonl, and its trackers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from peftkit.adapter import adapter_paths
+from peftkit.data.rows.lazy import tokens_of_each
 from peftkit.events import (
     ClassReport,
     EvalDone,
     Event,
+    Fallback,
     Notice,
     RolledOut,
     RunDone,
@@ -28,15 +30,18 @@ from peftkit.events import (
     StepDone,
     plain,
 )
-from peftkit.execution.plan import Activations
+from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.execution.signals import Interrupted
+from peftkit.forward.attention import TrainingAttention
 from peftkit.forward.blocks import Blocks
-from peftkit.forward.fused import num_fused
+from peftkit.forward.fused import num_fused, why_unfused
 from peftkit.kernels.device import gpu_of, peak_resident_bytes
+from peftkit.kernels.fused import TRITON
 from peftkit.quant.audit import audit
 from peftkit.settings import TrainConfig
-from peftkit.train.run import Run
-from peftkit.train.step import Trainer
+from peftkit.tasks.run_hooks import Run
+from peftkit.train.memory import SAMPLE
+from peftkit.train.step import Step
 
 FILE, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
 RECORDED = (RunStarted, StepDone, EvalDone, Saved, Notice, RunDone, RunStopped)
@@ -163,22 +168,21 @@ def device_name(device: torch.device, num_processes: int) -> str:
     return f"{num_processes} x {name}" if num_processes > 1 else name
 
 
-def run_started(trainer: Trainer, num_steps: int) -> RunStarted:
+def run_started(run: Run, step: Step) -> RunStarted:
     """Return the header of a run."""
-    run, world = trainer.run, trainer.world
-    paths = dict(run.task.paths)
+    paths, world = dict(run.task.paths), run.world
     if world.precision is not None:
-        scaled = ", loss scaled" * trainer.fitting.scale.needed
+        scaled = ", loss scaled" * step.fitting.scale.needed
         paths["precision"] = f"{world.precision} by autocast{scaled}"
     return RunStarted(
-        num_steps=num_steps,
+        num_steps=run.num_steps,
         start_step=run.state.step,
         num_rows=len(run.rows),
-        num_trainable=sum(p.numel() for p in trainer.parameters.values()),
+        num_trainable=sum(p.numel() for p in step.parameters.values()),
         num_parameters=audit(run.model).num_parameters,
         device=device_name(world.device, world.world_size),
-        paths=_execution_paths(run.model, trainer.blocks, paths),
-        plan=trainer.plan.describe(),
+        paths=_execution_paths(run.model, step.blocks, paths),
+        plan=step.plan.describe(),
     )
 
 
@@ -204,3 +208,97 @@ def _is_cut_short(path: Path) -> bool:
             return file.read(1) != b"\n"
     except OSError:  # absent or empty
         return False
+
+
+def fallbacks_of(run: Run, plan: ExecutionPlan) -> list[Fallback]:
+    """Return the fallbacks of a prepared run; all processes call it.
+
+    Compilation (memory.py) and failures during the run (loop.py) are reported where they occur.
+    """
+    found = (_padding(run, plan), _kernels(run.model, plan), _mixers(run.model, plan))
+    return [*filter(None, found), *_generation(run)]
+
+
+def _padding(run: Run, plan: ExecutionPlan) -> Fallback | None:
+    layout = getattr(run.task, "layout", None)
+    if layout is None:
+        return None
+    if layout.attention is not None:
+        return _long_rows(run, plan, layout.attention)
+    if not (cause := layout.why_padded):
+        return None
+    return Fallback(
+        path="Rows are padded",
+        cause=cause,
+        cost="Each row costs as much as the longest row of its batch.",
+        fix="A smaller train.tokens_per_batch pads less.",
+    )
+
+
+def _long_rows(run: Run, plan: ExecutionPlan, attention: TrainingAttention) -> Fallback | None:
+    """Return why batches with long rows are padded, if the run can have such batches."""
+    from peftkit.forward.row_lengths import limits_of
+
+    rows = run.rows
+    longest = length = int(tokens_of_each(rows).max())
+    if documents := [max(getattr(rows[n], "lengths", (0,))) for n in range(min(SAMPLE, len(rows)))]:
+        length = max(documents) or longest
+    most = longest * min(plan.rows, len(rows))
+    most = most if plan.tokens is None else min(most, max(plan.tokens, longest))
+    if attention.can_share(length, most):
+        return None
+    limits = limits_of(run.model)
+    bounds = {"rows": limits.document, "batches": limits.sequence}
+    found = [f"{kind} up to {n:,} tokens" for kind, n in bounds.items() if n is not None]
+    return Fallback(
+        path="Batches with long rows are padded",
+        cause=f"{type(run.model).__name__} isolates documents only in {', '.join(found)}.",
+        cost="Each row of such a batch costs as much as its longest row.",
+        fix="A lower data.max_length or train.tokens_per_batch avoids it.",
+    )
+
+
+def _kernels(model: nn.Module, plan: ExecutionPlan) -> Fallback | None:
+    if not plan.fused_kernels:
+        return None
+    if (missing := TRITON.missing) is not None:
+        return missing
+    if not (cause := why_unfused(model)):
+        return None
+    return Fallback(
+        path="Some modules run without fused kernels",
+        cause=cause,
+        cost="torch computes them by several kernels, with more memory traffic.",
+        fix="If the library was updated, install the versions of constraints.txt.",
+    )
+
+
+def _mixers(model: nn.Module, plan: ExecutionPlan) -> Fallback | None:
+    """Return which packages a GPU lacks for linear attention, state spaces and convolutions."""
+    if not plan.on_gpu:
+        return None
+    from peftkit.forward.mixer_kernels import missing_kernels
+
+    if not (names := missing_kernels(model)):
+        return None
+    return Fallback(
+        path="Mixers of this model run without their GPU kernels",
+        cause=f"Not installed: {', '.join(names)}.",
+        cost="transformers computes them in PyTorch, which takes several times as long.",
+        fix=f"Install them: pip install --no-build-isolation {' '.join(names)}",
+    )
+
+
+def _generation(run: Run) -> list[Fallback]:
+    """Return why completions during the run are slower, if it generates any."""
+    from peftkit.tasks.completions import CompletingTask
+
+    config, task = run.config, run.task
+    samples = config.sample_every is not None or config.eval_generate
+    if not (isinstance(task, CompletingTask) and (samples or hasattr(task, "sampler"))):
+        return []
+    from peftkit.inference.open_engine import generation_fallbacks
+
+    if (layout := getattr(task, "layout", None)) is not None:
+        layout.forget()  # the trial of the engine must not use the layout of a training batch
+    return generation_fallbacks(run.model, task.tokenizer)

@@ -19,23 +19,22 @@ from peftkit.errors import ConfigError
 from peftkit.events import Notice
 from peftkit.forward.fake_quantized import FakeQuantized
 from peftkit.model.blocks import is_sharded, is_streamed
-from peftkit.train.step import Trainer
+from peftkit.settings import TrainConfig
+from peftkit.tasks.run_hooks import Run
+from peftkit.train.step import Step
 
 
 @contextmanager
-def quantization_aware(trainer: Trainer, num_steps: int) -> Iterator[Callable[[], None]]:
+def quantization_aware(run: Run, step: Step) -> Iterator[Callable[[], None]]:
     """Yield a function to call before each step, which begins the quantisation when it is due.
 
     Raises:
         ConfigError: The model or the settings do not support it.
     """
-    run, kind = trainer.run, trainer.run.config.quantize_for
-    if kind == "none":
-        yield lambda: None
-        return
-    layers = _layers(trainer, kind)
-    trainer.use(replace(trainer.plan, compile=False))  # the weights are cached between calls
-    start = math.ceil(run.config.quantize_from * num_steps)
+    kind = run.config.quantize_for
+    layers = _layers(run.model, run.config)
+    step.use(replace(step.plan, compile=False))  # the weights are cached between calls
+    start = math.ceil(run.config.quantize_from * run.num_steps)
     has_begun = False
 
     def before_step() -> None:
@@ -63,7 +62,7 @@ def quantization_aware(trainer: Trainer, num_steps: int) -> Iterator[Callable[[]
                 layer.quantized.forget()
 
     # not by the tensors' versions: fused optimizers do not change them
-    handle = trainer.optimizer.register_step_post_hook(forget)
+    handle = step.optimizer.register_step_post_hook(forget)
     try:
         yield before_step
     finally:
@@ -72,9 +71,9 @@ def quantization_aware(trainer: Trainer, num_steps: int) -> Iterator[Callable[[]
             layer.quantized = None
 
 
-def _layers(trainer: Trainer, kind: str) -> list[Any]:
+def _layers(model: nn.Module, config: TrainConfig) -> list[Any]:
     """Return the LoRA layers; raise ConfigError if a setting or another module forbids it."""
-    model, config = trainer.run.model, trainer.run.config
+    kind = config.quantize_for
     setting = f"train.quantize_for: {kind} is not possible here."
     modules: list[Any] = [m for m in model.modules() if hasattr(m, "merged_weight") and m.enabled]
     # DoRA's layers cannot be grouped either: their norms depend on the weight

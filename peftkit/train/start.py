@@ -27,8 +27,9 @@ from peftkit.formats.folders import ADAPTER_FILES, CONFIG, MARKS, OVERWRITTEN, R
 from peftkit.model.blocks import is_sharded, is_streamed
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
+from peftkit.tasks.run_hooks import Run
+from peftkit.train.batches import Lockstep
 from peftkit.train.checkpoint_files import Checkpoints
-from peftkit.train.run import Run
 from peftkit.train.step import trainable_parameters
 
 HOLDER = "holder"
@@ -179,8 +180,6 @@ def new_run(
     )
     parallel = Parallel(world)
     if is_sharded(model):
-        from peftkit.train.lockstep import Lockstep
-
         parallel = Lockstep(world, task, rows, eval_rows)
     return Run(
         model=model,

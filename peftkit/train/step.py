@@ -16,6 +16,7 @@ from peftkit.data.rows.lazy import num_tokens
 from peftkit.errors import ConfigError, DataError, RunError
 from peftkit.execution import rng
 from peftkit.execution.out_of_memory import (
+    RetryWatch,
     attempt,
     is_compile_error,
     is_out_of_memory,
@@ -28,11 +29,11 @@ from peftkit.forward.blocks import Blocks
 from peftkit.kernels.device import busy_tokens, product_rate
 from peftkit.quant.audit import audit
 from peftkit.tasks.batches import OnDevice, RowTooLarge, too_large
+from peftkit.tasks.run_hooks import Run
 from peftkit.train.batches import BatchPrefetcher, on_device
 from peftkit.train.diagnosis import Diagnosis, GradientWatch, NonFiniteError, diagnose, sources
 from peftkit.train.fitting import Fitting
 from peftkit.train.optim import build_optimizer, complete_gradients, set_learning_rate
-from peftkit.train.run import Run
 
 Batch = tuple[Mapping[str, Tensor], bool]
 """A batch, and whether it counts; padding batches keep processes in lockstep."""
@@ -64,12 +65,13 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return parameters
 
 
-class Trainer:
-    """Computes gradients, checks them, and takes optimizer steps.
+class Step:
+    """An optimizer step of a run: computes gradients, checks them, and updates the parameters.
 
     Attributes:
         parameters: The model's trainable parameters, by name.
         fitting: The fallback order; `run.state.plan` is the current plan.
+        retries: Watches the allocator of a GPU that is nearly full.
     """
 
     def __init__(self, run: Run) -> None:
@@ -77,8 +79,8 @@ class Trainer:
         self.model, self.task, self.world = run.model, run.task, run.world
         config, plan, device = run.config, run.state.plan, self.world.device
         self.optimizer = build_optimizer(self.parameters, config)
-        self._watch = GradientWatch(self.parameters, device)
-        self.prefetcher = BatchPrefetcher(run.task, self.world.device)
+        self._watch, self.retries = GradientWatch(self.parameters, device), RetryWatch(device)
+        self.prefetcher = BatchPrefetcher(run.task, device)
         self.blocks = Blocks(run.model, plan)
         busy = busy_tokens(
             product_rate(device), audit(run.model).num_parameters, len(self.blocks.blocks)
@@ -123,7 +125,7 @@ class Trainer:
         if self.blocks.compiled and not plan.compile:
             self.blocks.compile(False)
 
-    def step(
+    def __call__(
         self, rows: Sequence[Any], rate: float, coming: Sequence[Any] | None = None
     ) -> StepFacts:
         """Train on this process's rows of a step, possibly none.
@@ -213,7 +215,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         total_sums = self._no_sums()
         for batch, is_real in batches:
-            sums = self.sums(batch)
+            sums = self._sums(batch)
             (sums[0] * (self.fitting.scale.factor / total if is_real else 0.0)).backward()
             if is_real:
                 total_sums += sums.detach()  # .item() would synchronise with the host
@@ -224,11 +226,14 @@ class Trainer:
 
     def loss(self, rows: Sequence[Any]) -> Tensor:
         """Return the summed loss of rows in one batch."""
-        (batch,) = self.prefetcher.batches([rows])
-        return self.sums(batch)[0]
+        return self.sums(rows)[0][0]
 
-    def sums(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return `Task.loss` of a batch."""
+    def sums(self, rows: Sequence[Any]) -> tuple[Tensor, int]:
+        """Return `Task.loss` of rows in one batch, and their number of targets."""
+        (batch,) = self.prefetcher.batches([rows])
+        return self._sums(batch), self.task.num_targets(batch)
+
+    def _sums(self, batch: Mapping[str, Tensor]) -> Tensor:
         with self.world.autocast():
             return self.task.loss(self.model, OnDevice(batch, self.world.device))
 

@@ -18,7 +18,7 @@ from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
 from peftkit.train.loop import fit
 from peftkit.train.start import new_run
-from peftkit.train.step import Trainer
+from peftkit.train.step import Step
 
 VOCABULARY = 31
 COUNTED = 2
@@ -103,11 +103,11 @@ class ToyTask(Task):
         return F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")[None]
 
 
-def trainer_of(model: nn.Module, task: Any, **changes: Any) -> Trainer:
-    """Return a trainer alone, without a loop around it."""
+def step_of(model: nn.Module, task: Any, **changes: Any) -> Step:
+    """Return a step alone, without a loop around it."""
     config = config_of(Path("unused"), **{"batch_size": 8, **changes})
     run = new_run(model, task, make_rows(2), [], config, stop=StopRequest())
-    return Trainer(run)
+    return Step(run)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from peftkit.kernels import fused
 from peftkit.kernels.fused import gated_product, recipe_of, rms_norm, saving_results
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
-from peftkit.train.saved_bytes import ActivationBytes, saved_by
+from peftkit.train.fitting import ActivationBytes, saved_by
 from tests.helpers.adapters import perturb
 from tests.helpers.families import ARCHITECTURES
 

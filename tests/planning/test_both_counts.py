@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.plan import Measured, config_of, reckoner_of
 from peftkit.execution.plan import Activations
-from peftkit.train.saved_bytes import ActivationBytes, saved_by
+from peftkit.train.fitting import ActivationBytes, saved_by
 from tests.helpers.families import llama
 
 SHORT, LONG = 128, 512
@@ -17,11 +17,11 @@ as much again as the block saves: of recomputed ones that is a lot."""
 
 
 def of_a_run(measured: Measured, length: int) -> ActivationBytes:
-    with measured.steps("keep", length) as step:
-        trainer: Any = step.func.__self__  # type: ignore[attr-defined]
-        rows = step.args[0]  # type: ignore[attr-defined]
-        with trainer.blocks.keeping_all():
-            return saved_by(lambda: trainer.loss(rows), trainer.blocks.blocks)
+    with measured.steps("keep", length) as take:
+        step: Any = take.func  # type: ignore[attr-defined]
+        rows = take.args[0]  # type: ignore[attr-defined]
+        with step.blocks.keeping_all():
+            return saved_by(lambda: step.loss(rows), step.blocks.blocks)
 
 
 @pytest.mark.slow

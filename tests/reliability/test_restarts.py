@@ -17,8 +17,7 @@ from peftkit.errors import CheckpointError, OutputError, PeftkitError
 from peftkit.events import Notice, ignore
 from peftkit.recipe import Recipe, load
 from peftkit.run import run as run_recipe
-from peftkit.train.finish import FREE
-from peftkit.train.resume import finished_or_resume
+from peftkit.train.resume import FREE, finished_or_resume
 from tests.helpers import command_line
 from tests.helpers.children import exit_code, start
 

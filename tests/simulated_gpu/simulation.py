@@ -25,7 +25,7 @@ from peftkit.execution import gpu_support
 from peftkit.inference import recorder
 from peftkit.kernels import checked, fused, packed_product
 from peftkit.kernels import device as device_kinds
-from peftkit.train import fallbacks, loop
+from peftkit.train import loop, metrics
 from tests.simulated_gpu import tensors
 from tests.simulated_gpu.products import ProductKernels
 from tests.simulated_gpu.real import REAL, real_card
@@ -439,7 +439,7 @@ def simulated(card: Card | None = None, kernels: Callable[[], Kernels] = Kernels
         launcher = fused.Launcher(BrokenKernels() if card.broken else None)
         stack.enter_context(patch(fused, "TRITON", launcher))
         stack.enter_context(patch(loop, "TRITON", launcher))
-        stack.enter_context(patch(fallbacks, "TRITON", fused.Launcher(card)))  # as if installed
+        stack.enter_context(patch(metrics, "TRITON", fused.Launcher(card)))  # as if installed
         for name, answer in _answers(card).items():
             stack.enter_context(patch(torch.cuda, name, answer))
         stack.enter_context(patch(torch.Tensor, "is_pinned", lambda t, *_: tensors.is_pinned(t)))

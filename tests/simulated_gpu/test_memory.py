@@ -17,7 +17,7 @@ from peftkit.forward.blocks import Blocks
 from peftkit.forward.offload import Offload
 from peftkit.train import loop, memory
 from peftkit.train.fitting import choose
-from peftkit.train.step import Trainer
+from peftkit.train.step import Step
 from tests.helpers.families import llama
 from tests.simulated_gpu import same
 from tests.simulated_gpu.same import make_model, train
@@ -210,7 +210,7 @@ def test_offloaded_inputs_are_planned_within_main_memory(tmp_path, monkeypatch):
         most = named["most_offloaded"]  # rows are padded by up to a tenth
         assert 0.9 * 0.8 * 1_000_000 / per_token < most <= 0.8 * 1_000_000 / per_token
         offload = dict(costs)["offload"]
-        monkeypatch.setattr(memory, "_available", lambda trainer: 1.01 * longest * offload)
+        monkeypatch.setattr(memory, "_available", lambda *_: 1.01 * longest * offload)
         found, _ = train("cuda", tmp_path, family="deep")
         monkeypatch.setattr(memory, "free_bytes", lambda: per_token * longest)  # 0.8 of it is used
         with pytest.raises(RunError) as caught:
@@ -237,7 +237,7 @@ def test_a_row_that_fits_in_tiles_is_trained(tmp_path, monkeypatch):
         needed, in_tiles = (min(c for _, c in each) for each in (costs, named["tiled"]))
         assert in_tiles < 0.8 * needed
         between = longest * (needed + in_tiles) / 2
-        monkeypatch.setattr(memory, "_available", lambda trainer: between)
+        monkeypatch.setattr(memory, "_available", lambda *_: between)
         found, _ = train("cuda", tmp_path)
     assert found.losses == pytest.approx(expected.losses, rel=1e-4)
 
@@ -264,13 +264,13 @@ def test_main_memory_that_is_not_pinned_is_not_a_card_that_is_full(tmp_path):
 @pytest.mark.parametrize(("in_a_step", "num_notices"), [(1, 1), (0, 0)])
 def test_a_card_that_is_nearly_full_is_told_once(in_a_step, num_notices, tmp_path, monkeypatch):
     """The run is right and slow: torch releases its cache to serve an allocation."""
-    real = Trainer.step
+    real = Step.__call__
 
-    def step(*args: Any) -> Any:
+    def counted(*args: Any) -> Any:
         card.retries += in_a_step
         return real(*args)
 
-    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(Step, "__call__", counted)
     monkeypatch.setattr(loop, "GIVE_BACK_EVERY", 3)
     with simulated() as card:
         card.retries = 50  # of looking for a plan

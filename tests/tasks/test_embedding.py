@@ -26,7 +26,7 @@ from peftkit.tasks.retrieval.embedding import Embedding, EmbeddingConfig, poolin
 from tests.helpers.classifiers import framing_tokenizer
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.folders import write_rows
-from tests.helpers.toy import trainer_of
+from tests.helpers.toy import step_of
 
 ROWS = [
     {"anchor": "the quick brown fox", "positive": "jumps over the dog", "negatives": ["olives"]},
@@ -86,11 +86,11 @@ def test_parts_of_a_step_have_the_gradient_of_the_whole(dropout, folder):
     for size in (5, 2) if not dropout else (2, 2):
         model, task, rows = embedding(folder, ROWS)
         model.train(dropout)
-        trainer = trainer_of(model, task, max_grad_norm=None)
-        trainer.use(replace(trainer.plan, rows=size))
+        step = step_of(model, task, max_grad_norm=None)
+        step.use(replace(step.plan, rows=size))
         torch.manual_seed(1)
-        (rows,) = task.before_step(rows, trainer.run)
-        facts = trainer.step(rows, 1e-2)
+        (rows,) = task.before_step(rows, step.run)
+        facts = step(rows, 1e-2)
         weights = [p.detach().clone() for p in model.parameters() if p.requires_grad]
         found.append((facts.loss, facts.grad_norm, weights))
     for loss, norm, weights in found[1:]:

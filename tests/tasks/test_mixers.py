@@ -19,7 +19,7 @@ from peftkit.kernels import varlen
 from peftkit.kernels.varlen import Grid, grid_of, spans_of
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRALinear
-from peftkit.train import fallbacks
+from peftkit.train import metrics
 from peftkit_server.tinker import rows
 from tests.helpers.adapters import perturb
 from tests.helpers.cell import own_warnings, tiny_model
@@ -350,17 +350,19 @@ def test_the_layout_reaches_all_documents_of_a_grid():
 
 
 def test_missing_kernels_are_reported_once_on_a_gpu(monkeypatch):
-    trainer: Any = SimpleNamespace(model=tiny_model("qwen3_5"), plan=SimpleNamespace(on_gpu=True))
-    (event,) = fallbacks._mixers(trainer)
+    plan: Any = SimpleNamespace(on_gpu=True)
+    event = metrics._mixers(tiny_model("qwen3_5"), plan)
+    assert event is not None
     assert event.fix.endswith(
         "pip install --no-build-isolation causal-conv1d flash-linear-attention"
     )
-    trainer.model = tiny_model("llama")
-    assert not fallbacks._mixers(trainer)
-    trainer.model = tiny_model("granitemoehybrid")
-    assert "mamba-ssm" in fallbacks._mixers(trainer)[0].cause
+    assert not metrics._mixers(tiny_model("llama"), plan)
+    with_mamba = tiny_model("granitemoehybrid")
+    event = metrics._mixers(with_mamba, plan)
+    assert event is not None
+    assert "mamba-ssm" in event.cause
+    plan.on_gpu = False
+    assert not metrics._mixers(with_mamba, plan)
+    plan.on_gpu = True
     monkeypatch.setattr(mixer_kernels, "find_spec", lambda name: name)  # installed
-    assert not fallbacks._mixers(trainer)
-    trainer.plan = SimpleNamespace(on_gpu=False)
-    monkeypatch.undo()
-    assert not fallbacks._mixers(trainer)
+    assert not metrics._mixers(with_mamba, plan)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.train.batches import StatelessSampler
-from tests.helpers.toy import Toy, ToyTask, make_rows, play, trainer_of
+from tests.helpers.toy import Toy, ToyTask, make_rows, play, step_of
 
 # Sums of the same few hundred fp32 terms in another order.
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
@@ -17,15 +17,13 @@ ROWS = make_rows(8)  # of 3 to 9 tokens
 
 def gradients_of_a_step(model: nn.Module, **changes: Any) -> dict[str, Tensor]:
     """Return what the optimizer is given in one step over ROWS."""
-    trainer, seen = trainer_of(model, ToyTask(), **changes), dict[str, Tensor]()
+    step, seen = step_of(model, ToyTask(), **changes), dict[str, Tensor]()
 
     def watch(*_: object) -> None:
-        seen.update(
-            {n: p.grad.clone() for n, p in trainer.parameters.items() if p.grad is not None}
-        )
+        seen.update({n: p.grad.clone() for n, p in step.parameters.items() if p.grad is not None})
 
-    trainer.optimizer.register_step_pre_hook(watch)
-    trainer.step(ROWS, 0.1)
+    step.optimizer.register_step_pre_hook(watch)
+    step(ROWS, 0.1)
     return seen
 
 
@@ -108,17 +106,17 @@ def test_a_gradient_that_is_a_transposed_view_is_read_right():
     assert isinstance(twisted.lora_A.weight, nn.Parameter)
     twisted.lora_A.weight.register_post_accumulate_grad_hook(transposed)
     for model in (plain, twisted):
-        trainer = trainer_of(model, ToyTask())
+        step = step_of(model, ToyTask())
         for _ in range(3):
-            trainer.step(ROWS, 0.1)
+            step(ROWS, 0.1)
     assert torch.equal(plain.lora_A.weight, twisted.lora_A.weight)
 
 
 def test_a_parameter_without_a_gradient_gets_zeros():
     model = Toy()
     model.unused = nn.Parameter(torch.ones(3, 3))
-    trainer = trainer_of(model, ToyTask(), weight_decay=0.5)
-    trainer.step(ROWS, 0.1)
+    step = step_of(model, ToyTask(), weight_decay=0.5)
+    step(ROWS, 0.1)
     # only the decay has moved it: 1 - 0.1 x 0.5
     torch.testing.assert_close(model.unused.data, torch.full((3, 3), 0.95))
 

@@ -21,9 +21,8 @@ from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.tokens import CausalLM
 from peftkit.train import memory
-from peftkit.train.compiled_check import why_refused
-from peftkit.train.memory import is_worth_it
-from peftkit.train.step import Trainer
+from peftkit.train.memory import is_worth_it, why_refused
+from peftkit.train.step import Step
 from tests.helpers.adapters import gradients as gradients_of
 from tests.helpers.families import ARCHITECTURES, FAMILIES
 from tests.helpers.padding_free import row_of
@@ -37,7 +36,7 @@ from tests.helpers.toy import (
     make_rows,
     play,
     same,
-    trainer_of,
+    step_of,
 )
 
 # torch.compile itself uses what torch has deprecated; who runs Python as usual does not see it
@@ -190,13 +189,14 @@ def test_blocks_that_are_built_alike_are_of_one_kind(family, kinds):
 
 @pytest.mark.smoke
 def test_the_work_of_a_run_is_its_tokens_times_the_parameters():
-    rows, trainer = make_rows(14), trainer_of(Deep(), CausalTask(), batch_size=4)
-    parameters = sum(p.numel() for p in trainer.model.parameters())
+    rows = make_rows(14)
+    run = step_of(Deep(), CausalTask(), batch_size=4, max_steps=7).run
+    parameters = sum(p.numel() for p in run.model.parameters())
     tokens = sum(len(row.input_ids) for row in rows)
-    trainer.run.rows = rows
-    assert memory.work_of(trainer, 7) == pytest.approx(7 * 8 / 14 * tokens * parameters)
-    trainer.run.rows = rows[:2]
-    assert memory.work_of(trainer, 5) == 5 * (3 + 4) * parameters
+    run.rows = rows
+    assert memory.work_of(run) == pytest.approx(7 * 8 / 14 * tokens * parameters)
+    run.rows = rows[:2]
+    assert memory.work_of(run) == 7 * (3 + 4) * parameters
 
 
 def compiling(folder: Path, **changes: Any) -> Played:
@@ -317,46 +317,46 @@ def test_a_gradient_of_a_is_compared_though_b_is_zero(backend):
     attach(model, LoRA(rank=3, targets=("v",)))
     layer: Any = model.model.layers[0].self_attn.v_proj
     assert not layer.lora_B.any()
-    trainer = trainer_of(model, CausalTask())
-    assert why_refused(trainer) == ""
+    step = step_of(model, CausalTask())
+    assert why_refused(step.run, step) == ""
     torch.compiler.reset()
     backend.setattr(blocks_module, "BACKEND", without_a)
-    assert "v_proj.lora_A differs by 1 of its norm" in why_refused(trainer)
-    trainer.blocks.restore()
+    assert "v_proj.lora_A differs by 1 of its norm" in why_refused(step.run, step)
+    step.blocks.restore()
 
 
 @pytest.mark.parametrize("backend_name", ["eager", "inductor"])
 def test_the_comparison_leaves_no_trace(backend_name, backend):
     """With inductor, the only fast test that generates code: for two small blocks."""
     backend.setattr(blocks_module, "BACKEND", backend_name)
-    trainer = trainer_of(Deep(dropout=0.3), ToyTask())
-    model, device = trainer.model, torch.device("cpu")
+    step = step_of(Deep(dropout=0.3), ToyTask())
+    model, device = step.run.model, torch.device("cpu")
     before = rng.capture(device), {n: x.clone() for n, x in model.state_dict().items()}
-    assert why_refused(trainer) == ""
+    assert why_refused(step.run, step) == ""
     assert counters["stats"]["unique_graphs"] > 0
     assert same(before[0], rng.capture(device))
     assert same(before[1], model.state_dict())
     assert all(p.grad is None for p in model.parameters())
-    assert not any(block._forward_hooks for block in trainer.blocks.blocks)
-    trainer.blocks.restore()
+    assert not any(block._forward_hooks for block in step.blocks.blocks)
+    step.blocks.restore()
 
 
 def test_rows_that_do_not_fit_are_compared_in_part(backend):
-    seen, trainer = [], trainer_of(Deep(), ToyTask(), batch_size=2)
+    seen, step = [], step_of(Deep(), ToyTask(), batch_size=2)
 
     def loss(rows: Any) -> Tensor:
         seen.append(len(rows))
         if len(rows) > few:
             raise torch.OutOfMemoryError
-        return Trainer.loss(trainer, rows)
+        return Step.loss(step, rows)
 
-    backend.setattr(trainer, "loss", loss)
+    backend.setattr(step, "loss", loss)
     few = 1
-    assert why_refused(trainer) == ""
+    assert why_refused(step.run, step) == ""
     assert seen == [2, 1, 1, 1]
     few = 0
-    assert why_refused(trainer).startswith("Memory ran out")
-    trainer.blocks.restore()
+    assert why_refused(step.run, step).startswith("Memory ran out")
+    step.blocks.restore()
 
 
 def test_a_failure_within_a_run_is_one_notice(tmp_path, backend):

@@ -11,8 +11,8 @@ from peftkit.config.schema import flat
 from peftkit.errors import CheckpointError
 from peftkit.execution import rng
 from peftkit.settings import TrainConfig
-from peftkit.train.checkpoint import UNBOUND, check_same_run, fingerprint, identity_of
-from tests.helpers.toy import Row, Toy, ToyTask, make_rows, trainer_of
+from peftkit.train.resume import UNBOUND, check_same_run, fingerprint, identity_of
+from tests.helpers.toy import Row, Toy, ToyTask, make_rows, step_of
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_fingerprint_depends_on_what_is_learnt_and_not_on_where_it_came_from()
 
 
 def test_the_identity_has_the_settings_that_are_not_free_and_what_the_caller_adds():
-    run = trainer_of(Toy(), ToyTask()).run
+    run = step_of(Toy(), ToyTask()).run
     identity = identity_of(run, {"data": {"files": ("a", "b")}})
     assert set(identity["train"]) | UNBOUND == set(TrainConfig.model_fields)
     assert not set(identity["train"]) & UNBOUND

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from peftkit.execution.parallel import Parallel, Part
-from peftkit.train.lockstep import Lockstep
+from peftkit.train.batches import Lockstep
 
 
 class Two:

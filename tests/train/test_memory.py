@@ -20,7 +20,7 @@ from peftkit.execution.plan import Activations
 from peftkit.forward.blocks import Blocks
 from peftkit.methods.lora import LoRA
 from peftkit.train import memory
-from peftkit.train.saved_bytes import ActivationBytes, saved_by
+from peftkit.train.fitting import ActivationBytes, saved_by
 from tests.helpers.families import FAMILIES
 from tests.helpers.toy import (
     CausalTask,
@@ -33,7 +33,7 @@ from tests.helpers.toy import (
     make_rows,
     play,
     same,
-    trainer_of,
+    step_of,
 )
 
 
@@ -109,9 +109,9 @@ ROWS = make_rows(14)  # of 3 to 9 tokens: of 8 or 16 with padding
 
 def bytes_per_token(way: Activations) -> float:
     """Return those of the row of median length, which has 6 tokens of 8."""
-    trainer = trainer_of(Deep(), ToyTask())
+    step = step_of(Deep(), ToyTask())
     row = next(row for row in ROWS if len(row.input_ids) == 6)
-    return saved_by(lambda: trainer.loss([row]), trainer.blocks.blocks).needed(way) / 8
+    return saved_by(lambda: step.loss([row]), step.blocks.blocks).needed(way) / 8
 
 
 KEEP, RECOMPUTE = bytes_per_token("keep"), bytes_per_token("recompute")
@@ -121,7 +121,7 @@ def planned(
     folder: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: float, **changes: Any
 ) -> Played:
     """Run with so many bytes for activations."""
-    monkeypatch.setattr(memory, "_available", lambda trainer: num_bytes)
+    monkeypatch.setattr(memory, "_available", lambda *_: num_bytes)
     changes = {"batch_size": 4, "gradient_accumulation": 1, "memory": 1.0, **changes}
     return play(folder, **{"model": Deep(), "rows": ROWS, **changes})
 
@@ -219,17 +219,17 @@ def test_what_is_planned_for_a_transformer_covers_what_its_batches_save(monkeypa
     model = FAMILIES["llama"]()
     attach(model, LoRA(rank=3, dropout=0.1))
     rows = [Row(tuple(range(3, 3 + n)), (0,) * n, "") for n in (5, 12, 30, 40, 64)]
-    trainer = trainer_of(model, CausalTask(), memory=1.0)
-    monkeypatch.setattr(memory, "_available", lambda trainer: 2_000_000)
+    step = step_of(model, CausalTask(), memory=1.0, max_steps=1)
+    monkeypatch.setattr(memory, "_available", lambda *_: 2_000_000)
     model.train()
-    trainer.run.rows = rows
-    memory.plan_memory_and_compile(trainer, 1)
-    assert trainer.plan.tokens is not None
-    parts = trainer.run.micro_batches(rows)
+    step.run.rows = rows
+    memory.plan_memory_and_compile(step.run, step)
+    assert step.plan.tokens is not None
+    parts = step.run.micro_batches(rows)
     assert 1 < len(parts) < len(rows)
     for part in parts:
-        saved = saved_by(lambda: trainer.loss(part), trainer.blocks.blocks)  # noqa: B023
-        assert saved.needed(trainer.plan.activations) <= 2_000_000
+        saved = saved_by(lambda: step.loss(part), step.blocks.blocks)  # noqa: B023
+        assert saved.needed(step.plan.activations) <= 2_000_000
 
 
 def test_streamed_blocks_are_recomputed_under_auto(tmp_path):

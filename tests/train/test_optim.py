@@ -16,7 +16,7 @@ from peftkit.train.optim import (
     optimizer_state,
     parameter_groups,
 )
-from tests.helpers.toy import Toy, ToyTask, crash_after, make_rows, play, same, trainer_of
+from tests.helpers.toy import Toy, ToyTask, crash_after, make_rows, play, same, step_of
 
 
 def rates(**changes: object) -> list[float]:
@@ -164,12 +164,12 @@ class Half(Toy):
 
 
 def test_a_step_that_overflows_is_done_again_at_a_lower_scale_and_learns_the_same():
-    plain, scaled = trainer_of(Toy(0.3), ToyTask()), trainer_of(Half(0.3), ToyTask())
+    plain, scaled = step_of(Toy(0.3), ToyTask()), step_of(Half(0.3), ToyTask())
     scaled.fitting.scale = LossScale(needed=True)
-    for trainer in (plain, scaled):
+    for step in (plain, scaled):
         torch.manual_seed(0)
         for _ in range(3):
-            trainer.step(make_rows(8), 0.1)
+            step(make_rows(8), 0.1)
     assert 1.0 < scaled.fitting.scale.factor < 2.0**16
     assert scaled.fitting.scale.good_steps == 3
     for name, parameter in plain.parameters.items():

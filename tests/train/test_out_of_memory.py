@@ -29,7 +29,7 @@ from tests.helpers.toy import (
     make_rows,
     play,
     same,
-    trainer_of,
+    step_of,
 )
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -178,14 +178,14 @@ def test_an_eval_row_too_large_is_an_error(tmp_path):
 
 
 def test_memory_that_runs_out_in_the_optimizer_is_told(tmp_path):
-    trainer = trainer_of(Toy(), Small())
+    step = step_of(Toy(), Small())
 
     def fail(*_: object) -> None:
         raise RuntimeError(CUDA)
 
-    trainer.optimizer.register_step_pre_hook(fail)
+    step.optimizer.register_step_pre_hook(fail)
     with pytest.raises(RunError, match="adamw_8bit"):
-        trainer.step(make_rows(4), 0.1)
+        step(make_rows(4), 0.1)
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(tmp_path):
@@ -247,11 +247,11 @@ def test_recomputing_changes_no_number_and_is_undone(tmp_path):
 
 
 def test_auto_recomputes_once_not_one_row_fits_and_then_tries_whole_batches_again():
-    trainer = trainer_of(Deep(), SmallUnlessRecomputed())
-    facts = trainer.step(make_rows(8), 0.1)
-    assert trainer.blocks.activations == "recompute"
-    assert trainer.plan.activations == "recompute"
-    assert trainer.plan.rows == 2
+    step = step_of(Deep(), SmallUnlessRecomputed())
+    facts = step(make_rows(8), 0.1)
+    assert step.blocks.activations == "recompute"
+    assert step.plan.activations == "recompute"
+    assert step.plan.rows == 2
     assert (
         "activations are recomputed (train.gradient_checkpointing), 2 rows at a time"
         in facts.notice
@@ -259,11 +259,11 @@ def test_auto_recomputes_once_not_one_row_fits_and_then_tries_whole_batches_agai
 
 
 def test_a_run_that_had_to_recompute_does_so_after_a_resume_unless_told_otherwise():
-    first, second = (trainer_of(Deep(), ToyTask()) for _ in range(2))
+    first, second = (step_of(Deep(), ToyTask()) for _ in range(2))
     first.use(replace(first.plan, activations="recompute"))
     second.load_state(first.run.state, is_exact=True)
     assert second.blocks.activations == "recompute"
-    explicit = trainer_of(Deep(), ToyTask(), gradient_checkpointing=False)
+    explicit = step_of(Deep(), ToyTask(), gradient_checkpointing=False)
     explicit.load_state(first.run.state, is_exact=True)
     assert explicit.plan.activations == "keep"
 
@@ -347,10 +347,10 @@ def test_a_failed_attempt_leaves_nothing_of_its_graph_in_groups_of_layers():
             return nn.functional.silu(x)
 
     model.model.layers[1].mlp.act_fn = full = Full()
-    trainer = trainer_of(model, CausalTask())
+    step = step_of(model, CausalTask())
     rows = [Row(tuple(range(3, 12)), (0,) * 9, "") for _ in range(4)]
-    with prepared_for_training(model, trainer.plan):
-        facts = trainer.step(rows, 1e-3)
+    with prepared_for_training(model, step.plan):
+        facts = step(rows, 1e-3)
     assert full.left_behind is False
     assert "2 rows at a time instead of" in facts.notice
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from peftkit.events import EvalDone, Event
 from peftkit.execution.signals import Interrupted, StopRequest, stop_requests
+from peftkit.tasks.run_hooks import Run
 from peftkit.train import checkpoint_files
 from peftkit.train.checkpoint_files import Checkpoints
-from peftkit.train.loop import Loop
 from tests.helpers.toy import COUNTED, Played, Row, Toy, ToyTask, play, same
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
@@ -61,10 +61,10 @@ def test_a_signal_in_a_step_saves(tmp_path, whole, number):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_signal_between_two_steps_never_loses_the_step_before(tmp_path, whole, monkeypatch, when):
     """At the very moment in which the run decides whether to save."""
-    decide = Loop._is_due
+    decide = Run.is_due
 
-    def decided(self: Loop, every: int | None) -> bool:
-        now = self.run.state.step == 5 and every == 100
+    def decided(self: Run, every: int | None) -> bool:
+        now = self.state.step == 5 and every == 100
         if now and when == "before":
             os.kill(os.getpid(), signal.SIGTERM)
         result = decide(self, every)
@@ -73,7 +73,7 @@ def test_a_signal_between_two_steps_never_loses_the_step_before(tmp_path, whole,
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "_is_due", decided)
+        patch.setattr(Run, "is_due", decided)
         run = play(tmp_path, model=Toy(dropout=0.3), save_every=100)
     assert isinstance(run.error, Interrupted)
     assert run.saved[-1] == f"step-{len(run.losses)}"

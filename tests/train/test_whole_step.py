@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.events import EvalDone, StepDone
-from peftkit.tasks.run_hooks import RunHooks, TrainingRun
+from peftkit.tasks.run_hooks import Run, RunHooks
 from peftkit.tasks.whole_step import INDEX, WholeStep
-from tests.helpers.toy import Row, Toy, ToyTask, make_rows, play, trainer_of
+from tests.helpers.toy import Row, Toy, ToyTask, make_rows, play, step_of
 
 ROWS = make_rows(8)
 
@@ -31,7 +31,7 @@ class Centred(RunHooks, ToyTask):
         scores = model(batch["input_ids"]).float().tanh()
         return (scores * (batch["labels"] != -100)[..., None]).sum((1, 2))[:, None]
 
-    def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
         self._step = WholeStep(self, rows, run, super().collate, self.row_values)
         return [rows]
 
@@ -58,10 +58,10 @@ def test_rows_know_the_whole_step_whatever_goes_through_at_once(dropout):
     task, steps = Centred(), []
     for size in (8, 3, 1) if dropout == 0 else (3,):
         model = Toy(dropout).train()
-        trainer = trainer_of(model, task)
-        trainer.use(replace(trainer.plan, rows=size))
-        (rows,) = task.before_step(ROWS, trainer.run)
-        facts = trainer.step(rows, 1e-2)
+        step = step_of(model, task)
+        step.use(replace(step.plan, rows=size))
+        (rows,) = task.before_step(ROWS, step.run)
+        facts = step(rows, 1e-2)
         steps.append((facts.loss, facts.figures["above"], model.lora_B.weight.detach().clone()))
     for loss, above, weight in steps[1:]:
         assert (loss, above) == pytest.approx(steps[0][:2], rel=1e-5)
@@ -70,11 +70,11 @@ def test_rows_know_the_whole_step_whatever_goes_through_at_once(dropout):
 
 def test_rows_keep_their_values_where_they_are_sorted_to_fit():
     task = Centred()
-    trainer = trainer_of(Toy().train(), task, tokens_per_batch=None)
-    trainer.use(replace(trainer.plan, tokens=16))  # the longest first
-    assert len(trainer.run.micro_batches(ROWS)) > 2
-    (rows,) = task.before_step(ROWS, trainer.run)
-    trainer.step(rows, 1e-2)  # Centred compares the values that each batch is given
+    step = step_of(Toy().train(), task, tokens_per_batch=None)
+    step.use(replace(step.plan, tokens=16))  # the longest first
+    assert len(step.run.micro_batches(ROWS)) > 2
+    (rows,) = task.before_step(ROWS, step.run)
+    step(rows, 1e-2)  # Centred compares the values that each batch is given
 
 
 def test_figures_are_told_at_each_step_and_evaluation(tmp_path):
@@ -89,10 +89,10 @@ def test_figures_are_told_at_each_step_and_evaluation(tmp_path):
 
 
 def test_a_task_begins_once_with_all_rows(tmp_path):
-    begun: list[TrainingRun] = []
+    begun: list[Run] = []
 
     class Beginner(RunHooks, ToyTask):
-        def setup(self, run: TrainingRun) -> None:
+        def setup(self, run: Run) -> None:
             torch.rand(3)  # draws: the run is the same
             begun.append(run)
 

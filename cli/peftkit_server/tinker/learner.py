@@ -26,8 +26,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.model.lift import lifted
 from peftkit.model.modes import evaluating, modes_kept
 from peftkit.tasks.batches import split_micro_batches
-from peftkit.train.fitting import Costs, Fitting, choose
-from peftkit.train.saved_bytes import saved_by
+from peftkit.train.fitting import Costs, Fitting, choose, saved_by
 from peftkit_server.refusals import RequestError
 from peftkit_server.tinker.losses import LOSSES, Loss, Settings
 from peftkit_server.tinker.rows import Datum, DatumTask

@@ -56,7 +56,7 @@ from peftkit.tasks.distill.teacher import (
 from peftkit.tasks.documents import Rollout, RolloutTask
 from peftkit.tasks.metrics import exact_match
 from peftkit.tasks.rows import exact_length
-from peftkit.tasks.run_hooks import TrainingRun
+from peftkit.tasks.run_hooks import Run
 from peftkit.tasks.tokens import AnswerConfig
 
 TEACHER = "teacher_"
@@ -165,7 +165,7 @@ class Distill(RolloutTask):
         if self._average is not None:
             self._average.update()
 
-    def setup(self, run: TrainingRun) -> None:
+    def setup(self, run: Run) -> None:
         """Generate the teacher's answers, and store its hidden states before the head.
 
         If the student generates the answers, only the eval rows are processed.
@@ -193,13 +193,11 @@ class Distill(RolloutTask):
         if self.head is not None and is_fixed and len(rows):
             self._store_hidden(rows, run)
 
-    def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
         is_trained = self.makes_rows and torch.is_grad_enabled()
         return self.answered_step(rows, run) if is_trained else [rows]
 
-    def _teacher_answers(
-        self, prompts: Sequence[Sequence[int]], run: TrainingRun
-    ) -> list[SampledAnswer]:
+    def _teacher_answers(self, prompts: Sequence[Sequence[int]], run: Run) -> list[SampledAnswer]:
         """Return the teacher's greedy answers to prompts."""
         self.layout.forget()
         sampler = self.sampler(run.model)
@@ -211,7 +209,7 @@ class Distill(RolloutTask):
                 answers = sampler.answers(prompts, None, **options)
         return [one for (one,) in answers]
 
-    def _generate_answers(self, rows: Sequence[Distilled], run: TrainingRun) -> None:
+    def _generate_answers(self, rows: Sequence[Distilled], run: Run) -> None:
         longest = self.config.max_new_tokens
         teacher = self.identity.get("teacher", "")
         key = f"{self.reference.key} {teacher} {longest} {self.stops}"
@@ -248,7 +246,7 @@ class Distill(RolloutTask):
 
     # The loss.
 
-    def _store_hidden(self, rows: Sequence[Distilled], run: TrainingRun) -> None:
+    def _store_hidden(self, rows: Sequence[Distilled], run: Run) -> None:
         """Store the teacher's hidden states before the head if memory suffices."""
         model = run.model
         bare = unwrapped(model)

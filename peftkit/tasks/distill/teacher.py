@@ -23,7 +23,7 @@ from peftkit.forward.row_lengths import keep_lengths_apart, limits_of
 from peftkit.inference.generate import SampledAnswer
 from peftkit.tasks.distill.rows import Distilled
 from peftkit.tasks.metrics import exact_match, rouge_l
-from peftkit.tasks.run_hooks import TrainingRun
+from peftkit.tasks.run_hooks import Run
 
 
 class TeacherConfig(Config):
@@ -190,7 +190,7 @@ def teacher_answers(
     answer: Callable[[Sequence[Sequence[int]]], list[SampledAnswer]],
     text: Callable[[Sequence[int]], str],
     longest: int,
-    run: TrainingRun,
+    run: Run,
 ) -> Answers:
     """Return the teacher's answers: read them from the run's folder and generate missing ones.
 
@@ -240,7 +240,7 @@ def _on_all(
     prompts: Sequence[tuple[int, ...]],
     answer: Callable[[Sequence[Sequence[int]]], list[SampledAnswer]],
     longest: int,
-    run: TrainingRun,
+    run: Run,
 ) -> list[SampledAnswer]:
     """Divide the prompts between the processes; return all answers in each."""
     world = run.world
@@ -260,7 +260,7 @@ def _report(
     rows: Sequence[Distilled],
     answers: Answers,
     text: Callable[[Sequence[int]], str],
-    run: TrainingRun,
+    run: Run,
 ) -> None:
     """Report the teacher's answers, and their similarity to the answers of the rows."""
     answered = [(row, text(answers[row.teacher_ids].ids)) for row in rows]

@@ -56,7 +56,7 @@ from peftkit.tasks.pairs.preference_rows import (
     answer_start,
     compared,
 )
-from peftkit.tasks.run_hooks import TrainingRun
+from peftkit.tasks.run_hooks import Run
 from peftkit.tasks.tokens import AnswerConfig
 from peftkit.tasks.whole_step import INDEX, WholeStepTask
 
@@ -81,7 +81,7 @@ class Preference(DocumentTask):
         loss = f"{self.config.loss}, {chunks}"
         return {**others, "loss": loss, "pairs": rows, "reference": reference}
 
-    def setup(self, run: TrainingRun) -> None:
+    def setup(self, run: Run) -> None:
         if self.config.needs_reference:
             self._values.find(self.reference, run)
 

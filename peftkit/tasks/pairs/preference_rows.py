@@ -26,7 +26,7 @@ from peftkit.execution.signals import Interrupted
 from peftkit.files.tensors import read_tensors, write_tensors
 from peftkit.model.modes import evaluating
 from peftkit.tasks.batches import batches_that_fit, equal_parts
-from peftkit.tasks.run_hooks import Reference, TrainingRun
+from peftkit.tasks.run_hooks import Reference, Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class ReferenceValues:
         with evaluating(model), reference.state():
             return self._values(model, batch)
 
-    def find(self, reference: Reference, run: TrainingRun) -> None:
+    def find(self, reference: Reference, run: Run) -> None:
         """Find the values of all rows of a run: in the run's file, else computed now.
 
         Raises:
@@ -223,7 +223,7 @@ class ReferenceValues:
             )
         self._reference, self._keys, self._table = reference.key, keys, values
 
-    def _missing(self, reference: Reference, rows: View, run: TrainingRun) -> Tensor:
+    def _missing(self, reference: Reference, rows: View, run: Run) -> Tensor:
         """Return (rows, 3): values, and 1 where computed, from all processes."""
         model, world = run.model, run.world
         order = tokens_of_each(rows).sort(descending=True, stable=True).indices
@@ -281,7 +281,7 @@ def _read_values(path: Path, keys: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(is_stored[:, None], stored[order][places].float(), 0.0), is_stored
 
 
-def _write_values(path: Path, keys: Tensor, values: Tensor, run: TrainingRun) -> None:
+def _write_values(path: Path, keys: Tensor, values: Tensor, run: Run) -> None:
     """Write values; a failure costs the file, not the run."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

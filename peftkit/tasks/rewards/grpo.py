@@ -40,7 +40,7 @@ from peftkit.tasks.rewards.grpo_rows import Group, Prompt, PromptEncoder
 from peftkit.tasks.rewards.grpo_tools import Dialogue, Tools, figures
 from peftkit.tasks.rewards.reward_adapters import adapter_rewards
 from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
-from peftkit.tasks.run_hooks import TrainingRun
+from peftkit.tasks.run_hooks import Run
 from peftkit.tasks.user_code import UserCode, source_hashes
 
 
@@ -168,7 +168,7 @@ class GRPO(RolloutTask):
 
     # Answers and their rewards.
 
-    def setup(self, run: TrainingRun) -> None:
+    def setup(self, run: Run) -> None:
         """Load the reward functions: not in `build`, since opening an adapter runs no code."""
         self.check_answers(run)
         if not self.terms:
@@ -211,10 +211,10 @@ class GRPO(RolloutTask):
         adapter, style = self._adapters[folder], self.rows.prompt_style
         return adapter_rewards(model, adapter, self.tokenizer, style, self.pad_id, prompts, texts)
 
-    def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
         return self.answered_step(rows, run)
 
-    def evaluate(self, rows: Sequence[Any], run: TrainingRun) -> dict[str, float]:
+    def evaluate(self, rows: Sequence[Any], run: Run) -> dict[str, float]:
         return self.greedy_metrics(rows, run)
 
     def stop_reason(self, figures: Mapping[str, float]) -> str:

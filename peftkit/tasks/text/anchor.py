@@ -25,7 +25,7 @@ from peftkit.forward.shared_head import check_shared_head, divergence_of
 from peftkit.inference.own_answers import own_answers
 from peftkit.kernels.divergence import Divergence
 from peftkit.model.modes import adapters_off, evaluating
-from peftkit.tasks.run_hooks import Reference, RunHooks, TrainingRun
+from peftkit.tasks.run_hooks import Reference, Run, RunHooks
 from peftkit.tasks.tokens import CausalLM
 
 LENGTH, SEED, PER_STEP = 24, 2000, 4
@@ -66,7 +66,7 @@ class AnchoredLM(RunHooks, CausalLM):
         anchor = f"{PER_STEP} answers a step, about {PER_STEP * mean:.0f} tokens"
         return {**super().paths, "anchor": anchor}
 
-    def setup(self, run: TrainingRun) -> None:
+    def setup(self, run: Run) -> None:
         """Answer the general prompts, and store the hidden states before the head."""
         self.metric_names = ("anchor_kl",)
         run.say(Stage(f"Answering {len(ANCHORS)} general prompts for task.anchor"))
@@ -86,7 +86,7 @@ class AnchoredLM(RunHooks, CausalLM):
                 }
                 self._before.append(self.before_head(run.model, batch).cpu())
 
-    def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
         """Add the step's anchor rows to rows; none to an evaluation."""
         if not torch.is_grad_enabled() or not self._rows:
             return [rows]
@@ -96,10 +96,10 @@ class AnchoredLM(RunHooks, CausalLM):
         self._scale = targets / of_anchor  # the loss is divided by the targets of the rows
         return [[*rows, *anchors]]
 
-    def rows_ahead(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Any] | None:
+    def rows_ahead(self, rows: Sequence[Any], run: Run) -> Sequence[Any] | None:
         return [*rows, *self._anchors(run.state.step + 1, run)] if rows else None
 
-    def _anchors(self, step: int, run: TrainingRun) -> list[AnchorRow]:
+    def _anchors(self, step: int, run: Run) -> list[AnchorRow]:
         """Return this process's anchor rows of a step, which depend on its number alone."""
         first = (step * run.world.world_size + run.world.rank) * PER_STEP
         return [self._rows[n % len(self._rows)] for n in range(first, first + PER_STEP)]
