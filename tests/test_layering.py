@@ -57,7 +57,7 @@ PUBLIC = """
     model/places model/roles model/targets planning/memory planning/plan planning/resolve
     report/chart report/history report/page tasks/batches tasks/distill/rows
     tasks/media/media_text tasks/rewards/graders tasks/rewards/grading tasks/tokens
-    tasks/user_code train/checkpoint_files train/fitting train/metrics train/optim
+    tasks/user_code train/checkpoint_files train/fitting train/metrics train/optim train/resume
     train/start train/trackers
 """
 """Modules of peftkit from which applications import names that peftkit does not export."""
