@@ -70,7 +70,7 @@ class Processes:
         """Raise RequestError if the process of this name runs."""
         process = self._running.get(name)
         if process is not None and process.poll() is None:
-            raise RequestError(f"{name} is already running.", status=409)
+            raise RequestError(f"{name} is already running.", status=409, code="is_running")
 
     def poll(self) -> None:
         """Record the exit codes of processes that have ended."""
