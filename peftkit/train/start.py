@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import platform
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +19,7 @@ from peftkit.execution.plan import ExecutionPlan, plan_of
 from peftkit.execution.signals import StopRequest
 from peftkit.execution.state import State
 from peftkit.execution.world import World
-from peftkit.files.disk import LOCKS, RUN_LOCK, alone, writable_folder, write_text
+from peftkit.files.disk import HOLDER, LOCKS, RUN_LOCK, alone, writable_folder, write_holder
 from peftkit.model.blocks import is_sharded, is_streamed
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
@@ -30,7 +27,6 @@ from peftkit.train.checkpoint_files import Checkpoints
 from peftkit.train.run import Run
 from peftkit.train.step import trainable_parameters
 
-HOLDER = "holder"
 """File with the process id that holds the lock of an output folder."""
 
 
@@ -96,8 +92,7 @@ def locked(output_dir: Path) -> Iterator[None]:
         )
 
     with alone(output_dir / RUN_LOCK, on_wait=refuse):
-        now = time.strftime("%Y-%m-%d %H:%M:%S")
-        write_text(f"Process {os.getpid()} on {platform.node()}, since {now}.\n", holder)
+        write_holder(output_dir)
         try:
             yield
         finally:

@@ -7,8 +7,10 @@ import platform
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
+from threading import Event
 from typing import Any, get_args, get_origin
 
 import pytest
@@ -326,6 +328,27 @@ def test_no_location_leaves_the_folder_on_any_route(studio, folder, monkeypatch,
     monkeypatch.setattr(drafting, "_opens_urls", True)
     allowed = recipe(rows="s3://bucket/rows.jsonl")
     assert studio.post("/api/validate", recipe=allowed).json["problems"] == []
+
+
+def test_validation_does_not_wait_for_a_plan(folder, monkeypatch):
+    begun, ended = Event(), Event()
+
+    async def run(self, function, *arguments):
+        async with self.__dict__.setdefault("lock", asyncio.Lock()):  # one process
+            if function is drafting.estimate:
+                begun.set()
+                await asyncio.to_thread(ended.wait, 20)
+            return {"problems": [{"line": 1, "text": "a"}]}
+
+    monkeypatch.setattr(Drafting, "run", run)
+    with served_app(make_studio(folder, [KEY])) as port, ThreadPoolExecutor() as pool:
+        studio = Client(port)
+        plan = pool.submit(studio.post, "/api/plan", recipe="")
+        assert begun.wait(20)
+        assert studio.post("/api/validate", recipe="").status == 200
+        assert studio.post("/api/train", recipe="").status == 400
+        assert not plan.done()
+        ended.set()
 
 
 def test_a_call_that_does_not_end_is_ended_and_the_next_one_is_served(folder, monkeypatch):
