@@ -70,7 +70,7 @@ class Conversation:
     """
 
     COMMANDS: ClassVar = {
-        "/base": "answer with the base, without the adapter, in a conversation of its own",
+        "/base": "answer with the base, without the adapter; it has another history",
         "/adapter": "answer with the adapter again; /adapter NAME: with the one of this name",
         "/compare": "show the answers of base and adapters to the last message; /compare TEXT: to "
         "TEXT; each answer stays in its own history",

@@ -54,6 +54,11 @@ class AdapterModule(FrozenWrapper, ABC):
         tensors = (*self.base.parameters(), *self.base.buffers())
         return next((tensor.device for tensor in tensors), None)
 
+    @classmethod
+    def separate_wrong_groups(cls, model: nn.Module) -> str:
+        """Undo groups that compute something else than their modules alone; return what differs."""
+        return ""
+
     def new_parameter(self, *shape: int, dtype: torch.dtype) -> nn.Parameter:
         """Return a trainable parameter of zeros on the base's device."""
         return nn.Parameter(torch.zeros(shape, dtype=dtype, device=self.base_device))

@@ -6,6 +6,8 @@ occur.
 
 from __future__ import annotations
 
+import torch
+
 from peftkit.data.rows.lazy import tokens_of_each
 from peftkit.events import Fallback
 from peftkit.forward.attention import TrainingAttention
@@ -16,9 +18,32 @@ from peftkit.train.memory import SAMPLE
 from peftkit.train.step import Trainer
 
 
-def fallbacks_of(trainer: Trainer) -> list[Fallback]:
-    """Return the fallbacks of a prepared run; all processes call it."""
-    return [*_padding(trainer), *_kernels(trainer), *_mixers(trainer), *_generation(trainer)]
+def fallbacks_of(trainer: Trainer, wrong_groups: str = "") -> list[Fallback]:
+    """Return the fallbacks of a prepared run; all processes call it.
+
+    Args:
+        wrong_groups: What `separate_wrong_groups` returned.
+    """
+    return [
+        *_groups(wrong_groups),
+        *_padding(trainer),
+        *_kernels(trainer),
+        *_mixers(trainer),
+        *_generation(trainer),
+    ]
+
+
+def _groups(cause: str) -> list[Fallback]:
+    if not cause:
+        return []
+    return [
+        Fallback(
+            path="Adapter layers with one input are computed separately",
+            cause=f"With torch {torch.__version__}, {cause}",
+            cost="A step takes longer.",
+            fix="Install the versions of constraints.txt, and report this.",
+        )
+    ]
 
 
 def _padding(trainer: Trainer) -> list[Fallback]:

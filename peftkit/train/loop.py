@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from peftkit.adapter import prepared_for_training, refresh_copies
+from peftkit.adapter import prepared_for_training, refresh_copies, separate_wrong_groups
 from peftkit.errors import EndedTogetherError, PeftkitError
 from peftkit.events import Listener, Notice, RunDone, StepDone, ignore
 from peftkit.execution import rng
@@ -155,6 +155,7 @@ class Loop:
         self._agreed_stop = 0
         self._retries = RetryWatch(self.world.device)
         self._has_trained = False
+        self._wrong_groups = ""
         self._began = time.perf_counter()  # less the seconds before a resume
         self._resumed = (0, 0.0)  # steps and seconds before a resume
 
@@ -170,6 +171,7 @@ class Loop:
                 begin_training(model)
                 with self.world.autocast():  # the dtype of the adapters' copies
                     stack.enter_context(prepared_for_training(model, trainer.fitting.requested))
+                    self._wrong_groups = separate_wrong_groups(model)
                 quantizing = quantization_aware(trainer, self.num_steps)
                 self._begin_quantization = stack.enter_context(quantizing)
                 with self.run.task.training(model, trainer.fitting.requested):
@@ -190,7 +192,7 @@ class Loop:
         with reporting_a_stop(self.run):
             from peftkit.train.fallbacks import fallbacks_of
 
-            for fallback in fallbacks_of(self.trainer):
+            for fallback in fallbacks_of(self.trainer, self._wrong_groups):
                 self.run.say(fallback.notice)
             self.run.say(run_started(self.trainer, self.num_steps))
             if resume is not None:
