@@ -332,8 +332,8 @@ def _are_tiles_right(run: Any, module: nn.Module, x: Tensor, trained: list[Any])
         problem = why_not_tiled(run, x, trained)
     if problem:
         _LOG.warning(
-            "Feed-forward layers of the class %s are not computed in tiles: %s differs from that "
-            "of the whole row. Long rows need more memory.",
+            "Feed-forward layers of the class %s are not computed in tiles: %s differs from the "
+            "whole row's. Long rows need more memory.",
             type(module).__name__,
             problem,
         )

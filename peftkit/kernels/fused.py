@@ -51,7 +51,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _compare(found: Any, expected: Any) -> None:
-    """Raise ArithmeticError if results are not those of torch, up to rounding."""
+    """Raise ArithmeticError if results differ from torch's by more than rounding."""
     pairs = (
         [(found, expected)] if isinstance(expected, Tensor) else zip(found, expected, strict=True)
     )
@@ -69,7 +69,7 @@ class Launcher:
     """Launches Triton kernels, each of which is tried once for a device, a dtype and a kind.
 
     The first launch compiles: the kernel, for which the card may lack the dtype, and a helper in C,
-    for which the machine may lack a compiler. Its result is compared with that of torch, since a
+    for which the machine may lack a compiler. Its result is compared with torch's, since a
     compiler may also be wrong. What failed then is not launched again.
 
     Args:

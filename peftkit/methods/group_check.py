@@ -2,7 +2,7 @@
 
 Before training, one group of each kind computes its outputs and gradients for random tokens, with
 random numbers for A and B (with B = 0, no error in an update would show) and without dropout. They
-may differ from those of single layers by the last rounding to the compute dtype.
+may differ from single layers by the last rounding to the compute dtype.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _problem_of(group: LoRAGroup) -> str:
         names += [f"the gradient of {name} {n}" for n in range(len(layers)) for name in "AB"]
         for name, (together, alone) in zip(names, pairs, strict=True):
             if not is_last_rounding(together.float(), alone.float(), group.dtype):
-                return f"{name} of {len(layers)} grouped layers is not that of single layers."
+                return f"{name} of {len(layers)} grouped layers differs from single layers."
     return ""
 
 

@@ -196,7 +196,7 @@ def test_a_layer_that_mixes_tokens_runs_whole_with_one_warning(monkeypatch, capl
     blocks.restore()
     assert [record.message for record in caplog.records if "in tiles" in record.message] == [
         "Feed-forward layers of the class Mixing are not computed in tiles: the output differs "
-        "from that of the whole row. Long rows need more memory."
+        "from the whole row's. Long rows need more memory."
     ]
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)  # fp32, recomputed
