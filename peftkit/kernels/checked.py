@@ -47,7 +47,7 @@ class CheckedProduct:
             expected: Computes the same by torch.
         """
         is_right = self._is_right.get(key)
-        if is_right is False or (is_right is None and is_capturing()):
+        if is_right is False or (is_right is None and _is_capturing()):
             return None
         found = compute()
         if is_right or found is None:
@@ -77,7 +77,7 @@ class CheckedProduct:
         )
 
 
-def is_capturing() -> bool:
+def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

@@ -15,19 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.forward.noise import is_last_rounding
-from peftkit.methods.lora_linear import LoRAGroup, base_tensors, compute_dtype, copy_to_groups
 from peftkit.model.blocks import STREAMED, recomputable_blocks
 
 NUM_TOKENS = 8
 
 
-def separate_wrong(model: nn.Module, groups: Iterable[LoRAGroup | None]) -> str:
+def separate_wrong(model: nn.Module, groups: Iterable[Any]) -> str:
     """Undo the groups of a kind that differs from single layers; return what differs, or ""."""
     stream: Any = getattr(model, STREAMED, None)
     blocks = recomputable_blocks(model) if stream is not None else []
     problems: dict[Any, str] = {}
     for group in filter(None, groups):
-        if (kind := _kind_of(group)) not in problems:
+        if (kind := group.kind) not in problems:
             inside = (block for block in blocks if group.layers[0] in set(block.modules()))
             block = next(inside, None)
             with nullcontext() if block is None else stream.around(block):
@@ -38,14 +37,7 @@ def separate_wrong(model: nn.Module, groups: Iterable[LoRAGroup | None]) -> str:
     return next(filter(None, problems.values()), "")
 
 
-def _kind_of(group: LoRAGroup) -> tuple[Any, ...]:
-    """Return everything but sizes that selects the code of a group's products."""
-    layers, _ = base_tensors([layer.base for layer in group.layers])
-    forms = [(form and form.kind, has_bias) for form, _, has_bias in layers]
-    return group.dtype, *((type(m.base), *f) for m, f in zip(group.layers, forms, strict=True))
-
-
-def _problem_of(group: LoRAGroup) -> str:
+def _problem_of(group: Any) -> str:
     layers, generator = group.layers, torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
@@ -53,7 +45,7 @@ def _problem_of(group: LoRAGroup) -> str:
 
     trained = [p for layer in layers for p in (layer.lora_A, layer.lora_B)]
     weights = [drawn(NUM_TOKENS, layer.out_features) for layer in layers]
-    x = drawn(NUM_TOKENS, layers[0].in_features).to(compute_dtype(layers[0].base))
+    x = group.input_like(drawn(NUM_TOKENS, layers[0].in_features))
     with _kept(group, trained):
         with torch.no_grad():
             for parameter in trained:
@@ -70,7 +62,7 @@ def _problem_of(group: LoRAGroup) -> str:
 
 
 def _figures(
-    group: LoRAGroup,
+    group: Any,
     x: Tensor,
     trained: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -87,7 +79,7 @@ def _figures(
 
 
 @contextmanager
-def _kept(group: LoRAGroup, trained: Sequence[Tensor]) -> Iterator[None]:
+def _kept(group: Any, trained: Sequence[Tensor]) -> Iterator[None]:
     """Restore A, B, dropout and the group of the layers after the context."""
     before = [parameter.detach().clone() for parameter in trained]
     drops = [layer.dropout for layer in group.layers if isinstance(layer.dropout, nn.Dropout)]
@@ -104,4 +96,4 @@ def _kept(group: LoRAGroup, trained: Sequence[Tensor]) -> Iterator[None]:
         with torch.no_grad():
             for parameter, values in zip(trained, before, strict=True):
                 parameter.copy_(values)
-        copy_to_groups([group])
+        group.refresh()

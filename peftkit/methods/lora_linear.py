@@ -165,7 +165,7 @@ class LoRALinear(AdapterModule):
     @classmethod
     def form_groups(cls, model: nn.Module, *, serves: bool) -> None:
         sets = _sets_of_one_input(model)
-        copy_to_groups([LoRAGroup(layers, serves=serves) for layers in sets])
+        _copy_to_groups([LoRAGroup(layers, serves=serves) for layers in sets])
 
     @classmethod
     def separate_wrong_groups(cls, model: nn.Module) -> str:
@@ -184,7 +184,7 @@ class LoRALinear(AdapterModule):
                 groups += [LoRAGroup([layer]) for layer in group.layers]
             elif group is not None:
                 groups.append(group)
-        copy_to_groups(groups)
+        _copy_to_groups(groups)
 
 
 class LoRAGroup:
@@ -206,7 +206,7 @@ class LoRAGroup:
         self.dropout = layers[0].dropout
         self.ranks = tuple(layer.lora_A.shape[0] for layer in layers)
         device = layers[0].lora_A.device
-        self.dtype = _autocast_dtype(layers[0].lora_A) or compute_dtype(layers[0].base)
+        self.dtype = _autocast_dtype(layers[0].lora_A) or _compute_dtype(layers[0].base)
         options: Any = {"dtype": self.dtype, "device": device}
         self.lora_a = torch.zeros(sum(self.ranks), layers[0].in_features, **options)
         pairs = list(zip(layers, self.ranks, strict=True))
@@ -235,7 +235,7 @@ class LoRAGroup:
     def output(self, layer: LoRALinear, x: Tensor) -> Tensor:
         """Return the output (..., out) of a layer for x (..., in)."""
         if not torch.compiler.is_compiling() and self.copied_versions != self.versions():
-            copy_to_groups([self])
+            _copy_to_groups([self])
         index = self.layers.index(layer)
         if self._input is not x or index not in self._outputs:
             if self._outputs:
@@ -249,6 +249,21 @@ class LoRAGroup:
     @property
     def has_several_inputs(self) -> bool:
         return self._misses >= MAX_MISSES and len(self.layers) > 1
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Everything but sizes that selects the code of the group's products."""
+        layers, _ = _base_tensors([layer.base for layer in self.layers])
+        forms = [(form and form.kind, has_bias) for form, _, has_bias in layers]
+        return self.dtype, *((type(m.base), *f) for m, f in zip(self.layers, forms, strict=True))
+
+    def input_like(self, values: Tensor) -> Tensor:
+        """Return values in the dtype of the layers' input."""
+        return values.to(_compute_dtype(self.layers[0].base))
+
+    def refresh(self) -> None:
+        """Copy A and B of the layers."""
+        _copy_to_groups([self])
 
     def forget(self) -> None:
         """Drop outputs that were computed with previous values of A and B."""
@@ -271,7 +286,7 @@ class LoRAGroup:
             outputs = [torch.addmm(base(flat), hidden, b.t()) for base, hidden, b in products]
         else:
             dropped = None if isinstance(self.dropout, nn.Identity) else self.dropout(flat)
-            layers, frozen = base_tensors(bases)
+            layers, frozen = _base_tensors(bases)
             outputs = grouped_lora_linear(
                 flat.to(self.dtype),
                 None if dropped is None else dropped.to(self.dtype),
@@ -307,13 +322,13 @@ def _sets_of_one_input(model: nn.Module) -> list[list[LoRALinear]]:
         context, _, kind = roles.get(path, ("",))[0].rpartition("_")
         shared = next((",".join(sorted(kinds)) for kinds in SHARING if kind in kinds), "")
         parent = path.rpartition(".")[0] if shared else path
-        form = compute_dtype(base), layer.lora_A.device, layer.in_features
+        form = _compute_dtype(base), layer.lora_A.device, layer.in_features
         sets.setdefault((parent, context, shared, form), []).append(layer)
     return list(sets.values())
 
 
 @torch.no_grad()
-def copy_to_groups(groups: Sequence[LoRAGroup]) -> None:
+def _copy_to_groups(groups: Sequence[LoRAGroup]) -> None:
     """Copy A and B of all layers to their groups with a few kernels.
 
     The versions of the copies do not change: two forward passes may precede one backward pass.
@@ -332,12 +347,12 @@ def copy_to_groups(groups: Sequence[LoRAGroup]) -> None:
         group.forget()
 
 
-def compute_dtype(base: nn.Module) -> torch.dtype:
+def _compute_dtype(base: nn.Module) -> torch.dtype:
     weight = frozen_weight(base)
     return cast(QuantizedLinear, base).packing.dtype if weight is None else weight.dtype
 
 
-def base_tensors(bases: Sequence[nn.Module]) -> tuple[tuple[Layer, ...], list[Tensor]]:
+def _base_tensors(bases: Sequence[nn.Module]) -> tuple[tuple[Layer, ...], list[Tensor]]:
     """Return the storage form of frozen layers, and their tensors."""
     layers: list[Layer] = []
     frozen: list[Tensor] = []
