@@ -228,6 +228,12 @@ def group_modules(model: nn.Module, *, serves: bool = False) -> None:
         kind.form_groups(model, serves=serves)
 
 
+def separate_wrong_groups(model: nn.Module) -> str:
+    """Undo groups that compute something else than single modules; return what differs, or ""."""
+    problems = [kind.separate_wrong_groups(model) for kind in _groupable_kinds(model)]
+    return next(filter(None, problems), "")
+
+
 def ungroup_modules(model: nn.Module) -> None:
     """Undo `group_modules`: each adapter module computes separately."""
     for module in _adapter_modules(model):

@@ -9,14 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from peftkit.config.schema import Config
+from peftkit.config.schema import OPENED, Config, Location
 from peftkit.errors import first_few
 
 
 class BaseConfig(Config):
     """The base model, and how it is stored in memory."""
 
-    model: str
+    model: Location
     """Folder, GGUF file, hub id, or a short name (smollm2-135m, all-minilm-l6-v2)."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
@@ -59,7 +59,7 @@ Tracker = Literal[
 class Source(Config):
     """One of several training files or data sets."""
 
-    path: str
+    path: Location
     """A file, pattern, folder or data set, as `train`."""
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Repetitions of each row per epoch; 0.25: every fourth row once."""
@@ -68,11 +68,11 @@ class Source(Config):
 class DataConfig(Config):
     """The data, and how it is tokenised."""
 
-    train: str | tuple[Source, ...]
+    train: Location | tuple[Source, ...]
     """A .jsonl, .json, .csv, .tsv or .parquet file, a folder or a hub data set: "org/name",
     "org/name:split", "org/name:config:split", each also with "@revision" after the name; files by a
     pattern ("data/*.jsonl"); or a list: [{path: a.jsonl, weight: 2}, {path: b.jsonl}]."""
-    eval: str | Annotated[float, Field(gt=0, lt=1)] | None = None
+    eval: Location | Annotated[float, Field(gt=0, lt=1)] | None = None
     """Rows to evaluate on: a file or data set; or a share of the training rows, 0.02, split by a
     hash of each row's content, which stays stable when rows are added; null: none."""
     format: Literal["auto"] | FormatName = "auto"
@@ -84,7 +84,7 @@ class DataConfig(Config):
     train.batch_size then counts packed rows. If the model does not support it, an explicit true is
     an error and the default becomes false, with a notice; also if fewer than 192 rows would
     remain."""
-    chat_template: str | None = None
+    chat_template: Location | None = None
     """Template that renders conversations; null: the tokenizer's; "chatml": ChatML; or a .jinja
     file."""
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
@@ -140,7 +140,7 @@ class EarlyStopping(Config):
 class DriftConfig(Config):
     """How far training may move the model on text unrelated to the task."""
 
-    on: str = "self"
+    on: Location = "self"
     """self: KL from the model before training, on its own answers to 24 general prompts; text: rise
     of the cross entropy on 12 general texts, or on a text file."""
     tokens: int = Field(default=2048, ge=2)
@@ -235,9 +235,9 @@ class TrainConfig(Config):
     cannot hold the base and a step of one row, estimated before loading."""
     log_to: tuple[Tracker, ...] = ()
     """Trackers that also receive the metrics; metrics.jsonl is always written."""
-    trackers: dict[Tracker, dict[str, Any] | None] = Field(default={})
+    trackers: Annotated[dict[Tracker, dict[str, Any] | None], OPENED] = Field(default={})
     """Trackers with their options: {mlflow: {experiment: support, tags: {team: a}}}."""
-    upload: str | None = None
+    upload: Location | None = None
     """Where to upload the finished run: s3://bucket/folder, gs://, az:// or hf://user/name."""
 
     @model_validator(mode="before")

@@ -60,18 +60,19 @@ def voices_of(source: Opened | AdapterBank) -> dict[str, Voice]:
 
 
 class Conversation:
-    """A conversation with a base and adapters, of which one answers at a time.
+    """Conversations with a base and adapters, of which one answers at a time.
+
+    Each has its own history: a base that reads an adapter's answers copies their form.
 
     Attributes:
-        history: The messages so far; switching the adapter keeps them.
         current: Name of the voice that answers next.
     """
 
     COMMANDS: ClassVar = {
-        "/base": "answer with the base, without the adapter; the history stays",
+        "/base": "answer with the base, without the adapter; it has another history",
         "/adapter": "answer with the adapter again; /adapter NAME: with the one of this name",
         "/compare": "show the answers of base and adapters to the last message; /compare TEXT: to "
-        "TEXT, and the current answer stays in the history",
+        "TEXT; each answer stays in its own history",
         "/image": "/image FILE: attach an image to the next message, if the adapter reads images",
         "/audio": "/audio FILE: attach audio",
         "/video": "/video FILE: attach a video",
@@ -105,7 +106,7 @@ class Conversation:
         self._tools = tools
         self.base, self.voices = source.base, voices_of(source)
         self._settings = settings
-        self.history: list[dict[str, Any]] = []
+        self._histories: dict[str, list[dict[str, Any]]] = {name: [] for name in self.voices}
         reads_media = isinstance(source, Opened) and source.task.prompt_media
         self._media_task = media_task(source) if reads_media else None  # type: ignore[arg-type]
         self._media: list[Media] = []
@@ -121,6 +122,11 @@ class Conversation:
             self.set_system(system)
         elif prompt := self.systems():
             note(f"System prompt, as in training: {prompt}")
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The messages of the current voice so far."""
+        return self._histories[self.current]
 
     def systems(self) -> str:
         """Return the start of the system prompt, or of the prompt of each voice, as one line."""
@@ -197,7 +203,8 @@ class Conversation:
         elif command == "/base":
             self._switch(BASE)
         elif command == "/reset":
-            self.history.clear()
+            for history in self._histories.values():
+                history.clear()
             self._media.clear()
             note("The history is cleared.")
         elif command == "/help":
@@ -217,7 +224,7 @@ class Conversation:
         for _ in range(MAX_TURNS):
             if (answer := self._stream_answer(self.current, messages)) is None:
                 return
-            self.history = messages = [*messages, answer.message]
+            self._histories[self.current] = messages = [*messages, answer.message]
             if self._tools is None or not answer.calls:
                 return
             messages = [*messages, *self._tools.replies(answer.message, answer.calls)]
@@ -226,19 +233,23 @@ class Conversation:
     def compare(self, text: str) -> None:
         """Stream the answers of all voices to a message, by default the last one.
 
-        For a new message, the answer of the current voice is added to the history.
+        A new message and its answers are added to the histories.
         """
-        messages = [*self.history, self._user_message(text)] if text else self.history[:-1]
-        if not messages:
+        if not text and not self.history:
             note("There is nothing to compare yet. Give a message: /compare TEXT")
             return
-        for name in self.voices:
+        before = self.history[:-1]
+        asked = (m for m in reversed(before) if m["role"] == "user")
+        message = self._user_message(text) if text else next(asked)
+        for name, history in self._histories.items():
             typer.echo(f"[{name}] ", nl=False)
+            repeats = not text and name == self.current
+            messages = before if repeats else [*history, message]
             reply = self._stream_answer(name, messages)
             if reply is None:
                 return
-            if text and name == self.current:
-                self.history = [*messages, reply.message]
+            if text:
+                self._histories[name] = [*messages, reply.message]
 
     def _change_system(self, text: str) -> None:
         if text:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
-from itertools import islice
+from glob import iglob
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ from peftkit_studio.folder import is_name
 IDLE_SECONDS = 600.0
 NUM_ROWS = 4
 """Rows in a preview."""
+MAX_SECONDS = 300
+"""Time limit of a call; the first one of a process imports torch, which a busy machine delays."""
+MAX_PATH = 4096
+"""Length of a path that Linux cannot open any more."""
 SOURCE = "recipe.yaml"
 """Name of the edited recipe in errors."""
 Function = Callable[..., dict[str, Any]]
@@ -40,10 +45,17 @@ class Drafting:
         folder: The studio's folder, which is the working folder of the process.
         models: Further folders whose files recipes may name.
         runs_code: Whether recipes may name Python functions.
+        opens_urls: Whether recipes may name URLs.
     """
 
-    def __init__(self, folder: Path, models: tuple[Path, ...] = (), runs_code: bool = False):
-        self._arguments = (folder, models, runs_code)
+    def __init__(
+        self,
+        folder: Path,
+        models: tuple[Path, ...] = (),
+        runs_code: bool = False,
+        opens_urls: bool = False,
+    ):
+        self._arguments = (folder, models, runs_code, opens_urls)
         self._pool: ProcessPoolExecutor | None = None
         self._last_use, self._num_calls = 0.0, 0
 
@@ -59,12 +71,15 @@ class Drafting:
         self._num_calls += 1
         try:
             loop = asyncio.get_running_loop()
-            result = await loop.run_in_executor(self._pool, _call, function, arguments)
+            result = await loop.run_in_executor(
+                self._pool, _call_in_time, MAX_SECONDS, function, arguments
+            )
         except BrokenProcessPool:
             self.close()
             raise RunError(
                 "the process that reads rows and computes plans ended.",
-                fix="Try again. If it ends again, the memory may be too small.",
+                found=f"It ends without enough memory, and after {MAX_SECONDS} seconds.",
+                fix="Try again, with fewer rows or a smaller model.",
             ) from None
         finally:
             self._num_calls -= 1
@@ -100,17 +115,27 @@ def end_with_parent() -> None:
 # ------------------------------------------------------------------- in the second process
 
 _roots: tuple[Path, ...] = ()
-_runs_code = False
+_runs_code = _opens_urls = False
 
 
-def _set_up(folder: Path, models: tuple[Path, ...], runs_code: bool) -> None:
-    global _roots, _runs_code
-    _roots, _runs_code = (folder.resolve(), *(path.resolve() for path in models)), runs_code
+def _set_up(folder: Path, models: tuple[Path, ...], runs_code: bool, opens_urls: bool) -> None:
+    global _roots, _runs_code, _opens_urls
+    _roots = (folder.resolve(), *(path.resolve() for path in models))
+    _runs_code, _opens_urls = runs_code, opens_urls
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     os.chdir(folder)
     warnings.simplefilter("ignore")
     os.nice(5)  # training runs first
+
+
+def _call_in_time(seconds: int, function: Function, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """Call a function; SIGALRM ends this process after so many seconds, also in native code."""
+    signal.alarm(seconds)
+    try:
+        return _call(function, arguments)
+    finally:
+        signal.alarm(0)
 
 
 def _call(function: Function, arguments: tuple[Any, ...]) -> dict[str, Any]:
@@ -126,6 +151,8 @@ def _call(function: Function, arguments: tuple[Any, ...]) -> dict[str, Any]:
 def warm_up() -> dict[str, Any]:
     """Import torch before it is needed, which takes seconds."""
     import peftkit_cli.start.survey  # noqa: F401
+
+    validate("")
 
     return {}
 
@@ -155,6 +182,8 @@ def draft_recipe(file: str, task: str, model: str, memory: str) -> dict[str, Any
     from peftkit_cli.start import draft as drafts
     from peftkit_cli.start.survey import survey
 
+    if why := _why_forbidden(model):
+        raise ConfigError("the base is not allowed.", found=why)
     summary = survey(file)
     task = drafts.checked_task(task, drafts.suited_tasks(summary), summary)
     if memory:
@@ -204,12 +233,11 @@ def _forbidden_code(recipe: Any) -> Iterator[tuple[str, str]]:
 
 
 def _forbidden_files(recipe: Any) -> Iterator[tuple[str, str]]:
-    """Yield paths outside of the allowed folders, and why they are refused.
+    """Yield URLs and paths outside of the allowed folders, and why they are refused.
 
-    All texts of the recipe count: a text that does not name an existing file is harmless, except
-    the output folder. Links are resolved.
+    Hub ids and short names are relative paths as well, and a folder of that name comes first.
     """
-    from peftkit.config.schema import flat
+    from peftkit.config.schema import locations
 
     output = recipe.train.output_dir
     is_named = output.parent == Path("runs") and is_name(output.name)
@@ -217,39 +245,40 @@ def _forbidden_files(recipe: Any) -> Iterator[tuple[str, str]]:
         text = str(output)
         form = "runs/NAME, with at most 80 letters, digits, '.', '_' and '-'"
         yield text, f"train.output_dir: '{text[:100]}' is not of the form {form}."
-    for key, value in flat(recipe.model_dump(mode="json")).items():
-        for text in _texts(value):
-            if key != "train.output_dir" and not all(_is_inside(p, _roots) for p in _files(text)):
-                allowed = ", ".join(map(str, _roots))
-                yield text, f"{key}: '{text}' is outside of {allowed} (further folders: --models)."
+    for key, text in locations(recipe):
+        if key != "train.output_dir" and (why := _why_forbidden(text)):
+            yield text, f"{key}: {why}"
 
 
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _texts(item)
+def _why_forbidden(text: str) -> str:
+    """Return why the page may not open a file, pattern, URL or hub id; "" if it may."""
+    if re.search(r"[\w+.-]+:/", text):  # a Path has one slash
+        return "" if _opens_urls else f"'{text[:100]}' is a URL (restart the page with --urls)."
+    if all(_is_inside(path, _roots) for path in _paths(text)):
+        return ""
+    allowed = ", ".join(map(str, _roots))
+    return f"'{text[:100]}' is outside of {allowed} (further folders: --models)."
 
 
-def _files(text: str) -> Iterator[Path]:
-    """Yield the existing files that a text names, as a path or as a pattern."""
-    from glob import glob
+def _paths(text: str) -> Iterator[Path]:
+    """Yield the paths that a text may name: itself, without :FUNCTION or @REVISION, its matches.
 
-    if len(text) > 4096 or "\n" in text or "\0" in text:
-        return
-    path = os.path.expanduser(text)
-    if os.path.lexists(path):
+    A pattern outside of the folders is refused before its matches are searched.
+    """
+    for name in dict.fromkeys((text, re.split("[:@]", text)[0])):
+        path = os.path.expanduser(name)
         yield Path(path)
-    if any(character in path for character in "*?["):
-        yield from map(Path, islice(glob(path, recursive=True), 10_000))
+        if any(character in path for character in "*?["):
+            yield from map(Path, iglob(path, recursive=True))
 
 
 def _is_inside(path: Path, folders: tuple[Path, ...]) -> bool:
-    return any(path.resolve().is_relative_to(folder) for folder in folders)
+    """Return whether a path is in one of the folders, after its links are resolved."""
+    try:
+        is_long = len(str(path)) >= MAX_PATH
+        return not is_long and any(path.resolve().is_relative_to(folder) for folder in folders)
+    except (OSError, ValueError, RuntimeError):  # a NUL, or links in a circle
+        return False
 
 
 def _line_of(text: str, value: str) -> int:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import re
 import shlex
 import signal
 import subprocess
@@ -17,20 +15,16 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from peftkit.execution.children import python
-from peftkit.files.disk import LOCKS, write_json
+from peftkit.files.disk import CLOCK_SECONDS, started_at, trainer_of, write_json
 from peftkit_server.refusals import RequestError
 from peftkit_studio.folder import Folder
 
 MAX_PROCESSES = 8
 LOG_BYTES, SHORT_LOG_BYTES = 64_000, 1_000
 """Bytes of a log in its view, and in the list of processes."""
-HOLDER = re.compile(r"Process (\d+) on (.+?), since (.+?)\.")
-"""The file that `peftkit.train.start.locked` writes while a run holds its folder."""
-CLOCK_SECONDS = 3.0
-"""Tolerance of start times, which are rounded to seconds."""
 LOST = -1
 """Exit code of a process that ended while no server watched it."""
 
@@ -70,7 +64,7 @@ class Processes:
         """Raise RequestError if the process of this name runs."""
         process = self._running.get(name)
         if process is not None and process.poll() is None:
-            raise RequestError(f"{name} is already running.", status=409)
+            raise RequestError(f"{name} is already running.", status=409, code="is_running")
 
     def poll(self) -> None:
         """Record the exit codes of processes that have ended."""
@@ -84,7 +78,7 @@ class Processes:
         """Return name, command, pid, start, exit code (None: it runs) and end of the log."""
         facts = json.loads(self._facts_file(name).read_bytes())
         if facts["code"] is None and name not in self._running:
-            started = _started_at(facts["pid"])
+            started = started_at(facts["pid"])
             if started is None or started > facts["began"] + CLOCK_SECONDS:
                 facts["code"] = LOST
         text = ""
@@ -127,36 +121,6 @@ class Processes:
         return self.folder.path / ".studio" / f"{name}.json"
 
 
-class Trainer(NamedTuple):
-    """The process that holds the lock of a run's folder; `is_local`: on this machine."""
-
-    pid: int
-    is_local: bool
-
-
-def trainer_of(folder: Path) -> Trainer | None:
-    """Return the process that trains into a folder; None: there is none.
-
-    The lock is read and not tried: trying it would refuse a run that starts at that moment. After
-    a crash, the file remains, and its process id may belong to another program: a process that
-    started after the file was written, or that is not Python, does not count.
-    """
-    try:
-        match = HOLDER.match((folder / LOCKS / "holder").read_text(encoding="utf-8"))
-        since = time.mktime(time.strptime(match[3], "%Y-%m-%d %H:%M:%S")) if match else 0.0
-    except (OSError, ValueError, OverflowError):
-        return None
-    if match is None:
-        return None
-    pid = int(match[1])
-    if match[2] != platform.node():
-        return Trainer(pid, is_local=False)
-    started = _started_at(pid)
-    if started is None or started > since + CLOCK_SECONDS or not _is_python(pid):
-        return None
-    return Trainer(pid, is_local=True)
-
-
 def command_line(arguments: Sequence[str]) -> str:
     """Return a command in the syntax of a shell."""
     return shlex.join(["peftkit", *arguments])
@@ -166,38 +130,3 @@ def _environment() -> dict[str, str]:
     """Return the environment of commands; they do not need the key of the page."""
     kept = {name: value for name, value in os.environ.items() if name != "PEFTKIT_API_KEY"}
     return {**kept, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
-
-
-def _started_at(pid: int) -> float | None:
-    """Return the time at which a process started; None: it does not exist, or is a zombie."""
-    proc = Path("/proc")
-    if (proc / "stat").exists():
-        try:
-            fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
-            boot = re.search(r"(?m)^btime (\d+)", (proc / "stat").read_text())
-        except OSError:
-            return None
-        if fields[0] == "Z" or boot is None:
-            return None
-        return int(boot[1]) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    elapsed = _ps(pid, "etime")  # [[days-]hours:]minutes:seconds
-    numbers = [int(part) for part in re.split(r"[-:]", elapsed)] if elapsed else []
-    units = (1, 60, 3600, 86400)
-    seconds = sum(n * unit for n, unit in zip(reversed(numbers), units, strict=False))
-    return time.time() - seconds if numbers else None
-
-
-def _is_python(pid: int) -> bool:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        words = _ps(pid, "command").encode()
-    return b"python" in words.lower() or b"peftkit" in words
-
-
-def _ps(pid: int, column: str) -> str:
-    command = ["ps", "-o", f"{column}=", "-p", str(pid)]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from peftkit.files.disk import trainer_of
 from peftkit.formats.folders import CONFIG, NOTES
 from peftkit.report.chart import charts
 from peftkit.report.history import (
@@ -24,7 +25,6 @@ from peftkit.report.history import (
     row_of,
 )
 from peftkit_studio.folder import file_name
-from peftkit_studio.processes import trainer_of
 
 SCAN_SECONDS = 5.0
 """Interval between two searches for new folders; known runs are read in each poll."""
@@ -101,11 +101,9 @@ class FollowedRun:
 
     @property
     def state(self) -> str:
-        """The state of the run; a live process decides, where the report infers from silence."""
-        trainer, state = trainer_of(self.folder), self.history.state()
-        if trainer is not None and trainer.is_local:
-            return "running"
-        return "stopped" if state == "running" and trainer is None else state
+        """The state of the run; a resumed one runs before it writes its first line."""
+        trainer = trainer_of(self.folder)
+        return "running" if trainer and trainer.is_local else self.history.state()
 
     def row(self, differs: dict[str, str]) -> dict[str, Any]:
         """Return the run as a row of the table of runs."""

@@ -112,10 +112,25 @@ class _Block:
         self.host: list[Any] = [module._parameters[name] for module, name in self._places]
         is_pinned = arena is not None and arena.pin(self.host)
         self.unit = Unit(number, self.host, is_pinned=is_pinned)
+        self._is_checked = False
 
     def enter(self, flat: Tensor) -> None:
-        """Set the modules' tensors to views of these bytes on the device."""
-        self._put([nn.Parameter(copy, requires_grad=False) for copy in self.unit.views(flat)])
+        """Set the modules' tensors to views of these bytes on the device.
+
+        The last tensor of the first copy, which arrives last, is compared with main memory.
+
+        Raises:
+            BaseError: It has other bits.
+        """
+        copies = self.unit.views(flat)
+        if not self._is_checked and not _has_bits_of(copies[-1], self.host[-1]):
+            raise BaseError(
+                f"the streamed weights of block {self.unit.key} change on their way to the device.",
+                found=f"torch {torch.__version__}, {copies[-1].device}.",
+                fix="Install the versions of constraints.txt, or set base.placement: device.",
+            )
+        self._is_checked = True
+        self._put([nn.Parameter(copy, requires_grad=False) for copy in copies])
         for stack in self.stacks:
             stack.enter()
 
@@ -226,6 +241,11 @@ class BlockStream:
         ):  # the last block is recomputed, or a new pass begins after a backward pass
             return -1 if index == len(self._blocks) - 1 else 1
         return index - self._last
+
+
+def _has_bits_of(copy: Tensor, host: Tensor) -> bool:
+    read = copy.detach().clone()  # as the block reads it: cpu() may wait for more
+    return torch.equal(read.cpu(), host.detach().cpu())
 
 
 def _stacks(block: nn.Module, buffer: DeviceBuffer, arena: PinnedArena | None) -> list[_Stack]:

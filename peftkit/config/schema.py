@@ -8,9 +8,9 @@ This module does not import torch; config classes are defined next to the code t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -31,6 +31,15 @@ MAX_BYTES = 1_000_000
 SHORT = ("task",)
 """Sections that may be given as their type alone."""
 _MAX_ERRORS = 50  # a file with more is not a recipe
+
+
+class _Opened:
+    """Marks a field whose texts are opened as files or URLs."""
+
+
+OPENED = _Opened()
+Location = Annotated[str, OPENED]
+"""A path, pattern, URL or hub id. A `Path` is one as well; other texts are never opened."""
 
 
 class Config(BaseModel):
@@ -140,6 +149,30 @@ def flat(value: object, prefix: str = "") -> dict[str, Any]:
         return {prefix: value} if prefix else {}
     inner = (flat(v, f"{prefix}.{k}" if prefix else str(k)) for k, v in value.items())
     return {key: item for part in inner for key, item in part.items()}
+
+
+def locations(config: Config, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the key and the text of each `Location` and `Path` of a config."""
+    for name, field in type(config).model_fields.items():
+        is_opened = OPENED in field.metadata or _is_opened(field.annotation)
+        for item in _items(getattr(config, name)):
+            if isinstance(item, Config):
+                yield from locations(item, f"{prefix}{name}.")
+            elif isinstance(item, Path) or (is_opened and isinstance(item, str)):
+                yield prefix + name, str(item)
+
+
+def _is_opened(declared: Any) -> bool:
+    return declared is OPENED or any(map(_is_opened, get_args(declared)))
+
+
+def _items(value: Any) -> Iterator[Any]:
+    inner = value.values() if isinstance(value, Mapping) else value
+    if isinstance(inner, str) or not isinstance(inner, Iterable) or isinstance(inner, Config):
+        yield value
+        return
+    for item in inner:
+        yield from _items(item)
 
 
 def json_schema(cls: type[Config]) -> dict[str, Any]:

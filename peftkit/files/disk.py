@@ -11,12 +11,16 @@ import errno
 import hashlib
 import json
 import os
+import platform
+import re
 import secrets
 import shutil
 import stat
+import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from peftkit.errors import (
     AdapterError,
@@ -313,3 +317,82 @@ def alone(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[No
         except NotImplementedError:
             pass
         yield
+
+
+HOLDER = "holder"
+"""File in LOCKS that describes the process that trains into a folder."""
+_HOLDER = re.compile(r"Process (\d+) on (.+?), since (.+?)\.")
+CLOCK_SECONDS = 3.0
+"""Tolerance of start times, which are rounded to seconds."""
+
+
+class Trainer(NamedTuple):
+    """The process that holds the lock of a run's folder; `is_local`: visible from this process."""
+
+    pid: int
+    is_local: bool
+
+
+def write_holder(folder: Path) -> None:
+    """Write that this process trains into a folder, whose lock it holds."""
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    text = f"Process {os.getpid()} on {platform.node()}, since {now}.\n"
+    write_text(text, folder / LOCKS / HOLDER)
+
+
+def trainer_of(folder: Path) -> Trainer | None:
+    """Return the process that trains into a folder; None: there is none.
+
+    The lock is read and not tried: trying it would refuse a run that starts at that moment. After
+    a crash, the file remains, and its process id may belong to another program: a process that
+    started after the file was written, or that is not Python, does not count.
+    """
+    try:
+        match = _HOLDER.match((folder / LOCKS / HOLDER).read_text(encoding="utf-8"))
+        since = time.mktime(time.strptime(match[3], "%Y-%m-%d %H:%M:%S")) if match else 0.0
+    except (OSError, ValueError, OverflowError):
+        return None
+    if match is None:
+        return None
+    pid = int(match[1])
+    if match[2] != platform.node() or os.name != "posix":  # Windows has no ps
+        return Trainer(pid, is_local=False)
+    started = started_at(pid)
+    if started is None or started > since + CLOCK_SECONDS or not _is_python(pid):
+        return None
+    return Trainer(pid, is_local=True)
+
+
+def started_at(pid: int) -> float | None:
+    """Return the time at which a process started; None: it does not exist, or is a zombie."""
+    proc = Path("/proc")
+    if (proc / "stat").exists():
+        try:
+            fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
+            boot = re.search(r"(?m)^btime (\d+)", (proc / "stat").read_text())
+        except OSError:
+            return None
+        if fields[0] == "Z" or boot is None:
+            return None
+        return int(boot[1]) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    elapsed = _ps(pid, "etime")  # [[days-]hours:]minutes:seconds
+    numbers = [int(part) for part in re.split(r"[-:]", elapsed)] if elapsed else []
+    units = (1, 60, 3600, 86400)
+    seconds = sum(n * unit for n, unit in zip(reversed(numbers), units, strict=False))
+    return time.time() - seconds if numbers else None
+
+
+def _is_python(pid: int) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        words = _ps(pid, "command").encode()
+    return b"python" in words.lower() or b"peftkit" in words
+
+
+def _ps(pid: int, column: str) -> str:
+    command = ["ps", "-o", f"{column}=", "-p", str(pid)]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

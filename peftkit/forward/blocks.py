@@ -8,6 +8,7 @@ require a gradient, which costs a backward pass through all blocks below the low
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils.checkpoint import checkpoint
 
 from peftkit.errors import PeftkitError
@@ -24,10 +26,12 @@ from peftkit.forward.compiler import no_compiler
 from peftkit.kernels.device import gpu_of
 from peftkit.kernels.fused import saving_results
 from peftkit.kernels.packed import recomputing
-from peftkit.kernels.tiled import tiled
+from peftkit.kernels.tiled import tiled, why_not_tiled
 from peftkit.model.blocks import STREAMED, feed_forward_modules, recomputable_blocks
+from peftkit.model.modes import modes_kept
 from peftkit.model.places import FrozenWrapper
 
+_LOG = logging.getLogger(__name__)
 BACKEND = "inductor"
 """Backend of torch.compile."""
 
@@ -74,6 +78,7 @@ class Blocks:
         recomputes = any(enabled for enabled, _ in self._marks_before)
         self.activations: Activations = "recompute" if recomputes else "keep"
         self.feed_forward: list[Any] = feed_forward_modules(model)
+        self._tiled_kinds: dict[Any, bool] = {}
         self._forwards_before = [m.__dict__.get("forward") for m in self.feed_forward]
         stream = getattr(model, STREAMED, None)
         self.are_streamed = stream is not None
@@ -215,7 +220,7 @@ class Blocks:
         for module in self.feed_forward:
             module.__dict__.pop("forward", None)
             if is_on:
-                module.forward = functools.partial(_in_tiles, self._plan, module)
+                module.forward = functools.partial(_in_tiles, self._plan, self._tiled_kinds, module)
 
 
 def _mark(module: Any, enabled: bool, function: Callable[..., Any] | None) -> None:
@@ -291,8 +296,19 @@ class _Recompute:
         return [torch.get_rng_state(), *([] if gpu is None else [gpu.get_rng(self._device)])]
 
 
-def _in_tiles(plan: ExecutionPlan, module: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute a feed-forward module in tiles if the row is long."""
+def _in_tiles(
+    plan: ExecutionPlan,
+    kinds: dict[Any, bool],
+    module: nn.Module,
+    x: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Compute a feed-forward module in tiles if the row is long.
+
+    Args:
+        kinds: Whether tiles are right, by kind of module; the first use of a kind decides.
+    """
     run: Any = functools.partial(type(module).forward, module)
     is_other = args or kwargs or not isinstance(x, Tensor) or x.dim() != 3
     if is_other or not torch.is_grad_enabled() or (tokens := plan.tile(x.shape[1])) >= x.shape[1]:
@@ -301,9 +317,27 @@ def _in_tiles(plan: ExecutionPlan, module: nn.Module, x: Any, *args: Any, **kwar
     trained = list(dict.fromkeys(p for wrapper in wrappers for p in wrapper.trained_parameters()))
     if not (trained or x.requires_grad):
         return run(x)
+    if (kind := tuple(map(type, module.modules()))) not in kinds:
+        kinds[kind] = is_fake(x) or _are_tiles_right(run, module, x, trained)
+    if not kinds[kind]:
+        return run(x)
     drops = (child for child in module.modules() if isinstance(child, nn.Dropout))
     draws = any(drop.training and drop.p > 0 for drop in drops)
     return tiled(run, x, trained, tokens, draws=draws)
+
+
+def _are_tiles_right(run: Any, module: nn.Module, x: Tensor, trained: list[Any]) -> bool:
+    with modes_kept(module):
+        module.eval()
+        problem = why_not_tiled(run, x, trained)
+    if problem:
+        _LOG.warning(
+            "Feed-forward layers of the class %s are not computed in tiles: %s differs from the "
+            "whole row's. Long rows need more memory.",
+            type(module).__name__,
+            problem,
+        )
+    return not problem
 
 
 def _block_of(run: Callable[..., Any]) -> Any:

@@ -77,8 +77,9 @@ LENGTHS = (9, 6)
 """Of the prompts that a model is tried with, in pieces."""
 PADDED_LENGTHS = (9, 6, 1)
 """Of the prompts that a model with states is tried with, in one padded pass."""
-NEW_TOKENS = 6
-"""Tokens after each prompt: with fewer, no step would decode two rows together."""
+NEW_TOKENS = 9
+"""Tokens after each prompt: enough to decode two rows together, and on a GPU to replay a recorded
+step (`recorder.EAGER_STEPS`)."""
 TOP = 16
 """Likeliest tokens that are compared."""
 

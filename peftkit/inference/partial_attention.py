@@ -8,6 +8,8 @@ Shapes: B rows, H heads of queries, K of keys, G = H / K, T tokens, L keys, D he
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -90,14 +92,21 @@ def decode_attention(
 ) -> Tensor:
     """Return the attention (b, K, M, D) of few queries over all keys; see `partial_attention`."""
     if parts > 1 or not scores.are_plain:
-        out: Tensor | None = _by_triton(q, keys, values, mask, scores, parts, True)
+        expected = partial(_decoded, q, keys, values, mask, scores, 0)
+        out: Tensor | None = _by_triton(q, keys, values, mask, scores, parts, True, expected)
         if out is not None:
             return out
+    return _decoded(q, keys, values, mask, scores, parts)
+
+
+def _decoded(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores, parts: int
+) -> Tensor:
     length = keys.shape[2]
     is_split = parts > 1 and length >= SHORTEST_SPLIT_BY_TORCH and length % parts == 0
     if scores.are_plain and not is_split:
         return functional.scaled_dot_product_attention(q, keys, values, mask, scale=scores.scale)
-    part = partial_attention(q, keys, values, mask, scores, parts)
+    part = _partial(q, keys, values, mask, scores, parts)
     return part.normalised(scores.sinks).to(q.dtype)
 
 
@@ -115,9 +124,16 @@ def partial_attention(
         mask: Additive, 0 or the lowest number of its dtype.
         parts: See `num_parts`.
     """
-    found = _by_triton(q, keys, values, mask, scores, parts, False)
+    expected = partial(_partial, q, keys, values, mask, scores, 0)
+    found = _by_triton(q, keys, values, mask, scores, parts, False, expected)
     if found is not None:
         return PartialAttention(*found)
+    return _partial(q, keys, values, mask, scores, parts)
+
+
+def _partial(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores, parts: int
+) -> PartialAttention:
     products = torch.matmul(q, keys.transpose(2, 3)).float() * scores.scale
     if scores.softcap is not None:
         products = (products / scores.softcap).tanh() * scores.softcap
@@ -145,13 +161,15 @@ def _by_triton(
     scores: Scores,
     parts: int,
     whole: bool,
+    expected: Callable[[], Any],
 ) -> Any:
     """Return the result of `triton_attention.split_attention`; None if torch has to compute."""
     if not parts:
         return None
     sinks, sizes = scores.sinks if whole else None, f"({q.shape[-1]}, {values.shape[-1]})"
     numbers = scores.scale, scores.softcap, sinks, parts, whole, sizes
-    return fused.TRITON.launch("split_attention", q, keys, values, mask, *numbers)
+    arrays = q, keys, values, mask
+    return fused.TRITON.launch("split_attention", *arrays, *numbers, expected=expected)
 
 
 def full_attention(

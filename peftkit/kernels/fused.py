@@ -22,6 +22,7 @@ Shapes: n values of a row; B rows, H heads, T tokens, D head size; `...` is any 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -37,6 +38,9 @@ from peftkit.events import Fallback
 from peftkit.execution.out_of_memory import is_out_of_memory, one_line
 from peftkit.kernels.device import is_before_ampere
 
+NUM_COMPARED = 1 << 20
+"""Numbers of a kernel's first result that are compared with torch's."""
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -45,11 +49,29 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """f, by name."""
 
 
+def _compare(found: Any, expected: Any) -> None:
+    """Raise ArithmeticError if results differ from torch's by more than rounding."""
+    from peftkit.kernels.checked import TOLERANCE  # a leaf
+
+    pairs = (
+        [(found, expected)] if isinstance(expected, Tensor) else zip(found, expected, strict=True)
+    )
+    for one, other in pairs:
+        wanted = other.flatten().double()
+        difference = one.flatten()[: len(wanted)].double() - wanted
+        error, size = float(difference.norm()), float(wanted.norm())
+        if not error <= TOLERANCE * size and math.isfinite(size):
+            raise ArithmeticError(
+                f"It computes other numbers than torch: {error / max(size, 1e-30):.0%} off."
+            )
+
+
 class Launcher:
     """Launches Triton kernels, each of which is tried once for a device, a dtype and a kind.
 
     The first launch compiles: the kernel, for which the card may lack the dtype, and a helper in C,
-    for which the machine may lack a compiler. What failed then is not launched again.
+    for which the machine may lack a compiler. Its result is compared with torch's, since a
+    compiler may also be wrong. What failed then is not launched again.
 
     Args:
         kernels: An object that has them; None without Triton.
@@ -60,18 +82,28 @@ class Launcher:
         self._problems: dict[tuple[str, torch.dtype, torch.device], str] = {}
         self._unreported: list[str] = []
 
-    def launch(self, name: str, x: Tensor, *args: object) -> Any:
-        """Return the result of a kernel's function for x and more; None if torch has to compute."""
+    def launch(
+        self, name: str, x: Tensor, *args: object, expected: Callable[[], Any] | None = None
+    ) -> Any:
+        """Return the result of a kernel's function for x and more; None if torch has to compute.
+
+        Args:
+            expected: Computes the results by torch, or the first numbers of each.
+        """
         if self._kernels is None or not x.is_cuda:
             return None
         words = [name, *(arg for arg in args if isinstance(arg, str))]  # compiled for each kind
         key = " ".join(words), x.dtype, x.device
-        if problem := self._problems.get(key):
+        problem = self._problems.get(key)
+        is_compared = problem is None and expected is not None
+        if problem or (is_compared and torch.cuda.is_current_stream_capturing()):
             return None
         run = getattr(self._kernels, name)
         try:
             with torch.cuda.device(x.device):  # Triton launches on the thread's current card
                 result = run(x, *args)
+                if is_compared and expected is not None:
+                    _compare(result, expected())
         except Exception as error:
             if problem is not None or is_out_of_memory(error):
                 raise
@@ -305,16 +337,29 @@ def _like_normal(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tens
 @torch.library.custom_op("peftkit_kernels::gated", mutates_args=())
 def gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
     """Return f(g) u."""
-    product = TRITON.launch("gated", gate.contiguous(), up.contiguous(), name)
-    return ACTIVATIONS[name](gate) * up if product is None else product
+    arrays = gate.contiguous(), up.contiguous()
+    first, second = (array.flatten()[:NUM_COMPARED] for array in arrays)
+    expected = partial(_gated, first, second, name)
+    product = TRITON.launch("gated", *arrays, name, expected=expected)
+    return _gated(gate, up, name) if product is None else product
+
+
+def _gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
+    return ACTIVATIONS[name](gate) * up
 
 
 @torch.library.custom_op("peftkit_kernels::gated_backward", mutates_args=())
 def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Return the gradients of g and u."""
     arrays = grad.contiguous(), gate.contiguous(), up.contiguous()
-    if (grads := TRITON.launch("gated_backward", *arrays, name)) is not None:
+    first, second, third = (array.flatten()[:NUM_COMPARED] for array in arrays)
+    expected = partial(_gated_gradients, first, second, third, name)
+    if (grads := TRITON.launch("gated_backward", *arrays, name, expected=expected)) is not None:
         return grads
+    return _gated_gradients(grad, gate, up, name)
+
+
+def _gated_gradients(grad: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
     if name == "silu":
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
     else:
@@ -351,9 +396,14 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     """Return x rotated, as a new array in the layout of x; `back`: the gradient of that."""
     out = torch.empty_like(x)
     if x.stride(-1) == out.stride(-1) == 1:
-        result = TRITON.launch("rotate", x, cos.contiguous(), sin.contiguous(), out, back)
-        if result is not None:
+        arrays = x, cos.contiguous(), sin.contiguous(), out
+        expected = partial(_rotated, x, cos, sin, back)
+        if (result := TRITON.launch("rotate", *arrays, back, expected=expected)) is not None:
             return result
+    return out.copy_(_rotated(x, cos, sin, back))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     (c1, c2), (s1, s2) = (part[:, None].to(wide).chunk(2, -1) for part in (cos, sin))
     first, second = x.to(wide).chunk(2, -1)
@@ -361,7 +411,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
         halves = first * c1 + second * s2, second * c2 - first * s1
     else:
         halves = first * c1 - second * s1, second * c2 + first * s2
-    return out.copy_(torch.cat(halves, -1))
+    return torch.cat(halves, -1)
 
 
 @rotated.register_fake

@@ -224,7 +224,12 @@ def unpack_gguf(packed: Tensor, kind: str, shape: Sequence[int], dtype: torch.dt
     if packed.is_cuda:
         from peftkit.kernels.fused import TRITON  # other bases do not need it
 
-        if TRITON.launch("unpack", out, blocks, kind) is not None:
+        def first() -> Tensor:
+            values = torch.empty_like(out[:256])
+            block.write(blocks[:256], values)
+            return values
+
+        if TRITON.launch("unpack", out, blocks, kind, expected=first) is not None:
             return unpacked
     step = (PIECE if packed.device.type == "cpu" else DEVICE_PIECE) // block.values
     for at in range(0, len(blocks), step):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from peftkit.config.schema import Config
+from peftkit.config.schema import Config, Location
 from peftkit.errors import TargetError
 from peftkit.model.places import FrozenWrapper, find_places, is_linear
 from peftkit.model.roles import ALL_LINEAR
@@ -53,6 +53,11 @@ class AdapterModule(FrozenWrapper, ABC):
     def base_device(self) -> torch.device | None:
         tensors = (*self.base.parameters(), *self.base.buffers())
         return next((tensor.device for tensor in tensors), None)
+
+    @classmethod
+    def separate_wrong_groups(cls, model: nn.Module) -> str:
+        """Undo groups that compute something else than their modules alone; return what differs."""
+        return ""
 
     def new_parameter(self, *shape: int, dtype: torch.dtype) -> nn.Parameter:
         """Return a trainable parameter of zeros on the base's device."""
@@ -149,7 +154,7 @@ class Method(Config, ABC):
     """dtype of the adapter's weights, whatever the base's is."""
     train_fully: tuple[str, ...] = ()
     """Modules that are trained in full too, by the ends of their names: [classifier]."""
-    start_from: str | None = None
+    start_from: Location | None = None
     """Adapter to continue, a folder or USER/NAME on the hub; its method is used, and nothing else
     has to be set. Losses with a reference model take the adapter at the start as reference."""
     token_rows: tuple[int, ...] | dict[str, tuple[int, ...]] = ()

@@ -168,6 +168,14 @@ class LoRALinear(AdapterModule):
         _copy_to_groups([LoRAGroup(layers, serves=serves) for layers in sets])
 
     @classmethod
+    def separate_wrong_groups(cls, model: nn.Module) -> str:
+        from peftkit.methods.group_check import separate_wrong  # a leaf
+
+        return separate_wrong(
+            model, dict.fromkeys(layer.group for layer in _layers(model).values())
+        )
+
+    @classmethod
     def refresh_groups(cls, model: nn.Module) -> None:
         """Copy A and B to the groups, and separate groups whose layers read several inputs."""
         groups = []
@@ -241,6 +249,21 @@ class LoRAGroup:
     @property
     def has_several_inputs(self) -> bool:
         return self._misses >= MAX_MISSES and len(self.layers) > 1
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Everything but sizes that selects the code of the group's products."""
+        layers, _ = _base_tensors([layer.base for layer in self.layers])
+        forms = [(form and form.kind, has_bias) for form, _, has_bias in layers]
+        return self.dtype, *((type(m.base), *f) for m, f in zip(self.layers, forms, strict=True))
+
+    def input_like(self, values: Tensor) -> Tensor:
+        """Return values in the dtype of the layers' input."""
+        return values.to(_compute_dtype(self.layers[0].base))
+
+    def refresh(self) -> None:
+        """Copy A and B of the layers."""
+        _copy_to_groups([self])
 
     def forget(self) -> None:
         """Drop outputs that were computed with previous values of A and B."""

@@ -23,6 +23,7 @@ from peftkit.config.schema import flat
 from peftkit.errors import DataError, first_few
 from peftkit.events import Table
 from peftkit.figures import recent_mean
+from peftkit.files.disk import trainer_of
 
 METRICS, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
 FACTS, TASKS = "run.json", "tasks.json"
@@ -108,13 +109,20 @@ class History:
         return self.end.get("seconds") or max(0.0, self.changed - self.began)
 
     def state(self, now: float | None = None) -> State:
-        """Return the state of the run at the time `now`."""
+        """Return the state of the run at the time `now`.
+
+        A run without an end is stopped if its process is gone. If that process is on another
+        machine, it is stopped after a long silence.
+        """
         if not self.started:
             return "not begun"
         if self.end:
             if self.end["event"] == "RunDone":
                 return "finished"
             return "stopped" if self.end.get("state") == "stopped" else "failed"
+        trainer = trainer_of(self.folder)
+        if trainer is None or trainer.is_local:
+            return "running" if trainer else "stopped"
         pause = (self.changed - self.began) / max(self.step, 1)
         quiet = (time.time() if now is None else now) - self.changed
         return "running" if quiet < max(IDLE_SECONDS, 10 * pause) else "stopped"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from peftkit.adapter import prepared_for_training, refresh_copies
+from peftkit.adapter import prepared_for_training, refresh_copies, separate_wrong_groups
 from peftkit.errors import EndedTogetherError, PeftkitError
 from peftkit.events import Listener, Notice, RunDone, StepDone, ignore
 from peftkit.execution import rng
@@ -136,13 +136,13 @@ def train(
     validation = Validation(run, step, watch, drift)
     identity, weights = identity_of(run, identity), weights or TrainableWeights(run.model)
     saver = Saver(run, step, sampler, weights, identity)
-    with _prepared(run, step) as begin_quantization:
+    with _prepared(run, step) as (begin_quantization, wrong_groups):
         _begin(run, step, saver, resume)
         clock, has_trained = Clock(run.state), run.state.num_tokens > 0
         plan_memory_and_compile(run, step)
         _give_back(run, step)
         with reporting_a_stop(run):
-            for fallback in fallbacks_of(run, step.plan):
+            for fallback in fallbacks_of(run, step.plan, wrong_groups):
                 run.say(fallback.notice)
             run.say(run_started(run, step))
             if resume is not None:  # evaluates now if the run was stopped during an evaluation
@@ -199,10 +199,11 @@ class Clock:
 
 
 @contextmanager
-def _prepared(run: Run, step: Step) -> Iterator[Callable[[], None] | None]:
+def _prepared(run: Run, step: Step) -> Iterator[tuple[Callable[[], None] | None, str]]:
     """Prepare the model for training and record events within the context.
 
-    Yields the function that begins `train.quantize_for` when it is due; None without it.
+    Yields the function that begins `train.quantize_for` when it is due (None without it), and the
+    result of `separate_wrong_groups`.
     """
     model, plan = run.model, step.fitting.requested
     try:
@@ -211,13 +212,14 @@ def _prepared(run: Run, step: Step) -> Iterator[Callable[[], None] | None]:
             begin_training(model)
             with run.world.autocast():  # the dtype of the adapters' copies
                 stack.enter_context(prepared_for_training(model, plan))
+                wrong_groups = separate_wrong_groups(model)
             begin_quantization = None
             if run.config.quantize_for != "none":
                 from peftkit.train.qat import quantization_aware
 
                 begin_quantization = stack.enter_context(quantization_aware(run, step))
             with run.task.training(model, plan):
-                yield begin_quantization
+                yield begin_quantization, wrong_groups
     finally:
         step.prefetcher.close()
         step.blocks.restore()

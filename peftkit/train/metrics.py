@@ -210,13 +210,33 @@ def _is_cut_short(path: Path) -> bool:
         return False
 
 
-def fallbacks_of(run: Run, plan: ExecutionPlan) -> list[Fallback]:
+def fallbacks_of(run: Run, plan: ExecutionPlan, wrong_groups: str = "") -> list[Fallback]:
     """Return the fallbacks of a prepared run; all processes call it.
 
     Compilation (memory.py) and failures during the run (loop.py) are reported where they occur.
+
+    Args:
+        wrong_groups: The result of `separate_wrong_groups`.
     """
-    found = (_padding(run, plan), _kernels(run.model, plan), _mixers(run.model, plan))
+    model = run.model
+    found = (
+        _groups(wrong_groups),
+        _padding(run, plan),
+        _kernels(model, plan),
+        _mixers(model, plan),
+    )
     return [*filter(None, found), *_generation(run)]
+
+
+def _groups(cause: str) -> Fallback | None:
+    if not cause:
+        return None
+    return Fallback(
+        path="Adapter layers with one input are computed separately",
+        cause=f"With torch {torch.__version__}, {cause}",
+        cost="A step takes longer.",
+        fix="Install the versions of constraints.txt, and report this.",
+    )
 
 
 def _padding(run: Run, plan: ExecutionPlan) -> Fallback | None:

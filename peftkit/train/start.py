@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import platform
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +19,7 @@ from peftkit.execution.plan import ExecutionPlan, plan_of
 from peftkit.execution.signals import StopRequest
 from peftkit.execution.state import State
 from peftkit.execution.world import World
-from peftkit.files.disk import LOCKS, RUN_LOCK, alone, writable_folder, write_text
+from peftkit.files.disk import HOLDER, LOCKS, RUN_LOCK, alone, writable_folder, write_holder
 from peftkit.formats.folders import ADAPTER_FILES, CONFIG, MARKS, OVERWRITTEN, RECIPE, RECORDS
 from peftkit.model.blocks import is_sharded, is_streamed
 from peftkit.settings import TrainConfig
@@ -31,9 +28,6 @@ from peftkit.tasks.run_hooks import Run
 from peftkit.train.batches import Lockstep
 from peftkit.train.checkpoint_files import Checkpoints
 from peftkit.train.step import trainable_parameters
-
-HOLDER = "holder"
-"""File with the process id that holds the lock of an output folder."""
 
 
 def prepare_output(
@@ -109,8 +103,7 @@ def locked(output_dir: Path) -> Iterator[None]:
         )
 
     with alone(output_dir / RUN_LOCK, on_wait=refuse):
-        now = time.strftime("%Y-%m-%d %H:%M:%S")
-        write_text(f"Process {os.getpid()} on {platform.node()}, since {now}.\n", holder)
+        write_holder(output_dir)
         try:
             yield
         finally:

@@ -69,7 +69,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 def test_adapters_are_switched_by_name(peftkit, options, answers, monkeypatch):
     typed(
         monkeypatch,
-        *(ASKED, "/reset", "/adapter sql", ASKED, "/reset", "/base", ASKED, "/reset"),
+        *(ASKED, "/adapter sql", ASKED, "/base", ASKED, "/reset"),  # each with its own history
         *("/adapter", ASKED, "/reset", "/adapter jsn", ASKED, "/base x", "/quit", ASKED),
     )
     done = peftkit("chat", *options)
@@ -89,7 +89,7 @@ def test_compare_lets_all_answer(peftkit, options, answers, monkeypatch):
     assert "nothing to compare" in done.err
 
 
-def test_the_conversation_continues_from_the_current_adapter_s_reply(two, answers, capsys):
+def test_each_conversation_continues_from_its_own_replies(two, answers, capsys):
     from peftkit_cli.conversation import Conversation
 
     talk = Conversation(open_bank(two), max_new_tokens=5, temperature=0.0, seed=None)
@@ -98,6 +98,8 @@ def test_the_conversation_continues_from_the_current_adapter_s_reply(two, answer
     assert [m["content"] for m in talk.history] == [ASKED, answers["sql"]]
     talk.take("/compare")
     assert len(talk.history) == 2
+    talk.take("/base")
+    assert [m["content"] for m in talk.history] == [ASKED, answers["base"]]
     assert capsys.readouterr().out.count("[json]") == 2
 
 

@@ -163,7 +163,7 @@ def test_a_prompt_can_come_from_stdin(inside, monkeypatch):
 
 def test_chat_alternates_adapter_and_base(inside, monkeypatch):
     lines = [
-        ASKED, "/reset", "/base", ASKED, "/reset", "/adapter", ASKED, "/bas", "/help", "", "/quit",
+        ASKED, "/base", ASKED, "/reset", "/adapter", ASKED, "/bas", "/help", "", "/quit",
         "never asked",
     ]  # fmt: skip
     monkeypatch.setattr("sys.stdin", StringIO("\n".join(lines)))

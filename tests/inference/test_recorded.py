@@ -2,17 +2,21 @@
 
 import logging
 import threading
+from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from peftkit.inference import open_engine
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Completion, Request
 from peftkit.inference.generate import stream
 from peftkit.inference.open_engine import generation_fallbacks, why_plain
+from peftkit.inference.recorder import Recorder
 from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
 from tests.helpers.bank import tiny_base, write_adapter
@@ -83,6 +87,33 @@ def test_recorded_answers_are_those_of_a_cpu(name):
         assert engine.recorder is not None
         assert engine.recorder.is_able
         assert engine.recorder.num_recorded > 0
+
+
+def test_the_trial_of_an_engine_refuses_a_graph_with_other_logits(monkeypatch):
+    model: Any = MODELS["llama"]().eval()
+    record, replayed = Recorder._record, []
+
+    def changed(factor: float) -> Callable[..., Any]:
+        def recorded(self: Recorder, run: Callable[[], torch.Tensor]) -> Any:
+            graph, out = record(self, run)
+
+            def replay() -> None:
+                graph.replay()
+                out.mul_(factor)
+                replayed.append(factor)
+
+            return SimpleNamespace(replay=replay), out
+
+        return recorded
+
+    for factor in (1.0, 1.1):
+        monkeypatch.setattr(Recorder, "_record", changed(factor))
+        with simulated():
+            problem = open_engine._by_trying(model.to("cuda"), TOKENIZER, model.config)
+        assert replayed[-1] == factor
+        assert bool(problem) == (factor != 1.0)
+        model = MODELS["llama"]().eval()
+    assert problem == "Its attention computed other logits over the engine's cache."
 
 
 def test_a_token_is_a_few_launches_and_graphs_are_reused(caplog):
@@ -162,8 +193,9 @@ def test_a_failed_recording_restores_the_stream(caplog, monkeypatch):
         expected = answers(engine)
     with simulated():
         before = torch.cuda.current_stream()
+        engine = on_card(model)
         monkeypatch.setattr(torch.cuda, "graph", Capture)
-        with on_card(model) as engine, caplog.at_level(logging.WARNING):
+        with engine, caplog.at_level(logging.WARNING):
             assert answers(engine) == expected
         assert torch.cuda.current_stream() is before
         with CachedEngine(model, TOKENIZER) as engine:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from peftkit.adapter import attach
 from peftkit.execution import plan
 from peftkit.forward.blocks import Blocks
+from peftkit.kernels import tiled
 from peftkit.methods.base import Method
 from peftkit.methods.bottleneck import Bottleneck
 from peftkit.methods.dora import DoRA
@@ -117,6 +118,8 @@ def test_recomputation_ends_before_the_feed_forward(monkeypatch):
     )
     blocks = Blocks(model)
     blocks.set_activations("recompute", tiles=True)
+    loss(model, inputs(model)).backward()  # tiles are compared with the whole layer
+    seen.clear()
     loss(model, inputs(model)).backward()
     assert seen == [5, 5, 2] * 2  # once forward, once again tile by tile
     blocks.restore()
@@ -145,3 +148,55 @@ def test_computing_between_two_steps_keeps_the_tiles(monkeypatch):
     assert seen == [5, 5, 2] * 2
     run.restore()
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+class Shifted(nn.Module):
+    """A feed-forward layer that reads the token before, as RWKV's does."""
+
+    def __init__(self, shift):
+        super().__init__()
+        self.up, self.shift = nn.Linear(6, 9), shift
+
+    def forward(self, x):
+        before = nn.functional.pad(x, (0, 0, 1, -1))
+        return self.up(x) + self.shift * self.up(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_that_compute_other_numbers_are_refused(dtype, monkeypatch):
+    torch.manual_seed(0)
+    x = torch.randn(2, 11, 6, dtype=dtype)
+    right, mixing = (Shifted(shift).to(dtype) for shift in (0.0, 0.5))
+    trained = [[*layer.parameters()] for layer in (right, mixing)]
+    assert tiled.why_not_tiled(right, x, trained[0]) == ""
+    assert "output" in tiled.why_not_tiled(mixing, x, trained[1])
+    backward = tiled._Tiled.backward
+
+    def planted(ctx, *grads):
+        *others, first, second = backward(ctx, *grads)
+        return (*others, first, 0.8 * second)
+
+    monkeypatch.setattr(tiled._Tiled, "backward", staticmethod(planted))
+    assert "trained gradient" in tiled.why_not_tiled(right, x, trained[0])
+
+
+def test_a_layer_that_mixes_tokens_runs_whole_with_one_warning(monkeypatch, caplog):
+    monkeypatch.setattr(plan, "TILE", 8)
+    model: Any = moved(ARCHITECTURES["llama"](), LoRA(rank=3, targets=("q",)))
+    mixing = type("Mixing", (type(model.model.layers[0].mlp),), {
+        "forward": lambda self, x: self.down_proj(self.up_proj(x) + self.up_proj(x).roll(1, 1))
+    })  # fmt: skip
+    for layer in model.model.layers:
+        layer.mlp.__class__ = mixing
+    ids = torch.arange(20)[None] % 9 + 3
+    expected = gradients_of(model, model(input_ids=ids, labels=ids).loss)
+    blocks = Blocks(model)
+    blocks.set_activations("recompute", tiles=True)
+    found = gradients_of(model, model(input_ids=ids, labels=ids).loss)
+    blocks.restore()
+    assert [record.message for record in caplog.records if "in tiles" in record.message] == [
+        "Feed-forward layers of the class Mixing are not computed in tiles: the output differs "
+        "from the whole row's. Long rows need more memory."
+    ]
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)  # fp32, recomputed

@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim import optimizer
 from torch.utils.checkpoint import checkpoint
 
-from peftkit.adapter import Adapter, attach, refresh_copies
+from peftkit.adapter import Adapter, attach, refresh_copies, separate_wrong_groups
 from peftkit.events import StepDone
+from peftkit.kernels import lora
 from peftkit.kernels.lora import Layer, grouped_lora_linear
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRAGroup, LoRALinear
@@ -233,3 +234,37 @@ def test_groups_follow_the_steps_of_a_run(llama, tokenizer, tmp_path):
         adapter.detach()
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)  # sums in another order
     assert losses[True][-1] < 0.8 * losses[True][0]
+
+
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_that_compute_other_numbers_are_separated_before_training(
+    dtype, quantize, monkeypatch
+):
+    model = built("llama", dtype, quantize)
+    adapter = filled(model, LoRA(rank=3, alpha=6, dropout=0.2))
+    adapter.prepare_training()
+    before = {name: tensor.clone() for name, tensor in adapter.state().items()}
+    assert separate_wrong_groups(model) == ""
+    assert groups_of(adapter)
+    assert all(torch.equal(before[name], tensor) for name, tensor in adapter.state().items())
+    assert {m.dropout.p for m in adapter.modules.values()} == {0.2}
+    right = lora._GroupedLoRALinear.backward
+
+    def planted(number, change):
+        def backward(ctx, *grads):
+            found = list(right(ctx, *grads))
+            at = number if number > 0 else number * len(ctx.layers)  # A, then B of each layer
+            found[at] = change(found[at])
+            return tuple(found)
+
+        return backward
+
+    # of the input, of the first A and the last B: one sign, a twentieth too large, of other rows
+    for number, change in ((3, torch.neg), (-2, lambda g: 1.05 * g), (-1, lambda g: g.roll(1, 0))):
+        adapter.prepare_training()
+        with monkeypatch.context() as patch:
+            wrong = staticmethod(planted(number, change))
+            patch.setattr(lora._GroupedLoRALinear, "backward", wrong)
+            assert "gradient" in separate_wrong_groups(model), number
+        assert not groups_of(adapter)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from peftkit.errors import DataError
+from peftkit.files.disk import write_holder
 from peftkit.report.chart import charts
 from peftkit.report.history import read_histories, read_history, smoothed
 from peftkit.report.page import page
@@ -43,6 +44,12 @@ def test_torn_and_foreign_lines_are_passed_over(tmp_path):
 
 def test_the_state_of_a_run(tmp_path):
     run = read_history(write_run(tmp_path / "run", [STARTED, step(1), step(2)]))
+    assert run.state() == "stopped"  # no process holds the folder, however recent its last line
+    (run.folder / ".locks").mkdir()
+    write_holder(run.folder)
+    assert run.state(now=run.changed + 9999) == "running"
+    holder = run.folder / ".locks" / "holder"
+    holder.write_text(holder.read_text().replace("on ", "on not-"))
     run.changed = run.began + 20.0
     assert run.state(now=run.changed + 110) == "running"
     assert run.state(now=run.changed + 130) == "stopped"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from peftkit.errors import DataError
+from peftkit.files.disk import write_holder
 from peftkit.report.chart import SPANS, Chart, Line, charts, points
 from peftkit.report.history import CURVES, History, read_history
 from peftkit.report.page import page, write_report
@@ -163,6 +164,8 @@ def test_a_report_of_no_step_and_of_an_empty_file_is_written(tmp_path):
 
 def test_a_run_that_goes_on_is_read_again_by_the_browser(tmp_path):
     folder = write_run(tmp_path / "run", [{**STARTED, "time": time.time()}, step(1)])
+    (folder / ".locks").mkdir()
+    write_holder(folder)
     assert 'http-equiv="refresh"' in page([read_history(folder)])
     assert 'http-equiv="refresh"' not in page([read_history(write_run(tmp_path / "done"))])
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 from starlette.testclient import TestClient
 
 from peftkit.errors import ConfigError
 from peftkit.inference.engine import Limits as EngineLimits
 from peftkit.inference.engine import Request
 from peftkit.inference.sampling import Sampling
+from peftkit_server import access
 from peftkit_server.app import make_app
 from peftkit_server.batch import admitted
 from peftkit_server.generation import Generation
@@ -219,6 +221,23 @@ def test_a_body_that_does_not_arrive_ends_its_request(bank):
     assert sent[0]["status"] == 408
     assert (b"connection", b"close") in sent[0]["headers"]
     assert b"did not arrive in time" in sent[1]["body"]
+
+
+def test_a_key_is_compared_with_all_keys_in_constant_time(monkeypatch):
+    compared: list[bytes] = []
+
+    def constant_time(sent: bytes, key: bytes) -> bool:
+        compared.append(key)
+        return compare_digest(sent, key)
+
+    compare_digest = access.hmac.compare_digest
+    monkeypatch.setattr(access.hmac, "compare_digest", constant_time)
+    gate = access.Gate(lambda *_: None, ["first", "second"])
+    for sent, is_right in (("first", True), ("second", True), ("fir", False), ("", False)):
+        compared.clear()
+        owner = gate._owner(Headers({"authorization": f"Bearer {sent}"}))
+        assert isinstance(owner, str) == is_right
+        assert compared == [b"first", b"second"]
 
 
 def test_a_steady_upload_has_more_time():

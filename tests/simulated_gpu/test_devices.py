@@ -221,6 +221,35 @@ def test_kernels_are_launched_on_the_card_of_their_tensors():
     assert seen == [1, 1]
 
 
+def test_a_kernel_that_computes_other_numbers_is_launched_once(monkeypatch):
+    class Wrong:
+        num_launched = 0
+
+        def gated(self, gate: Tensor, up: Tensor, name: str) -> Tensor:
+            self.num_launched += 1
+            return 1.1 * torch.nn.functional.silu(gate) * up
+
+        def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, back: bool) -> Tensor:
+            return out.copy_(x * cos[:, None])
+
+    # the card runs the functions of these operators, which launch kernels
+    with simulated(Card(broken=frozenset({"gated", "rotated"}))):
+        wrong = Wrong()
+        monkeypatch.setattr(fused, "TRITON", fused.Launcher(wrong))
+        gate, x = torch.randn(3, 8, device="cuda"), torch.randn(1, 2, 3, 8, device="cuda")
+        cos, sin = torch.randn(2, 1, 3, 8, device="cuda")
+        found = [fused.gated(gate, gate, "silu") for _ in range(2)]
+        turned = fused.rotated(x, cos, sin, False)
+        report = fused.TRITON.report()
+    assert wrong.num_launched == 1
+    values = on_cpu(gate)
+    for one in found:
+        assert torch.equal(on_cpu(one), torch.nn.functional.silu(values) * values)
+    assert torch.equal(on_cpu(turned), fused.rotated(*map(on_cpu, (x, cos, sin)), False))
+    assert "gated silu (float32), rotate (float32)" in report
+    assert "other numbers than torch: 10% off" in report
+
+
 @pytest.mark.smoke
 def test_memory_that_runs_out_is_no_broken_kernel():
     class Full:

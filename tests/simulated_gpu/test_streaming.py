@@ -12,6 +12,7 @@ from peftkit.adapter import attach
 from peftkit.base import streaming, transfer
 from peftkit.base.load import load_base
 from peftkit.base.stored import pack_base
+from peftkit.errors import BaseError
 from peftkit.forward.blocks import Blocks
 from peftkit.methods.lora import LoRA
 from peftkit.quant import copies
@@ -111,10 +112,13 @@ def test_two_blocks_are_all_that_the_card_holds_of_them(folders):
 @pytest.mark.needs_simulation  # a real copy may be in time
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_missing_wait_is_detected(folders, stored, monkeypatch):
-    """The simulation would show copies that are not waited for."""
+    """The simulation would show copies that are not waited for, and so does a real run."""
     if stored:
         pack_base(str(folders["llama"]), dtype="fp32")
     monkeypatch.setattr(transfer.CopyStream, "wait", lambda self, arrival: None)
+    with simulated(), pytest.raises(BaseError, match="change on their way"):
+        list(steps(folders["llama"], "cuda", "recompute", stored, count=1))
+    monkeypatch.setattr(streaming, "_has_bits_of", lambda copy, host: True)
     with simulated():
         _, gradients = steps(folders["llama"], "cuda", "recompute", stored, count=1)
     assert not all(bool(gradient.isfinite().all()) for gradient in gradients.values())

@@ -1,5 +1,6 @@
 """The studio's requests: keys and origins, names and uploads, runs, recipes and processes."""
 
+import asyncio
 import json
 import os
 import platform
@@ -8,12 +9,18 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
+from threading import Event
+from typing import Any, get_args, get_origin
 from urllib.parse import quote
 
 import pytest
 
+from peftkit.config.explain import options_of, sections_of
+from peftkit.config.schema import Config, locations
 from peftkit.errors import PeftkitError
+from peftkit.recipe import Recipe
 from peftkit_studio import app as studio_app
 from peftkit_studio import drafting, processes
 from peftkit_studio.app import make_studio
@@ -198,6 +205,181 @@ def test_a_valid_recipe_has_its_command_and_starts_as_a_process(studio, folder, 
     assert "recipes/new.yaml" in ended["log"]
     again = studio.post("/api/train", recipe=recipe(out="runs/first"))
     assert (again.status, again.json["error"]["code"]) == (409, "run_exists")
+
+
+def configs_of(kind):
+    """Yield a config class and those of its sections."""
+    yield kind
+    for field in kind.model_fields.values():
+        for section in sections_of(field):
+            yield from configs_of(section)
+        for option in get_args(field.annotation):  # tuples of sections, and unions in them
+            for inner in (option, *get_args(option), *chain(*map(get_args, get_args(option)))):
+                if isinstance(inner, type) and issubclass(inner, Config):
+                    yield from configs_of(inner)
+
+
+def leaves(declared):
+    inner = [leaf for part in get_args(declared) for leaf in leaves(part)]
+    return inner or [declared]
+
+
+NEVER_OPENED = """
+revision rope_scaling new_tokens chat_template_kwargs best_metric sample_prompts
+targets train_fully token_rows rank_pattern alpha_pattern feedforward
+prompt completion labels text pair label class_weights words tags prefix source target image audio
+margin anchor positive negatives query score template answers tokens language
+pattern name input content reference calculate_output graders
+"""
+"""Fields with text that is never a path or URL: names of columns, tokens, layers; prompts."""
+
+
+def test_every_text_of_a_recipe_is_a_location_or_never_opened():
+    fields = {
+        (kind, name): field
+        for kind in dict.fromkeys(configs_of(Recipe))
+        for name, field in kind.model_fields.items()
+        if {str, Path, Any} & set(leaves(field.annotation))
+    }
+    marked = {}
+    for (kind, name), field in fields.items():
+        inner = [origin for o in options_of(field.annotation) if (origin := get_origin(o))]
+        wrap = {tuple: lambda text: (text,), dict: lambda text: {"a": text}}
+        text = Path("x") if Path in leaves(field.annotation) else "x"
+        values = [text, *(wrap[origin]("x") for origin in inner if origin in wrap)]
+        empty = dict.fromkeys(kind.model_fields)
+        made = [kind.model_construct(**empty | {name: value}) for value in values]
+        marked[kind, name] = all((name, "x") in locations(config) for config in made)
+    names = {name for (_, name), is_marked in marked.items() if not is_marked}
+    assert names == set(NEVER_OPENED.split())
+    opened = {f"{kind.__name__}.{name}" for (kind, name), is_marked in marked.items() if is_marked}
+    assert len(opened) >= 17, opened
+
+
+def recipes_with(text):
+    """Yield a recipe for each field that names a file, with the text in it."""
+    code = f"{text.removesuffix('.jsonl')}.py:f"
+    for section in (
+        {"base": {"model": text}},
+        {"data": {"train": text}},
+        {"data": {"train": [{"path": text}]}},
+        {"data": {"train": "data/a.jsonl", "eval": text}},
+        {"data": {"train": "data/a.jsonl", "chat_template": text}},
+        {"method": {"type": "lora", "start_from": text}},
+        {"train": {"upload": text}},
+        {"train": {"trackers": {"mlflow": {"a": {"b": [text]}}}}},
+        {"train": {"drift": {"on": text}}, "data": {"train": "data/a.jsonl", "eval": 0.5}},
+        {"task": {"type": "distill", "teacher": {"prompt": text}}},
+        {"task": {"type": "distill", "teacher": {"model": text}}},
+        {"task": {"type": "distill", "teacher": {"adapter": text}}},
+        {"task": {"type": "grpo", "rewards": [{"use": "adapter", "adapter": text}]}},
+        {"task": {"type": "grpo", "rewards": [{"use": "json_schema", "schema_file": text}]}},
+        {"task": {"type": "grpo", "rewards": [{"use": code}]}},
+        {"task": {"type": "grpo", "rewards": [{"use": "length", "max_chars": 1}],
+                  "tools": [code]}},
+    ):  # fmt: skip
+        whole = {"base": {"model": "org/m"}, "data": {"train": "data/a.jsonl"}, **section}
+        whole["train"] = {**whole.get("train", {}), "output_dir": "runs/new"}
+        yield json.dumps(whole)
+
+
+_touched = []
+"""Paths and addresses that this process opened while a test reads them; None: none does."""
+
+
+def _audit(event, arguments):
+    if _touched and event in ("open", "os.scandir", "os.listdir", "socket.connect"):
+        _touched.append(str(arguments[1] if event == "socket.connect" else arguments[0]))
+
+
+sys.addaudithook(_audit)
+
+
+@pytest.mark.parametrize("runs_code", [False, True])
+def test_no_location_leaves_the_folder_on_any_route(studio, folder, monkeypatch, runs_code):
+    outside = folder.parent / "outside"
+    outside.mkdir()
+    (outside / "secret.jsonl").write_text('{"text": "a"}\n')
+    (outside / "secret.py").write_text("")
+    (folder / "data" / "a.jsonl").write_text('{"text": "a"}\n')
+    (folder / "data" / "link").symlink_to(outside)
+    (folder / "data" / "circle").symlink_to("circle")
+    monkeypatch.setattr(drafting, "_runs_code", runs_code)
+    monkeypatch.setenv("HOME", str(outside))
+    hostile = (
+        f"{outside}/secret.jsonl",
+        "/" * 5000 + f"{outside}/secret.jsonl",
+        "../outside/secret.jsonl",
+        "~/secret.jsonl",
+        "data/link/secret.jsonl",
+        "data/link:split",
+        "data/link@main",
+        "data/*/secret.jsonl",
+        "data/*/../outside/secret.jsonl",
+        "data/circle/x",
+        "/**/ a comment? /**/",
+        "../**/*.jsonl",
+        "a\0b",
+        "https://127.0.0.1:8443/rows.jsonl",
+        "s3://bucket/rows.jsonl",
+        "simplecache::s3://bucket/rows.jsonl",
+        "file:/etc/passwd",
+    )
+    facts = json.loads((folder / "runs" / "first" / "run.json").read_text())
+    for text in hostile:
+        _touched.append("")
+        drafted = studio.post("/api/draft", file="a.jsonl", task="causal_lm", model=text)
+        assert "base is not allowed" in drafted.json["error"]["message"], text
+        for number, recipe_yaml in enumerate(recipes_with(text)):
+            problems = studio.post("/api/validate", recipe=recipe_yaml).json["problems"]
+            assert problems, (text, recipe_yaml)
+            for path in ("train", "plan", "preview") if number < 3 else ():
+                assert studio.post(f"/api/{path}", recipe=recipe_yaml).status == 400, text
+        touched = [path for path in _touched if "outside/secret" in path or "8443" in path]
+        touched += [path for path in _touched if path in ("/", "/proc", str(folder.parent))]
+        _touched.clear()
+        assert touched == [], text
+        facts["recipe_yaml"] = recipe_yaml
+        (folder / "runs" / "first" / "run.json").write_text(json.dumps(facts))
+        assert studio.post("/api/resume", id="first").status == 400, text
+    assert not list((folder / "recipes").iterdir())
+    monkeypatch.setattr(drafting, "_opens_urls", True)
+    allowed = recipe(rows="s3://bucket/rows.jsonl")
+    assert studio.post("/api/validate", recipe=allowed).json["problems"] == []
+
+
+def test_validation_does_not_wait_for_a_plan(folder, monkeypatch):
+    begun, ended = Event(), Event()
+
+    async def run(self, function, *arguments):
+        async with self.__dict__.setdefault("lock", asyncio.Lock()):  # one process
+            if function is drafting.estimate:
+                begun.set()
+                await asyncio.to_thread(ended.wait, 20)
+            return {"problems": [{"line": 1, "text": "a"}]}
+
+    monkeypatch.setattr(Drafting, "run", run)
+    with served_app(make_studio(folder, [KEY])) as port, ThreadPoolExecutor() as pool:
+        studio = Client(port)
+        plan = pool.submit(studio.post, "/api/plan", recipe="")
+        assert begun.wait(20)
+        assert studio.post("/api/validate", recipe="").status == 200
+        assert studio.post("/api/train", recipe="").status == 400
+        assert not plan.done()
+        ended.set()
+
+
+def test_a_call_that_does_not_end_is_ended_and_the_next_one_is_served(folder, monkeypatch):
+    monkeypatch.setattr(drafting, "MAX_SECONDS", 1)
+
+    async def call():
+        drafts = Drafting(folder)
+        with pytest.raises(PeftkitError, match="ended"):
+            await drafts.run(time.sleep, 60)
+        assert await drafts.run(dict) == {}
+        drafts.close()
+
+    asyncio.run(call())
 
 
 FORBIDDEN = (

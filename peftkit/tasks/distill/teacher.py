@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from peftkit.base.request import DTYPES
-from peftkit.config.schema import Config
+from peftkit.config.schema import Config, Location
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, Notice, Progress, Stage, Table
 from peftkit.execution.signals import Interrupted
@@ -29,13 +29,13 @@ from peftkit.tasks.run_hooks import Run
 class TeacherConfig(Config):
     """The teacher: the base without the adapter, with another adapter, or another model."""
 
-    prompt: str | None = None
+    prompt: Location | None = None
     """A file that precedes each row in the teacher's prompt: instructions as text (.md, .txt), with
     examples under the headings "## User" and "## Assistant"; or messages with role and content
     (.json, .jsonl)."""
-    adapter: str | None = None
+    adapter: Location | None = None
     """Folder of a LoRA on the same base; null: the base without an adapter."""
-    model: str | None = None
+    model: Location | None = None
     """Another model with the same tokenizer: hub id, folder, .gguf file or short name."""
     answer: bool | Literal["other"] = False
     """The teacher's prompt includes an answer as an example: true, the row's own (SDFT,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from peftkit.config.schema import Config
+from peftkit.config.schema import Config, Location
 from peftkit.errors import ConfigError
 from peftkit.tasks.rewards.grader_formulas import MAX_FORMULA, parsed
 from peftkit.tasks.user_code import PATTERN
@@ -161,7 +161,7 @@ class PythonGrader(_Named):
     """The result of a Python function grade(sample, item) -> float."""
 
     type: Literal["python"]
-    source: Annotated[str, Field(pattern=PATTERN)]
+    source: Annotated[Location, Field(pattern=PATTERN)]
     """FILE.py:FUNCTION. `sample` has output_text and, for JSON, output_json; `item` is the row."""
 
 

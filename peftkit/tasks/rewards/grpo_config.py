@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from peftkit.config.schema import Location
 from peftkit.errors import ConfigError
 from peftkit.settings import CHAT
 from peftkit.tasks.rewards.grpo import GRPO
@@ -29,10 +30,10 @@ class GRPOConfig(AnswerConfig):
     rewards: tuple[RewardTerm, ...] = ()
     """Reward functions. The reward of an answer is their weighted sum, plus the result of the
     environment's get_reward()."""
-    tools: tuple[Annotated[str, Field(pattern=PATTERN)], ...] = ()
+    tools: tuple[Annotated[Location, Field(pattern=PATTERN)], ...] = ()
     """Functions that the model may call in its answers, FILE.py:FUNCTION, sync or async, with types
     and a docstring."""
-    environment: Annotated[str, Field(pattern=PATTERN)] | None = None
+    environment: Annotated[Location, Field(pattern=PATTERN)] | None = None
     """A class with one instance for each answer, FILE.py:CLASS. reset(**row) starts an answer, the
     public methods are tools, and get_reward() returns the reward."""
     max_turns: Annotated[int, Field(ge=1)] = 8

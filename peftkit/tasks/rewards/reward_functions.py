@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from peftkit.config.schema import Config
+from peftkit.config.schema import Config, Location
 from peftkit.errors import ConfigError, RunError
 from peftkit.files.disk import read_json
 from peftkit.files.safe_regex import searched
@@ -40,7 +40,7 @@ NAN = float("nan")
 class RewardTerm(Config):
     """A reward: built in, or a function; the reward of an answer is the weighted sum of all."""
 
-    use: BuiltIn | Annotated[str, Field(pattern=PATTERN)] = "adapter"
+    use: BuiltIn | Annotated[Location, Field(pattern=PATTERN)] = "adapter"
     """exact_match: whether the answer equals the row's. json_fields: share of correct fields, if
     both answers are JSON objects. json_schema: whether the answer is JSON of the schema. regex:
     whether the answer contains the pattern. length: 1 up to max_chars, then falling to 0 at twice
@@ -55,7 +55,7 @@ class RewardTerm(Config):
     """For json_schema: a JSON file."""
     max_chars: Annotated[int, Field(ge=1)] | None = None
     """For length: the length in characters up to which the reward is 1."""
-    adapter: str | None = None
+    adapter: Location | None = None
     """For adapter: its folder."""
     grader: AnyGrader | None = None
     """For grader: string_check, text_similarity, score_model, python, or a formula of these."""

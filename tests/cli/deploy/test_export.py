@@ -112,6 +112,7 @@ def test_ollamas_folder_holds_the_quantised_merged_weights(saved, base, alone, t
     assert sorted(path.name for path in out.iterdir()) == ["Modelfile", "demo-q4_1.gguf"]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     lines = (out / "Modelfile").read_text().splitlines()
+    assert not [line for line in lines if line.startswith("ADAPTER")]  # Ollama 0.34.1 refuses it
     assert lines[0] == "FROM ./demo-q4_1.gguf"
     assert 'SYSTEM """Be brief."""' in lines
     assert "PARAMETER num_ctx 64" in lines

@@ -133,6 +133,8 @@ def test_one_key_s_files_jobs_and_models_are_not_there_for_another(served):
             {"model": "base", "training_file": mine, "validation_file": done["training_file"]},
             {"model": done["fine_tuned_model"], "training_file": mine},
         ]
+        for path in client.folder.rglob("*"):  # the keys themselves are not stored
+            assert not (path.is_file() and any(k.encode() in path.read_bytes() for k in KEYS)), path
         for body in others:
             assert client.post(JOBS, json=body).status_code == 404
         body = {"model": done["fine_tuned_model"], "messages": [{"role": "user", "content": "x"}]}
