@@ -42,9 +42,11 @@ MARKS = ("run.json", "metrics.jsonl")
 """Files that every recipe's run writes when it starts."""
 FINISHED, TRACKERS = "finished.json", "trackers.json"
 """Of a run: the result, written when nothing is left to do; the ids of its runs in trackers."""
+TEACHER_ANSWERS = "teacher_answers.jsonl"
+"""A teacher's completions for the rows of a run."""
 RECORDS = (
     *(*MARKS, "samples.jsonl", "answers.jsonl", "tasks.json", "report.html", "diagnosis.json"),
-    *("teacher_answers.jsonl", FINISHED, TRACKERS),
+    *(TEACHER_ANSWERS, FINISHED, TRACKERS),
 )
 """Files of a run besides the adapter: logs, samples, reports and later evaluations."""
 OVERWRITTEN = "overwritten"

@@ -67,7 +67,7 @@ def _are_joined(
 
 
 def _inputs(model: Any, ids: Tensor) -> Mapping[str, Tensor]:
-    """Return the input of each linear layer in one forward pass, flattened to vectors."""
+    """Return the input of each linear layer in one forward pass, flattened to vectors, on the CPU."""
     inputs: dict[str, Tensor] = {}
 
     def watch(path: str, layer: nn.Module) -> Any:
@@ -83,4 +83,4 @@ def _inputs(model: Any, ids: Tensor) -> Mapping[str, Tensor]:
     finally:
         for handle in handles:
             handle.remove()
-    return inputs
+    return {path: tensor.cpu() for path, tensor in inputs.items()}

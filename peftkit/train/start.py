@@ -20,7 +20,15 @@ from peftkit.execution.signals import StopRequest
 from peftkit.execution.state import State
 from peftkit.execution.world import World
 from peftkit.files.disk import HOLDER, LOCKS, RUN_LOCK, alone, writable_folder, write_holder
-from peftkit.formats.folders import ADAPTER_FILES, CONFIG, MARKS, OVERWRITTEN, RECIPE, RECORDS
+from peftkit.formats.folders import (
+    ADAPTER_FILES,
+    CONFIG,
+    MARKS,
+    OVERWRITTEN,
+    RECIPE,
+    RECORDS,
+    TEACHER_ANSWERS,
+)
 from peftkit.model.blocks import is_sharded, is_streamed
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
@@ -60,10 +68,12 @@ def prepare_output(
         raise checkpoints.nothing_to_resume()
     writable_folder(output_dir)
     if not (results or any((output_dir / name).exists() for name in (CONFIG, *MARKS))):
-        names = {*ADAPTER_FILES, *RECORDS, OVERWRITTEN}
+        names = {*ADAPTER_FILES, *RECORDS} - {TEACHER_ANSWERS}  # which a run checks and continues
         if checkpoints.folder.exists():  # a server's job has its recipe before the run
             names.remove(RECIPE)
-        if foreign := sorted(name for name in names if (output_dir / name).exists()):
+        # folders of these names are never replaced
+        found = {name for name in names if (output_dir / name).is_file()}
+        if foreign := sorted(found | ({OVERWRITTEN} & {p.name for p in output_dir.iterdir()})):
             raise OutputError(
                 f"{output_dir} holds files that the run would replace",
                 found=f"No run wrote them: {', '.join(foreign)}",

@@ -18,6 +18,7 @@ from peftkit.config.schema import Config, Location
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, Notice, Progress, Stage, Table
 from peftkit.execution.signals import Interrupted
+from peftkit.formats.folders import TEACHER_ANSWERS
 from peftkit.forward.loss import Head, accepted, head_of, target_rows
 from peftkit.forward.row_lengths import keep_lengths_apart, limits_of
 from peftkit.inference.generate import SampledAnswer
@@ -176,7 +177,7 @@ def check_demonstrations(
 # The teacher's answers: generated before the first step, and stored in the run's folder.
 
 
-FILE = "teacher_answers.jsonl"
+FILE = TEACHER_ANSWERS
 AT_ONCE, AT_ONCE_ON_CPU = 64, 16
 """Prompts per batch of generated and stored answers; fewer on a CPU, for frequent progress."""
 SHOWN = 3
