@@ -67,7 +67,7 @@ def _are_joined(
 
 
 def _inputs(model: Any, ids: Tensor) -> Mapping[str, Tensor]:
-    """Return the input of each linear layer in one forward pass, flattened to vectors, on the CPU."""
+    """Return each linear layer's input in one forward pass, flattened to vectors, on the CPU."""
     inputs: dict[str, Tensor] = {}
 
     def watch(path: str, layer: nn.Module) -> Any:
