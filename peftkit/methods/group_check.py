@@ -51,11 +51,10 @@ def _problem_of(group: Any) -> str:
             for parameter in trained:
                 parameter.copy_(drawn(*parameter.shape) * parameter.shape[1] ** -0.5)
         x.requires_grad_()
-        pairs = zip(_figures(group, x, trained, weights, alone=False),
-                    _figures(group, x, trained, weights, alone=True), strict=True)  # fmt: skip
+        both = (_figures(group, x, trained, weights, alone=alone) for alone in (False, True))
         names = [*(f"output {n}" for n in range(len(layers))), "the gradient of the input"]
         names += [f"the gradient of {name} {n}" for n in range(len(layers)) for name in "AB"]
-        for name, (together, alone) in zip(names, pairs, strict=True):
+        for name, together, alone in zip(names, *both, strict=True):
             if not is_last_rounding(together.float(), alone.float(), group.dtype):
                 return f"{name} of {len(layers)} grouped layers differs from single layers."
     return ""
