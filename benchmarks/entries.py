@@ -19,7 +19,7 @@ def _tasks(*names: str) -> tuple[str, ...]:
     return tuple(f"tasks/{name}.py" for name in names)
 
 
-LOSS = ("forward", *_tasks("base", "batches", "packing", "row_loader"))
+LOSS = ("forward", *_tasks("base", "batches", "row_loader"))
 TRAINING = (*LORA, "execution", "train", "data/pack.py", "data/rows/lazy.py", *LOSS)
 CAUSAL = (*TRAINING, *_tasks("completions", "metrics", "tokens"))
 

@@ -41,7 +41,9 @@ COMMANDS: dict[str, list[str]] = {
         "ADAPTER", "--data", "--tasks", "--include", "--limit", "--fewshot", "--chat-template",
         "--compare", "--run-rewards", "--row-style", "--drift", "--base", "--force", "--json",
     ],
-    "studio": ["[DIR]", "--host", "--port", "--api-key", "--models", "--run-code", "--open"],
+    "studio": [
+        "[DIR]", "--host", "--port", "--api-key", "--models", "--run-code", "--urls", "--open",
+    ],
     "serve": [
         "[NAME=]RUN...", "--host", "--port", "--api-key", "--base", "--max-batch", "--max-waiting",
         "--max-new-tokens", "--temperature", "--limit", "--force", "--train", "--quantize", "--as",

@@ -30,7 +30,7 @@ FEW = "--set train.max_steps=1 --set train.eval_every=null"
 MODEL = "--quantize f32 --llama-cpp llama --force"
 CASES = {
     "import-recipe": "axolotl.yaml --out out/x.yaml",
-    "init": "--data train.jsonl --task causal_lm --model m --memory cpu --out out/x.yaml",
+    "init": "--data train.jsonl --task causal_lm --model BASE --memory cpu --out out/x.yaml",
     "train": f"recipe.yaml --out out --overwrite {FEW}",
     "sweep": f"recipe.yaml --over method.rank=1,2 --out out {FEW}",
     "distill": f"rules.md --base BASE --data asked.jsonl --out out --overwrite {FEW} "

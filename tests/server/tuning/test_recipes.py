@@ -11,6 +11,7 @@ from peftkit.defaults import PREFERENCE_RATE, learning_rate_of
 from peftkit.recipe import Recipe, load
 from peftkit.settings import BaseConfig
 from peftkit_cli.start.recipes import recipe_file
+from peftkit_server.refusals import public
 from peftkit_server.tuning.bodies import JobBody, Kind
 from peftkit_server.tuning.recipes import (
     ANSWER_TOKENS,
@@ -102,7 +103,7 @@ WRONG_PAIR = {**PAIRS[0], "input": {"messages": "x"}}
 NO_ANSWER = {"messages": prompts()[0]["messages"]}
 BAD: list[tuple[Any, Kind, str, str]] = [
     (chats(9), "supervised", "invalid_n_examples", "9 rows; supervised requires at least 10"),
-    (b"not JSON\n" * 10, "supervised", FORMAT, "line 1 as JSON"),
+    (b"not JSON\n" * 10, "supervised", FORMAT, "rows.jsonl:1:1 as JSON"),
     (b"", "supervised", FORMAT, "empty"),
     (b"\x1f\x8b\x08", "supervised", FORMAT, "gzip"),
     (b"[" * 5000, "supervised", FORMAT, ""),
@@ -131,5 +132,6 @@ def test_bad_rows_have_lines(tmp_path, rows, kind, code, told):
     with pytest.raises(JobError) as failure:
         count_rows(file, kind, fields)
     assert (failure.value.code, failure.value.param) == (code, "training_file")
-    assert told in str(failure.value)
-    assert str(tmp_path) not in str(failure.value)
+    message = public(failure.value)
+    assert told in message
+    assert str(tmp_path) not in message
