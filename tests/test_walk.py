@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-WALK = {"files": 132, "lines": 11_260, "climbs": 95}
+WALK = {"files": 128, "lines": 11_580, "climbs": 88}
 """Budgets of `peftkit train` with LoRA on nf4 and packed rows, on a CPU:
 
 - files with an executed function;
@@ -32,11 +32,11 @@ They differ by a few lines on a machine so slow that the run prints its progress
 """
 
 SIZES = {
-    "peftkit": 61_400,
-    "cli/peftkit_cli": 6_500,
-    "cli/peftkit_server": 11_300,
-    "cli/peftkit_studio": 1_600,
-    "tests": 61_700,
+    "peftkit": 62_900,
+    "cli/peftkit_cli": 6_000,
+    "cli/peftkit_server": 11_700,
+    "cli/peftkit_studio": 1_700,
+    "tests": 64_900,
 }
 """Budgets of the lines of Python in each folder, in hundreds."""
 
@@ -114,7 +114,6 @@ def imported(file: str) -> Iterator[str]:
             yield f"cli/{path}" if module.startswith("peftkit_") else path
 
 
-@pytest.mark.covers("peftkit", "cli/peftkit_cli")
 def test_one_run_walks_through_a_bounded_part_of_the_code(model_folder, tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("MODEL", str(model_folder)))
     for name, number in (("train", 16), ("eval", 4)):
