@@ -148,7 +148,9 @@ class Measured:
         """Return the bytes of the weights, and the peak bytes that a step allocates."""
         with self.steps(way, length) as step:
             held = _bytes_of(self.model) + _bytes_of(self.optimizer)
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            with profile(
+                activities=[ProfilerActivity.CPU], acc_events=True, profile_memory=True
+            ) as seen:
                 step()
         return held + _most(seen)
 

@@ -271,7 +271,7 @@ def attention(job: Job) -> Iterator[Line]:
             query = torch.randn(2, 4, 128, 64, device=job.device).to(dtype)
             key = torch.randn(2, heads, 128, 64, device=job.device).to(dtype)
             mask = torch.ones(128, 128, device=job.device, dtype=torch.bool).tril()
-            with profile(activities=[ProfilerActivity.CPU]) as seen:
+            with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
                 functional.scaled_dot_product_attention(
                     query,
                     key,

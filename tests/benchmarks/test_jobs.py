@@ -63,7 +63,7 @@ def test_our_worker_hides_the_tokens_that_the_rows_say():
 def test_time_is_sorted_by_what_was_called_for():
     weight = torch.randn(16, 16, requires_grad=True)
     optimizer = torch.optim.AdamW([weight], fused=True)
-    with profile(activities=[ProfilerActivity.CPU]) as watched:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as watched:
         hidden = torch.nn.functional.silu(torch.randn(8, 16) @ weight)
         query = hidden.view(1, 2, 4, 16)
         attended = torch.nn.functional.scaled_dot_product_attention(query, query, query)

@@ -20,8 +20,12 @@ from peftkit_studio.folder import Folder
 from peftkit_studio.processes import Processes
 from tests.helpers.command_line import ROOT, environment
 
-OURS = ("peftkit", "peftkit_cli")
-NAMES = {*sys.stdlib_module_names, *metadata.packages_distributions(), *OURS}
+OURS = ("peftkit", "peftkit_cli", "peftkit_server", "peftkit_studio")
+NAMES = {
+    name
+    for name in (*sys.stdlib_module_names, *metadata.packages_distributions(), *OURS)
+    if "/" not in name  # CUDA's wheels list folders
+}
 
 
 @pytest.fixture

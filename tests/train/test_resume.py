@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +247,7 @@ def test_the_manifest_says_where_the_run_stands(tmp_path):
     assert manifest["num_processes"] == 1
     assert manifest["identity"]["base"] == "sha256:aa"
     assert {"train", "rows", "num_processes"} <= manifest["identity"].keys()
-    assert manifest["versions"]["torch"] == torch.__version__
+    assert manifest["versions"]["torch"] == metadata.version("torch")
 
 
 def test_a_state_that_lacks_something_is_refused():
