@@ -442,6 +442,9 @@ def simulated(card: Card | None = None, kernels: Callable[[], Kernels] = Kernels
         stack.enter_context(patch(metrics, "TRITON", fused.Launcher(card)))  # as if installed
         for name, answer in _answers(card).items():
             stack.enter_context(patch(torch.cuda, name, answer))
+        # in builds for CUDA, torch 2.15's optimizers otherwise look for a driver
+        no_accelerator = patch(torch.accelerator, "current_accelerator", lambda **_: None)
+        stack.enter_context(no_accelerator)
         stack.enter_context(patch(torch.Tensor, "is_pinned", lambda t, *_: tensors.is_pinned(t)))
         stack.enter_context(
             patch(torch.Tensor, "pin_memory", lambda t, *_: tensors.pin(t.detach().clone()))
