@@ -136,14 +136,22 @@ def test_the_workflow_tests_each_system_as_make_does():
         assert (ROOT / file).is_file()
 
 
+def make(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run make without the variables of a make that runs the tests."""
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    variables.pop("UPGRADE", None)
+    command = ["make", *words]
+    return subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=60
+    )
+
+
 @pytest.mark.parametrize("target", ["test", "quickstart", "lint"])
 def test_make_refuses_an_old_python_with_a_message(target, tmp_path):
     (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text(encoding="utf-8"))
     for name in ("pyproject.toml", "constraints.txt", "constraints-oldest.txt"):
         (tmp_path / name).touch()
-    done = subprocess.run(
-        ["make", target, "PYTHON=false"], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
+    done = make(target, "PYTHON=false", folder=tmp_path)
     assert done.returncode == 2
     assert "peftkit needs Python 3.11 or newer" in done.stdout
     assert not (tmp_path / ".venv").exists()
@@ -158,8 +166,7 @@ def test_make_refuses_an_old_python_with_a_message(target, tmp_path):
     ],
 )
 def test_make_installs_the_requested_versions(versions, code, text):
-    command = ["make", "--dry-run", "test", f"VERSIONS={versions}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = make("--dry-run", "test", f"VERSIONS={versions}")
     assert done.returncode == code
     assert text in done.stdout + done.stderr
 
