@@ -443,7 +443,7 @@ def simulated(card: Card | None = None, kernels: Callable[[], Kernels] = Kernels
         for name, answer in _answers(card).items():
             stack.enter_context(patch(torch.cuda, name, answer))
         # in builds for CUDA, torch 2.15's optimizers otherwise look for a driver
-        no_accelerator = patch(torch.accelerator, "current_accelerator", lambda **_: None)
+        no_accelerator = patch(torch.accelerator, "current_accelerator", lambda *_, **__: None)
         stack.enter_context(no_accelerator)
         stack.enter_context(patch(torch.Tensor, "is_pinned", lambda t, *_: tensors.is_pinned(t)))
         stack.enter_context(
