@@ -23,7 +23,7 @@ Shapes: n values of a row; B rows, H heads, T tokens, D head size; `...` is any 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -338,10 +338,13 @@ def _like_normal(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tens
 def gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
     """Return f(g) u."""
     arrays = gate.contiguous(), up.contiguous()
-    first, second = (array.flatten()[:NUM_COMPARED] for array in arrays)
-    expected = partial(_gated, first, second, name)
+    expected = partial(_of_first_numbers, _gated, arrays, name)
     product = TRITON.launch("gated", *arrays, name, expected=expected)
     return _gated(gate, up, name) if product is None else product
+
+
+def _of_first_numbers(compute: Callable[..., Any], arrays: Sequence[Tensor], name: str) -> Any:
+    return compute(*(array.flatten()[:NUM_COMPARED] for array in arrays), name)
 
 
 def _gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
@@ -352,8 +355,7 @@ def _gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
 def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Return the gradients of g and u."""
     arrays = grad.contiguous(), gate.contiguous(), up.contiguous()
-    first, second, third = (array.flatten()[:NUM_COMPARED] for array in arrays)
-    expected = partial(_gated_gradients, first, second, third, name)
+    expected = partial(_of_first_numbers, _gated_gradients, arrays, name)
     if (grads := TRITON.launch("gated_backward", *arrays, name, expected=expected)) is not None:
         return grads
     return _gated_gradients(grad, gate, up, name)
