@@ -1,18 +1,17 @@
-"""Decoding steps, and their capture as CUDA graphs: one launch instead of hundreds."""
+"""Decoding steps, and their capture as CUDA graphs."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from peftkit.events import Fallback
+from peftkit.execution.graphs import Graphs
 from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.inference.cache import SMALLEST, Arena, power_of_two
 from peftkit.inference.cached_attention import Block, Decode
@@ -94,43 +93,8 @@ def unrecorded(cause: str) -> Fallback:
     )
 
 
-@dataclass(eq=False)
-class _CaptureStream:
-    """A stream for captures, of one recorder at a time.
-
-    Attributes:
-        graphs: Graphs that its last recorder captured and that still exist.
-    """
-
-    stream: Any
-    device: torch.device
-    graphs: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-
-
-_capture_streams: list[_CaptureStream] = []
-_LOCK = threading.Lock()
-
-
-def _idle_stream(device: torch.device) -> _CaptureStream:
-    """Return a stream without graphs; the caller holds the lock.
-
-    Streams are reused because torch keeps cuBLAS' workspace of each one, 32 MiB on an H100: until
-    the process ends, or since torch 2.12 until a graph of the stream is freed. For that reason two
-    recorders never share a stream, and torch's default stream for captures is not used.
-    """
-    for one in _capture_streams:
-        if one.device == device and not one.graphs:
-            one.graphs = weakref.WeakSet()  # the last recorder keeps its set, which stays empty
-            return one
-    _capture_streams.append(_CaptureStream(torch.cuda.Stream(device), device))
-    return _capture_streams[-1]
-
-
 class Recorder:
-    """Captures the decoding steps of one engine as CUDA graphs, on one stream of its device.
-
-    The graphs share a memory pool while any of them exists. After the last one torch may keep the
-    empty pool, with expandable segments, and then fails to capture in it.
+    """Captures the decoding steps of one engine as CUDA graphs.
 
     Args:
         model: The engine's model. If a capture fails, except for lack of memory, later engines of
@@ -143,10 +107,7 @@ class Recorder:
 
     def __init__(self, model: Any) -> None:
         self.num_recorded, self.is_able = 0, True
-        self._model = model
-        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._pool: Any = None
-        self._stream: Any = None
+        self._model, self._graphs = model, Graphs(model.device)
 
     def step(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Return a function that is captured after its first `EAGER_STEPS` calls.
@@ -171,22 +132,8 @@ class Recorder:
 
     def _record(self, run: Callable[[], Tensor]) -> tuple[Any, Tensor] | None:
         """Return a graph and its output tensor; None if the capture fails."""
-        graph = torch.cuda.CUDAGraph()
-        with _LOCK:
-            if not self._graphs:
-                self._pool = torch.cuda.graph_pool_handle()
-                free = _idle_stream(self._model.device)
-                self._stream, self._graphs = free.stream, free.graphs
-            self._graphs.add(graph)
-        # a failed capture also raises at its end, and torch leaves the thread on its stream
-        before = torch.cuda.stream(torch.cuda.current_stream())
-        # other threads may use the device meanwhile
-        capture = torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        )
         try:
-            with before, capture:
-                out = run()
+            recorded = self._graphs.capture(run)
         except RuntimeError as problem:
             self.is_able = False
             if not is_out_of_memory(problem):
@@ -194,4 +141,4 @@ class Recorder:
             _LOG.warning("%s", unrecorded(str(problem).splitlines()[0]).text)
             return None
         self.num_recorded += 1
-        return graph, out
+        return recorded

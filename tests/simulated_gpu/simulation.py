@@ -21,8 +21,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
-from peftkit.execution import gpu_support
-from peftkit.inference import recorder
+from peftkit.execution import gpu_support, graphs
 from peftkit.kernels import checked, fused, packed_product
 from peftkit.kernels import device as device_kinds
 from peftkit.train import loop, metrics
@@ -188,10 +187,11 @@ class Graph:
 class Recording:
     """torch.cuda.graph: records what is launched; whatever makes the host wait is an error.
 
-    As torch's, one that breaks off ends in an error of its own, and the thread stays on the stream
-    that was recorded. A pool whose last graph is gone is refused: with expandable segments torch
-    keeps it, and asserts that a graph uses it. Without a stream all processes' recordings share
-    the one of the card that recorded first.
+    As torch's, one that breaks off ends in an error of its own, the thread stays on the stream that
+    was recorded, and the generator refuses to draw until another state takes its place. A pool
+    whose last graph is gone is refused: with expandable segments torch keeps it, and asserts that
+    a graph uses it. Without a stream all processes' recordings share the one of the card that
+    recorded first.
     """
 
     def __init__(
@@ -211,16 +211,20 @@ class Recording:
         card.pools.begin(self._graph, self._pool)
         here = Stream(is_default=True, recorded_on=self._stream)
         self._before, card.stream = card.stream, here
+        self._random = torch.get_rng_state()  # nothing is drawn until a replay
+        card.generator.is_capturing = True
         card.graph = self._graph
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        tensors.CARD.graph = None
+        card, card.graph = tensors.CARD, None
+        torch.set_rng_state(self._random)
         self._graph.restore()
         if kind is not None:
             raise torch.AcceleratorError(
                 "CUDA error: operation failed due to a previous error during capture"
             )
-        tensors.CARD.stream = self._before
+        card.generator.is_capturing = False
+        card.stream = self._before
         self._graph.spoil()
 
 
@@ -301,8 +305,9 @@ def _answers(card: Card) -> dict[str, Any]:
         "set_per_process_memory_fraction": cap,
         "host_memory_stats": lambda: {"allocated_bytes.current": card.pinned.held},
         "get_arch_list": lambda: list(card.arch_list),
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "get_rng_state": lambda device=None: card.generator.get_state(),
+        "set_rng_state": lambda state, device=None: card.generator.set_state(state),
+        "default_generators": [card.generator] * card.count,
         "manual_seed": nothing,
         "manual_seed_all": nothing,
         "Stream": Stream,
@@ -428,7 +433,7 @@ def simulated(card: Card | None = None, kernels: Callable[[], Kernels] = Kernels
         stack.enter_context(patch(gpu_support, "SEGMENTS", gpu_support.Segments()))
         timed = device_kinds.ASSUMED_LAUNCH_SECONDS  # plans do not depend on this machine's load
         stack.enter_context(patch(device_kinds, "measured_launch_seconds", lambda: timed))
-        stack.enter_context(patch(recorder, "_capture_streams", []))
+        stack.enter_context(patch(graphs, "_capture_streams", []))
         stack.enter_context(patch(checked, "GEMM", checked.CheckedProduct()))
         stack.enter_context(patch(packed_product, "CHECKED", checked.CheckedProduct()))
         own = BrokenKernels() if "multiply" in card.broken else ProductKernels()

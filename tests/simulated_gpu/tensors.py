@@ -75,6 +75,36 @@ class Wait:
 
 
 @dataclass
+class Generator:
+    """The card's generator, which is the CPU's.
+
+    Attributes:
+        is_capturing: Whether a graph's end must come before the next draw: a capture that breaks
+            off never sets it back.
+    """
+
+    is_capturing: bool = False
+
+    def get_state(self) -> Tensor:
+        """Return the state, but not while a graph is recorded: its draws have no number yet."""
+        if self.is_capturing:
+            raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during capture")
+        return torch.get_rng_state()
+
+    clone_state = get_state
+
+    def set_state(self, state: Tensor) -> None:
+        """Draw from here on."""
+        self.get_state()
+        torch.set_rng_state(state)
+
+    def graphsafe_set_state(self, state: Tensor) -> None:
+        """Put a state that no graph knows in place of this one."""
+        self.is_capturing = False
+        torch.set_rng_state(state)
+
+
+@dataclass
 class Card:
     """One simulated machine with GPUs, and what was seen of it."""
 
@@ -106,6 +136,7 @@ class Card:
     default_stream: Any = None
     graph: Any = None
     """The one that is recorded now."""
+    generator: Generator = field(default_factory=Generator)
     capture_stream: Any = None
     """torch.cuda.graph's default one: of the process, on the card that recorded first."""
     pools: GraphPools = field(default_factory=GraphPools)
@@ -507,6 +538,8 @@ class Kernels(TorchDispatchMode):
             return True if name != "_local_scalar_dense" else _read(args[0].values)
         if CARD.graph is not None:
             CARD.graph.keep(func, args, kwargs)
+        elif CARD.generator.is_capturing and torch.Tag.nondeterministic_seeded in func.tags:
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
         out = _run(func, name, args, kwargs, ours, place)
         if not CARD.has_float64 and any(t.dtype == torch.float64 for t in _tensors(out)):
             raise TypeError("Cannot convert a MPS Tensor to float64 dtype. Please use float32")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from peftkit.inference import recorder
+from peftkit.execution import graphs
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Request
 from peftkit.inference.open_engine import PlainEngine, why_plain
@@ -64,7 +64,7 @@ def test_an_engine_leaves_nothing_on_the_card():
                 assert card.allocated == before, "while the closed engine is still referenced"
                 del engine
             assert [one() for one in alive] == [None] * 4
-        assert not any(one.graphs for one in recorder._capture_streams)
+        assert not any(one.graphs for one in graphs._capture_streams)
 
 
 def test_an_engine_that_a_run_leaves_early_leaves_nothing_on_the_card():
@@ -86,7 +86,7 @@ def test_engines_share_a_stream_one_after_the_other_but_not_while_both_have_grap
     """A freed graph frees the workspace of its stream, which replays of the other would use."""
     with simulated():
         streams: list[Any] = []
-        monkeypatch.setattr(recorder, "_capture_streams", streams)
+        monkeypatch.setattr(graphs, "_capture_streams", streams)
         model = model_on("cuda")
         run(model, 12)
         with CachedEngine(model, TOKENIZER) as engine:
