@@ -85,7 +85,8 @@ class Graphs:
         try:
             with before, capture:
                 return graph, run()
-        except RuntimeError:
+        except RuntimeError as error:
             # otherwise the generator waits for the end of the capture, and refuses to draw
             generator.graphsafe_set_state(spare)
-            raise
+            cause = error.__context__  # of the error that the end of the capture raises
+            raise cause if isinstance(cause, RuntimeError) else error from None

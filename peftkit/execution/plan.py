@@ -48,6 +48,7 @@ class ExecutionPlan:
         rows, tokens: Maximum of a micro-batch, padding included; a single row may have more
             tokens. None: no limit.
         compile: Whether blocks run compiled; None: undecided.
+        record: Whether passes are captured as CUDA graphs where possible; see `records_passes`.
         dtype: Compute dtype of the base.
         autocast: Mixed precision from the launcher: bf16, fp16 or "".
         group_layers: Whether LoRA layers with the same input are computed together.
@@ -65,6 +66,7 @@ class ExecutionPlan:
     rows: int = 1
     tokens: int | None = None
     compile: bool | None = None
+    record: bool = False
     dtype: str = ""
     autocast: str = ""
     group_layers: bool = True
@@ -105,6 +107,15 @@ class ExecutionPlan:
     def records_decoding(self) -> bool:
         """Whether a decoding step is captured as a CUDA graph."""
         return self.device == "cuda"
+
+    @property
+    def records_passes(self) -> bool:
+        """Whether a micro-batch's forward and backward pass is captured as a CUDA graph.
+
+        Passes that wait for other processes or main memory cannot be captured.
+        """
+        waits = self.placement == "stream" or self.is_sharded or self.activations == "offload"
+        return self.record and self.device == "cuda" and not waits
 
     @property
     def chunk_bytes(self) -> int:
@@ -153,6 +164,8 @@ class ExecutionPlan:
         parts.append(f"up to {self.rows} rows{tokens} at once")
         if self.compile:
             parts.append("blocks compiled")
+        if self.records_passes:
+            parts.append("passes recorded as CUDA graphs")
         return ", ".join(parts)
 
     def less_than(self, before: ExecutionPlan) -> str:
@@ -165,6 +178,8 @@ class ExecutionPlan:
             changes.append(f"{self.rows} rows at a time instead of {before.rows}")
         if self.tokens != before.tokens:
             changes.append(f"{self.tokens} tokens at a time instead of {before.tokens}")
+        if self.records_passes != before.records_passes:
+            changes.append("passes are not recorded as CUDA graphs (train.record)")
         return ", ".join(changes)
 
 
@@ -219,6 +234,7 @@ def plan_of(
         rows=train.batch_size,
         tokens=tokens,
         compile=None if train.compile == "auto" else train.compile,
+        record=train.record,
         dtype=dtype,
         autocast=autocast,
         group_layers=train.group_layers,

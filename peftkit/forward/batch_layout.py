@@ -28,11 +28,19 @@ class BatchLayout:
     Attributes:
         attention: The model's attention while it trains on padding-free batches.
         why_padded: Why rows are padded although the task has padding-free batches; "" if none.
+        rounds: Whether batches have few different shapes, for recorded passes.
     """
 
     def __init__(self, *, share: bool = True, padded: bool = False) -> None:
         self.share, self.padded, self.why_padded = share, padded, ""
         self.attention: TrainingAttention | None = None
+        self.rounds = False
+
+    @property
+    def has_few_shapes(self) -> bool:
+        """Whether the shapes of batches can be rounded: rows and documents need no padded grid."""
+        attention = self.attention
+        return attention is not None and attention.takes_spans and attention.mixers is None
 
     @property
     def paths(self) -> dict[str, str]:
@@ -49,7 +57,7 @@ class BatchLayout:
     def training(self, model: nn.Module, plan: ExecutionPlan | None = None) -> Iterator[None]:
         """Train with a plan's attention, and without padding where the model allows it."""
         bare = unwrapped(model)
-        self.why_padded = ""
+        self.why_padded, self.rounds = "", plan is not None and plan.records_passes
         if not (self.padded or num_virtual(bare) or bare.config.is_encoder_decoder):
             with training_attention(bare, plan) as attention:
                 assert attention is not None
@@ -87,7 +95,12 @@ class BatchLayout:
         longest = int(mask.sum(1).max() if positions is None else (positions * mask).max() + 1)
         if not self.attention.can_share(longest, int(mask.sum())):
             return batch
-        found = unpadded(batch, share=self.share, spans=self.attention.takes_spans)
+        found = unpadded(
+            batch,
+            share=self.share,
+            spans=self.attention.takes_spans,
+            rounds=self.rounds and self.has_few_shapes,
+        )
         return found if self.attention.takes_spans else faster(batch, found)
 
     def inputs(self, batch: Mapping[str, Tensor]) -> Mapping[str, Any]:

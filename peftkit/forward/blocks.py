@@ -271,6 +271,8 @@ class _Recompute:
             forward = functools.partial(self._with_weights, run)
         elif self.compiled_call is not None:
             forward = functools.partial(self.compiled_call, run)
+        if draws and self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("A recomputed block draws random numbers (dropout) a second time.")
         if draws and self._device.type == "mps":  # torch restores only the CPU and CUDA generators
             forward = functools.partial(_Replayed(self._device), forward)
         if self._plan.fused_kernels:

@@ -138,16 +138,20 @@ class Head:
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
     def losses(self, rows: Tensor, targets: Tensor, *, equal_weights: bool = False) -> Tensor:
-        """Return the cross entropy of each row (n,); see `chunked_cross_entropy`."""
-        return chunked_cross_entropy(
+        """Return the cross entropy of each row (n,), 0 for a negative target.
+
+        See `chunked_cross_entropy`. If the head is trained, there must be no negative target.
+        """
+        values = chunked_cross_entropy(
             rows,
-            targets,
+            targets.clamp(min=0),
             self,
             trainable=[p for p in self.module.parameters() if p.requires_grad],
             equal_weights=equal_weights,
             vocab_size=self.vocab_size,
             chunk_bytes=self.chunk_bytes,
         )
+        return values * (targets >= 0)
 
     @property
     def vocab_size(self) -> int:

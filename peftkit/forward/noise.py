@@ -7,6 +7,12 @@ output of each module moved at random by up to a unit in the last place (`rounde
 rounding if it is at most `FACTOR` times the resulting change. Rounding once more after each module
 moves the outputs of 40 architectures by 1.5 to 5 times as much as products summed in other parts
 (bfloat16, a CPU); a lost key, a hidden token or a position off by one moves them further.
+
+Gradients are compared in the same manner (`difference_of`). There the noise multiplies each block's
+output by 1 + eps u, with random u in [-1, 1] and the eps of the compute dtype: another last bit, as
+another order of the same operations gives it (Parker, Monte Carlo arithmetic, 1997). Its effect on
+a gradient is what rounding does to this gradient, with this model, dtype and data; it includes
+tokens that change their experts. A gradient may differ by MARGIN times as much.
 """
 
 from __future__ import annotations
@@ -14,11 +20,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from peftkit.execution.plan import compute_dtype
 from peftkit.model.modes import eager
 
 FACTOR = 2.0
@@ -135,3 +143,70 @@ def _rounding(model: nn.Module, draw: int) -> Iterator[None]:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+MARGIN = 8.0
+"""Difference of gradients, in units of the noise: compiled code rounds the results of about 30
+operations of a block differently, in both passes, the noise only one of them, and errors of n
+independent roundings grow with sqrt(n)."""
+
+LOSS = "the loss"
+Figures = dict[str, Tensor]
+"""The loss, and the gradient of each trained tensor, by name."""
+
+
+def difference_of(found: Figures, expected: Figures, noisy: Figures) -> str:
+    """Return how figures differ from the expected ones; "" within the noise.
+
+    Args:
+        noisy: The expected figures, computed within `blocks_rounded`.
+    """
+    noise, distances = _distances(noisy, expected), _distances(found, expected)
+    # of tensors of a few values, the noise of one pass may be small by chance
+    typical = median(noise.values())
+    allowed = {name: MARGIN * max(noise[name], typical) for name in noise}
+    wrong = [
+        name
+        for name in expected
+        if not distances[name] <= allowed[name]
+        or bool(found[name].any()) != bool(expected[name].any())
+    ]
+    if not wrong:
+        return ""
+    worst = max(wrong, key=lambda name: distances[name] / max(allowed[name], 1e-30))
+    others = f" {len(wrong) - 1} more differ, too." if len(wrong) > 1 else ""
+    return (
+        f"{worst if worst == LOSS else f'the gradient of {worst}'} differs by "
+        f"{distances[worst]:.2g} of its norm, where rounding explains {allowed[worst]:.2g}.{others}"
+    )
+
+
+def _distances(figures: Figures, reference: Figures) -> dict[str, float]:
+    """Return the norm of each difference, relative to the norm of the reference."""
+    distances = {}
+    for name, wanted in reference.items():
+        difference, norm = float((figures[name] - wanted).norm()), float(wanted.norm())
+        distances[name] = difference / norm if norm else difference and float("inf")
+    return distances
+
+
+@contextmanager
+def blocks_rounded(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Multiply the output of each block by 1 + eps u within the context."""
+    generator = torch.Generator().manual_seed(0)  # dropout draws from the global ones
+
+    def perturb(block: nn.Module, args: Any, out: Any) -> Any:
+        hidden = out if isinstance(out, Tensor) else out[0]
+        kind = hidden.device.type
+        is_mixed = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if is_mixed else compute_dtype(model)
+        u = 2 * torch.rand(hidden.shape, generator=generator).to(hidden.device) - 1
+        hidden = hidden * (1 + torch.finfo(dtype).eps * u).to(hidden.dtype)
+        return hidden if isinstance(out, Tensor) else (hidden, *out[1:])
+
+    handles = [block.register_forward_hook(perturb) for block in blocks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -54,7 +54,9 @@ def faster(padded: dict[str, Tensor], padding_free: dict[str, Tensor]) -> dict[s
     return padding_free if cost < tokens(padded, padded["input_ids"]) else padded
 
 
-def unpadded(batch: Mapping[str, Tensor], *, share: bool, spans: bool = False) -> dict[str, Tensor]:
+def unpadded(
+    batch: Mapping[str, Tensor], *, share: bool, spans: bool = False, rounds: bool = False
+) -> dict[str, Tensor]:
     """Convert a padded batch to a padding-free batch.
 
     Args:
@@ -63,6 +65,7 @@ def unpadded(batch: Mapping[str, Tensor], *, share: bool, spans: bool = False) -
             (B * T) tokens; other entries are passed through.
         share: Whether to store shared prefixes of documents once. The model must be causal.
         spans: Whether to describe documents by their bounds instead of by a grid.
+        rounds: Whether the sizes of spans are rounded up; see `spans_of`.
 
     Returns:
         input_ids and position_ids (1, N); the fields of `Grid` or of `Spans`; target_index into
@@ -86,7 +89,9 @@ def unpadded(batch: Mapping[str, Tensor], *, share: bool, spans: bool = False) -
     }
     padding_free["input_ids"].view(-1)[place] = ids
     padding_free["position_ids"].view(-1)[place] = positions
-    layout: Grid | Spans = spans_of(places, shape[1]) if spans else grid_of(places, shape)
+    layout: Grid | Spans = (
+        spans_of(places, shape[1], rounds=rounds) if spans else grid_of(places, shape)
+    )
     prefix = SPAN if spans else GRID
     padding_free |= {prefix + name: tensor for name, tensor in layout._asdict().items()}
     new_index = torch.zeros(mask.numel(), dtype=torch.long)

@@ -7,21 +7,18 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from peftkit.events import Fallback
 from peftkit.execution.graphs import Graphs
 from peftkit.execution.out_of_memory import is_out_of_memory
+from peftkit.forward.recorded import why_not_captured
 from peftkit.inference.cache import SMALLEST, Arena, power_of_two
 from peftkit.inference.cached_attention import Block, Decode
 from peftkit.inference.engine import Completion, masked, table_of
-from peftkit.model.blocks import is_sharded, is_streamed
 
 EAGER_STEPS = 4
 """Eager calls of a shape before it is captured as a CUDA graph."""
-GROUPED_ON_CARD = (9, 10)
-"""Major compute capabilities whose bf16 grouped_mm does not synchronise with the host."""
 _LOG = logging.getLogger(__name__)
 _unrecordable: weakref.WeakSet[Any] = weakref.WeakSet()
 """Models whose steps cannot be captured; later engines do not try again."""
@@ -64,23 +61,9 @@ class Batch:
 
 def why_not_recorded(model: Any) -> str:
     """Return why a model's decoding steps on a GPU are not captured as CUDA graphs, or ""."""
-    if is_sharded(model) or is_streamed(model):
-        return "Its blocks wait for other processes or host memory; no graph captures that."
     if model in _unrecordable:
         return "Capturing a step has failed."
-    if _reads_on_host(model):
-        return "The grouped product of its experts reads its sizes on the host."
-    return ""
-
-
-def _reads_on_host(model: Any) -> bool:
-    """Return whether torch reads the rows of each expert on the host (ATen's GroupedBlas.cpp)."""
-    if getattr(model.config.get_text_config(), "_experts_implementation", "") != "grouped_mm":
-        return False
-    if not any(hasattr(module, "is_transposed") for module in model.modules()):
-        return False  # dense models of such a class
-    major, _ = torch.cuda.get_device_capability(model.device)
-    return major not in GROUPED_ON_CARD or model.dtype != torch.bfloat16
+    return why_not_captured(model)
 
 
 def unrecorded(cause: str) -> Fallback:

@@ -33,6 +33,10 @@ torch). Larger ones have another kernel."""
 DTYPES = (torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
 """Lowest compute capability with the kernel."""
+KEYS = 16, 16
+"""Rounded numbers of keys are multiples of the first, and have so many sizes per power of two."""
+MIN_DOCUMENTS, MIN_LONGEST = 4, 64
+"""Smallest rounded numbers of documents, and of tokens of the longest one."""
 
 
 class Spans(NamedTuple):
@@ -56,12 +60,14 @@ class Spans(NamedTuple):
     longest: Tensor
 
 
-def spans_of(documents: Sequence[Sequence[int]], total: int) -> Spans:
+def spans_of(documents: Sequence[Sequence[int]], total: int, *, rounds: bool = False) -> Spans:
     """Return the offsets of documents in a row of `total` tokens.
 
     Args:
         documents: Token indices of each document, numbered as in `peftkit.forward.padding_free`: a
             shared prefix first, then new tokens, ascending by one.
+        rounds: Whether all sizes are rounded up, so that batches have few different shapes: by
+            empty documents before the padding, and by keys of the padding.
     """
     num_queries, num_keys, tokens, used = [], [], list[int](), 0
     for document in sorted(
@@ -73,13 +79,23 @@ def spans_of(documents: Sequence[Sequence[int]], total: int) -> Spans:
             num_keys.append(len(document))
             tokens += document
             used += new
-    num_queries.append(total - used)
-    num_keys.append(total - used)
+    padding = total - used
+    if rounds:
+        num_documents, num_all_keys = len(num_keys) + 1, len(tokens) + padding
+        empty_ones = [0] * (rounded_size(num_documents, MIN_DOCUMENTS, 1) - num_documents)
+        num_queries, num_keys = num_queries + empty_ones, num_keys + empty_ones
+        if num_all_keys > total:  # keys of the last token, before the padding's keys in order
+            tokens += [total - 1] * (rounded_size(num_all_keys, *KEYS) - num_all_keys)
+    num_queries.append(padding)
+    num_keys.append(len(tokens) + padding - sum(num_keys))
     tokens += range(used, total)
     queries, keys = (
         torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in (num_queries, num_keys)
     )
-    longest = torch.empty(max(num_queries), max(num_keys), total, 0)
+    sizes = max(num_queries), max(num_keys)
+    if rounds:  # a power of two costs blocks of threads that end at their first instruction
+        sizes = rounded_size(sizes[0], MIN_LONGEST, 1), rounded_size(sizes[1], MIN_LONGEST, 1)
+    longest = torch.empty(*sizes, total, 0)
     if len(tokens) == total:
         empty = torch.empty(0, dtype=torch.long)
         return Spans(queries, keys, empty, empty, empty, empty, longest)

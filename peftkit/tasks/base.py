@@ -56,6 +56,11 @@ class Task(ABC):
     """Whether the loss is the mean over tokens of text: exp(loss) is a perplexity."""
     metric_names: tuple[str, ...] = ()
     """Names of the sums that `loss` returns after the loss."""
+    ignored_targets: ClassVar[Mapping[str, int] | None] = None
+    """Entries of a batch with a value for each target, and values of further targets that add
+    nothing to `loss`. A class that sets it promises that `loss` reads nothing that changes between
+    steps, except the batch and tensors at fixed addresses: its passes are recorded on a GPU. It is
+    not inherited, since a subclass may have another loss. None: passes run eagerly."""
     collates_ahead: ClassVar[bool] = True
     """Whether a thread may collate the rows of the next step. Must be False if `collate` draws
     random numbers or reads results of `before_step`."""

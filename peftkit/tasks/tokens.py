@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from peftkit.config.lazy import LazyMap
 from peftkit.data.encode import DocumentEncoder
 from peftkit.data.field_names import FieldNames
-from peftkit.data.pack import PackedRows, Row, collate
+from peftkit.data.pack import IGNORE, PackedRows, Row, collate
 from peftkit.data.row_text import labelled_segments
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.lazy import LazyRows
@@ -45,6 +45,9 @@ from peftkit.tasks.completions import CompletingTask
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.row_loader import RowLoader
 from peftkit.tasks.rows import PLAIN_PROMPTS, TEXTS_WITH_TURNS, exact_length, turns_in
+
+IGNORED = {"target_index": 0, "targets": IGNORE}
+"""Targets that a loss over tokens ignores."""
 
 
 class PackingLoader(RowLoader):
@@ -213,6 +216,7 @@ class CausalLM(CompletingTask, TokenTask):
     """
 
     row_loader: ClassVar[type[PackingLoader]] = PackingLoader
+    ignored_targets: ClassVar[Mapping[str, int] | None] = IGNORED
     rows: PackingLoader
 
     def __init__(

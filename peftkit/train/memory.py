@@ -6,11 +6,7 @@ forward pass gives the bytes per token of each activation mode (fitting.py). Pla
 
 Compiled blocks must compute the loss and the gradients of eager ones. The first micro-batch goes
 through the model three times, with the same random numbers: eagerly, eagerly with rounding noise,
-and compiled. The noise multiplies each block's output by 1 + eps u, with random u in [-1, 1] and
-the eps of the compute dtype: another last bit, as another order of the same operations gives it
-(Parker, Monte Carlo arithmetic, 1997). Its effect on a gradient is what rounding does to this
-gradient, with this model, dtype and data; it includes tokens that change their experts. A compiled
-gradient may differ by MARGIN times as much.
+and compiled. Gradients may differ by rounding (forward/noise.py).
 
 Compiling takes ten to twenty seconds for each kind of block. It saves more time per token in larger
 models, so blocks are compiled if tokens times parameters reach MIN_WORK for each kind (most
@@ -26,11 +22,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from peftkit.adapter import refresh_copies
 from peftkit.data.rows.lazy import num_tokens, tokens_of_each
@@ -39,10 +33,12 @@ from peftkit.events import Notice, Stage
 from peftkit.execution import rng
 from peftkit.execution.environment import AUTO_SHARE, free_for_training
 from peftkit.execution.out_of_memory import attempt, is_compile_error, is_out_of_memory, one_line
-from peftkit.execution.plan import ACTIVATIONS_IN_WORDS, compute_dtype
+from peftkit.execution.plan import ACTIVATIONS_IN_WORDS
 from peftkit.execution.world import World
 from peftkit.figures import size
 from peftkit.forward.compiler import uncompiled
+from peftkit.forward.noise import LOSS, Figures, blocks_rounded, difference_of
+from peftkit.forward.recorded import unrecorded, why_not_recorded
 from peftkit.kernels.device import free_bytes, gpu_of
 from peftkit.quant.audit import audit
 from peftkit.settings import TrainConfig
@@ -69,6 +65,7 @@ def plan_memory_and_compile(run: Run, step: Step) -> None:
     Raises:
         RunError: A single row does not fit, or `train.compile: true` fails.
     """
+    _decide_recording(run, step)
     sample, positions = run.rows, run.task.num_positions
     if len(sample) > SAMPLE:  # evenly by length, with the shortest and the longest row
         by_tokens = tokens_of_each(sample).sort(stable=True).indices
@@ -85,6 +82,21 @@ def plan_memory_and_compile(run: Run, step: Step) -> None:
     if run.parallel.in_lockstep:
         step.use(replace(step.plan, compile=False))
     compile_blocks(run, step)
+
+
+def _decide_recording(run: Run, step: Step) -> None:
+    """Let passes run eagerly, with a notice, if they cannot be captured as CUDA graphs."""
+    task, fitting = run.task, step.fitting
+    if not step.plan.record or step.plan.device != "cuda":
+        return
+    layout, head = getattr(task, "layout", None), getattr(task, "head", None)
+    cause = why_not_recorded(run.model, layout, head, step.passes.ignored)
+    if run.config.quantize_for != "none":
+        cause = "train.quantize_for changes the adapted layers during the run."
+    if cause:
+        run.say(unrecorded(cause).notice)
+        fitting.requested = replace(fitting.requested, record=False)
+        step.use(replace(step.plan, record=False))
 
 
 def _saved(run: Run, step: Step, row: Any) -> ActivationBytes | None:
@@ -127,14 +139,18 @@ def _refine(run: Run, step: Step, median: Any, saved: ActivationBytes | None, lo
     can_tile = step.blocks.can_tile
     tile = replace(step.plan, tiles=True).tile(length) / length if can_tile else 1
     costs, tiled = (_agreed(run.world, fitting.costs(*measured, tile=share)) for share in (1, tile))
-    plan = choose(
+    chosen = partial(
+        choose,
         fitting.requested,
         costs,
-        available,
-        length,
+        longest=length,
         tiled=tiled,
         most_offloaded=fitting.most_offloaded,
     )
+    plan = chosen(available=available)
+    # graphs keep the memory of a pass, and passes of other shapes run beside them
+    if plan is not None and plan.records_passes and chosen(available=available / 2) != plan:
+        plan = replace(plan, record=False)
     budget = "free memory" if memory == "auto" else f"train.memory's {memory:g} GB"
     left = size(available, 2) if available > 0 else "nothing"
     problem = f"Weights, optimizer and buffers leave {left} of {budget} for activations."
@@ -146,6 +162,8 @@ def _refine(run: Run, step: Step, median: Any, saved: ActivationBytes | None, lo
     at_once = f"{plan.rows} rows" if plan.tokens is None else f"{plan.tokens:,} tokens"
     less = "" if plan == fitting.requested else " The rows of a step stay the same."
     text = f"So {ACTIVATIONS_IN_WORDS[plan.activations]}, of at most {at_once} at a time.{less}"
+    if plan.record != fitting.requested.record:
+        text += " Passes are not recorded as CUDA graphs, which need as much memory again."
     if plan.activations == "offload" and fitting.most_offloaded is not None:
         unit = "tokens" if num_tokens(longest) else "rows"
         text += f" Main memory has room for the inputs of {fitting.most_offloaded:,} {unit}."
@@ -251,16 +269,6 @@ def work_of(run: Run) -> float:
     return tokens * audit(run.model).num_parameters
 
 
-MARGIN = 8.0
-"""Difference of compiled from eager gradients, in units of the noise: compiled code rounds the
-results of about 30 operations of a block differently, in both passes, the noise only one of them,
-and errors of n independent roundings grow with sqrt(n)."""
-
-LOSS = "the loss"
-Figures = dict[str, Tensor]
-"""The loss, and the gradient of each trained tensor, by name."""
-
-
 def why_refused(run: Run, step: Step) -> str:
     """Compile the blocks, and compare them with eager ones; return why they are refused, or "".
 
@@ -293,27 +301,13 @@ def _difference(run: Run, step: Step, rows: Sequence[Any]) -> str:
     blocks.compile(False)
     with rng.untouched(run.model, run.world.device), _without_zeros(run, step):
         eager = _figures(run, step, rows)
-        with _rounding_noise(run.model, blocks.blocks):
-            noise = _distances(_figures(run, step, rows), eager)
+        with blocks_rounded(run.model, blocks.blocks):
+            noisy = _figures(run, step, rows)
         blocks.compile()
         compiled = _figures(run, step, rows)
-    found, typical = _distances(compiled, eager), median(noise.values())
-    # of tensors of a few values, the noise of one pass may be small by chance
-    allowed = {name: MARGIN * max(noise[name], typical) for name in noise}
-    wrong = [
-        name
-        for name in eager
-        if not found[name] <= allowed[name] or bool(compiled[name].any()) != bool(eager[name].any())
-    ]
-    if not wrong:
-        return ""
-    worst = max(wrong, key=lambda name: found[name] / max(allowed[name], 1e-30))
-    others = f" {len(wrong) - 1} more differ, too." if len(wrong) > 1 else ""
-    return (
-        f"The compiler of torch {torch.__version__} computes other numbers than eager blocks: "
-        f"{worst if worst == LOSS else f'the gradient of {worst}'} differs by {found[worst]:.2g} "
-        f"of its norm, where rounding explains {allowed[worst]:.2g}.{others}"
-    )
+    problem = difference_of(compiled, eager, noisy)
+    by = f"The compiler of torch {torch.__version__} computes other numbers than eager blocks:"
+    return f"{by} {problem}" if problem else ""
 
 
 def _figures(run: Run, step: Step, rows: Sequence[Any]) -> Figures:
@@ -326,15 +320,6 @@ def _figures(run: Run, step: Step, rows: Sequence[Any]) -> Figures:
         grad = parameter.grad
         figures[name] = torch.zeros_like(parameter) if grad is None else grad.detach().clone()
     return figures
-
-
-def _distances(figures: Figures, reference: Figures) -> dict[str, float]:
-    """Return the norm of each difference, relative to the norm of the reference."""
-    distances = {}
-    for name, wanted in reference.items():
-        difference, norm = float((figures[name] - wanted).norm()), float(wanted.norm())
-        distances[name] = difference / norm if norm else difference and float("inf")
-    return distances
 
 
 @contextmanager
@@ -356,28 +341,3 @@ def _without_zeros(run: Run, step: Step) -> Iterator[None]:
             for parameter in zeros:
                 parameter.zero_()
         refresh_copies(run.model)
-
-
-@contextmanager
-def _rounding_noise(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Multiply the output of each block by 1 + eps u within the context."""
-    generators: dict[torch.device, torch.Generator] = {}  # dropout draws from the global ones
-
-    def perturb(block: nn.Module, args: Any, out: Any) -> Any:
-        hidden = out if isinstance(out, Tensor) else out[0]
-        kind = hidden.device.type
-        is_mixed = torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if is_mixed else compute_dtype(model)
-        if hidden.device not in generators:
-            generators[hidden.device] = torch.Generator(hidden.device).manual_seed(0)
-        generator, eps = generators[hidden.device], torch.finfo(dtype).eps
-        u = 2 * torch.rand(hidden.shape, generator=generator, device=hidden.device) - 1
-        hidden = hidden * (1 + eps * u).to(hidden.dtype)
-        return hidden if isinstance(out, Tensor) else (hidden, *out[1:])
-
-    handles = [block.register_forward_hook(perturb) for block in blocks]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -35,6 +35,7 @@ UNBOUND = {
     "save_every",
     "keep_checkpoints",
     "gradient_checkpointing",
+    "record",
     *("log_to", "trackers", "upload"),
     "eval_before",
     "eval_generate",

@@ -26,6 +26,7 @@ from peftkit.execution.out_of_memory import (
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.state import State, StepFacts
 from peftkit.forward.blocks import Blocks
+from peftkit.forward.recorded import RecordedPasses
 from peftkit.kernels.device import busy_tokens, product_rate
 from peftkit.quant.audit import audit
 from peftkit.tasks.batches import OnDevice, RowTooLarge, too_large
@@ -71,6 +72,7 @@ class Step:
     Attributes:
         parameters: The model's trainable parameters, by name.
         fitting: The fallback order; `run.state.plan` is the current plan.
+        passes: Forward and backward passes of micro-batches, recorded if the plan says so.
         retries: Watches the allocator of a GPU that is nearly full.
     """
 
@@ -95,6 +97,15 @@ class Step:
         )
         run.state.plan = self.fitting.requested
         self._compile_problem = ""
+        self.passes = RecordedPasses(
+            self._pass,
+            lambda: refresh_copies(self.model),
+            run.model,
+            self.blocks.blocks,
+            self.parameters,
+            vars(type(run.task)).get("ignored_targets"),
+            device,
+        )
 
     def load_state(self, state: State, *, is_exact: bool) -> None:
         """Continue from a saved state.
@@ -119,6 +130,8 @@ class Step:
 
     def use(self, plan: ExecutionPlan) -> None:
         """Switch to a plan; only `compile_blocks` compiles blocks."""
+        if plan != self.run.state.plan:
+            self.passes.drop()
         self.run.state.plan = plan
         if (plan.activations, plan.tiles) != (self.blocks.activations, self.blocks.tiles):
             self.blocks.set_activations(plan.activations, tiles=plan.tiles)
@@ -212,14 +225,19 @@ class Step:
         return self._gradients(batches, total, start)
 
     def _accumulate(self, batches: Sequence[Batch], total: Tensor) -> Tensor:
-        self.optimizer.zero_grad(set_to_none=True)
-        total_sums = self._no_sums()
+        self.passes.begin(records=self.plan.records_passes)
+        total_sums, scale = self._no_sums(), self.fitting.scale.factor / total
         for batch, is_real in batches:
-            sums = self._sums(batch)
-            (sums[0] * (self.fitting.scale.factor / total if is_real else 0.0)).backward()
+            sums = self.passes(batch, scale if is_real else 0 * scale)
             if is_real:
-                total_sums += sums.detach()  # .item() would synchronise with the host
+                total_sums += sums  # .item() would synchronise with the host
         return total_sums
+
+    def _pass(self, batch: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        """Run a forward and a backward pass, possibly within a capture; return `Task.loss`."""
+        sums = self._sums(batch)
+        (sums[0] * scale).backward()
+        return sums.detach()
 
     def _no_sums(self) -> Tensor:
         return torch.zeros(1 + len(self.task.metric_names), device=self.world.device)
@@ -247,6 +265,9 @@ class Step:
             RunError: A single row does not fit.
         """
         self.optimizer.zero_grad(set_to_none=True)
+        if self.world.max(int(self.passes.has_captured)):  # graphs keep the memory of a pass
+            self.use(replace(self.plan, record=False))
+            return
         parts, largest = self.run.micro_batches(rows), self.world.max
         plan = self.fitting.smaller(self.plan, parts, lambda sizes: [*map(largest, sizes)])
         if plan is not None:

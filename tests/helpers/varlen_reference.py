@@ -16,29 +16,25 @@ def reference_varlen_attn(
     scale: float,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    """Return what `varlen.kernel()` does, (N, H, D), with the arguments of every version."""
+    """Return what `varlen.kernel()` does, (N, H, D), with the arguments of every version.
+
+    As the kernel, it reads the offsets on the device alone. It returns NaN if a document is longer
+    than the longest.
+    """
     groups = query.shape[1] // key.shape[1]
-    out = []
-    limits = zip(*(x.tolist() for x in (cu_seq_q, cu_seq_k)), strict=True)
-    (q_start, k_start), *ends = limits
-    for q_stop, k_stop in ends:
-        if not (0 < q_stop - q_start <= max_q and 0 < k_stop - k_start <= max_k):
-            raise ValueError("a document is longer than the longest, or empty")
-        q, k, v = (
-            x[start:stop].transpose(0, 1)
-            for x, start, stop in (
-                (query, q_start, q_stop),
-                (key, k_start, k_stop),
-                (value, k_start, k_stop),
-            )
-        )
-        k, v = (x[:, None].expand(-1, groups, -1, -1).flatten(0, 1) for x in (k, v))
-        scores = q @ k.mT * scale
-        places = [torch.arange(x.shape[1], device=x.device) for x in (q, k)]
-        distance = places[0][:, None] + k.shape[1] - q.shape[1] - places[1]
-        left, right = window_size
-        hidden = ((distance > left) & (left >= 0)) | ((-distance > right) & (right >= 0))
-        probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        out.append((probs @ v).transpose(0, 1))
-        q_start, k_start = q_stop, k_stop
-    return torch.cat(out)
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    documents, places = [], []  # of queries and keys: their document, and how far before its end
+    for x, ends in ((query, cu_seq_q), (key, cu_seq_k)):
+        place = torch.arange(len(x), device=x.device)
+        document = torch.searchsorted(ends[1:].long(), place, right=True)
+        documents.append(document)
+        places.append(place - ends.long()[document + 1])
+    distance = places[0][:, None] - places[1]
+    left, right = window_size
+    hidden = ((distance > left) & (left >= 0)) | ((-distance > right) & (right >= 0))
+    hidden |= documents[0][:, None] != documents[1]
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    out = torch.einsum("hqk,khd->qhd", probs, value)
+    is_too_long = (cu_seq_q.diff() > max_q).any() | (cu_seq_k.diff() > max_k).any()
+    return out.masked_fill(is_too_long, torch.nan)

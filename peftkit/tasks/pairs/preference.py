@@ -57,7 +57,7 @@ from peftkit.tasks.pairs.preference_rows import (
     compared,
 )
 from peftkit.tasks.run_hooks import Run
-from peftkit.tasks.tokens import AnswerConfig
+from peftkit.tasks.tokens import IGNORED, AnswerConfig
 from peftkit.tasks.whole_step import INDEX, WholeStepTask
 
 
@@ -131,8 +131,8 @@ class Preference(DocumentTask):
 
 
 def summed(tokens: Tensor, document: Tensor, count: int) -> Tensor:
-    """Return the sums over the tokens of each document (count,)."""
-    return tokens.new_zeros(count).index_add(0, document, tokens)
+    """Return the sums over the tokens of each document (count,); those of no document are 0."""
+    return tokens.new_zeros(count).index_add(0, document.clamp(min=0), tokens)
 
 
 def whole_answers(row: Row) -> Row:
@@ -174,6 +174,8 @@ class ComparedEncoder(AnswerEncoder):
 class PreferencePairs(Preference):
     """A loss of the two answers of each pair."""
 
+    ignored_targets: ClassVar[Mapping[str, int] | None] = {**IGNORED, "document": -1, "answers": 0}
+
     metric_names = (
         *("accuracy", "margin", "reward_chosen", "reward_rejected"),
         *("logp_chosen", "logp_rejected", "cut"),
@@ -203,7 +205,8 @@ class PreferencePairs(Preference):
         tokens, document = self.token_log_probs(model, batch), batch["document"]
         answers = batch.get("answers")
         scored = tokens if answers is None else torch.where(answers, tokens, 0.0)
-        counted = torch.ones_like(tokens) if answers is None else answers.to(tokens.dtype)
+        ones = (document >= 0).to(tokens.dtype)
+        counted = ones if answers is None else answers.to(tokens.dtype)
         log_probs = summed(scored, document, 2 * count).view(-1, 2)
         lengths = summed(counted, document, 2 * count).view(-1, 2)
         chosen, rejected = (
@@ -219,7 +222,7 @@ class PreferencePairs(Preference):
         )
         if weight := settings.of("nll_weight"):
             whole = summed(tokens, document, 2 * count).view(-1, 2)[:, 0]
-            length = summed(torch.ones_like(tokens), document, 2 * count).view(-1, 2)[:, 0]
+            length = summed(ones, document, 2 * count).view(-1, 2)[:, 0]
             losses = losses - weight * whole / length
         good, bad = (rewards(settings.loss, s, beta=settings.beta) for s in (chosen, rejected))
         figures = (good > bad, good - bad, good, bad, *log_probs.detach().unbind(1), batch["cut"])

@@ -41,12 +41,19 @@ from peftkit.tasks.rewards.grpo_tools import Dialogue, Tools, figures
 from peftkit.tasks.rewards.reward_adapters import adapter_rewards
 from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
 from peftkit.tasks.run_hooks import Run
+from peftkit.tasks.tokens import IGNORED
 from peftkit.tasks.user_code import UserCode, source_hashes
 
 
 class GRPO(RolloutTask):
     """Policy-gradient losses over groups of completions, weighted by group-relative advantages."""
 
+    ignored_targets: ClassVar[Mapping[str, int] | None] = {
+        **IGNORED,
+        "document": -1,
+        "old": 0,
+        "reference": 0,
+    }
     why_nothing: ClassVar[str] = (
         "all answers to a prompt had the same reward, so all advantages were 0. Inspect answers "
         "(peftkit generate) and rewards (task.rewards). Then use rewards that differ between "

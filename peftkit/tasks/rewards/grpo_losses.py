@@ -80,18 +80,18 @@ def policy_losses(
     Args:
         log_probs, old: (n,) of each token.
         advantages: (D,), one for each completion.
-        document: (n,) index of each token's answer.
+        document: (n,) index of each token's answer; negative: a token of none, with weight 0.
     """
     low, high = clip
     num_documents = len(advantages)
+    ones, document = (document >= 0).to(log_probs), document.clamp(min=0)
     advantages = advantages.to(log_probs)[document]
-    ones = torch.ones_like(log_probs)
-    lengths = ones.new_zeros(num_documents).index_add(0, document, ones.detach())[document]
+    lengths = ones.new_zeros(num_documents).index_add(0, document, ones)[document]
     log_ratio = log_probs - old
     if loss in ("gspo", "luspo", "rloo", "vespo"):
         sums = log_ratio.new_zeros(num_documents).index_add(0, document, log_ratio)[document]
         log_ratio = sums if loss in ("rloo", "vespo") else sums / lengths
-    mean_weights, never = (ones if loss in OF_TOKENS else 1 / lengths), torch.zeros_like(ones)
+    mean_weights, never = (ones if loss in OF_TOKENS else ones / lengths), torch.zeros_like(ones)
     if loss == "vespo":
         losses = -_vespo_weights(log_ratio.detach(), advantages) * advantages * log_probs
         return PolicyLosses(losses, ones, ones, never, never)

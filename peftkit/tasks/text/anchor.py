@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from peftkit.inference.own_answers import own_answers
 from peftkit.kernels.divergence import Divergence
 from peftkit.model.modes import adapters_off, evaluating
 from peftkit.tasks.run_hooks import Reference, Run, RunHooks
-from peftkit.tasks.tokens import CausalLM
+from peftkit.tasks.tokens import IGNORED, CausalLM
 
 LENGTH, SEED, PER_STEP = 24, 2000, 4
 """Maximum tokens of an answer, the seed of all answers, and answers in a step of one process."""
@@ -48,13 +48,21 @@ class AnchoredLM(RunHooks, CausalLM):
         AdapterError: The adapter changes the head, which both states share.
     """
 
+    # the last target is an ignored one
+    ignored_targets: ClassVar[Mapping[str, int] | None] = {
+        **IGNORED,
+        OF_ROWS: -1,
+        OF_ANCHOR: -1,
+        BEFORE: 0,
+    }
+
     def build(self, model: nn.Module) -> None:
         check_shared_head(model, "task.anchor")
         super().build(model)
         self._reference = Reference(partial(adapters_off, model))
         self._rows: list[AnchorRow] = []
         self._before: list[Tensor] = []
-        self._scale = 1.0
+        self._scale = torch.ones(())
 
     def set_reference(self, reference: Reference) -> None:
         self._reference = reference
@@ -69,6 +77,7 @@ class AnchoredLM(RunHooks, CausalLM):
     def setup(self, run: Run) -> None:
         """Answer the general prompts, and store the hidden states before the head."""
         self.metric_names = ("anchor_kl",)
+        self._scale = torch.ones((), device=run.world.device)
         run.say(Stage(f"Answering {len(ANCHORS)} general prompts for task.anchor"))
         self.layout.forget()
         with evaluating(run.model), self._reference.state(), run.world.autocast():
@@ -93,7 +102,7 @@ class AnchoredLM(RunHooks, CausalLM):
         world, anchors = run.world, self._anchors(run.state.step, run)
         counts = [sum(row.num_targets for row in each) for each in (rows, anchors)]
         targets, of_anchor = world.sum(torch.tensor(counts, device=world.device)).tolist()
-        self._scale = targets / of_anchor  # the loss is divided by the targets of the rows
+        self._scale.fill_(targets / of_anchor)  # the loss is divided by the targets of the rows
         return [[*rows, *anchors]]
 
     def rows_ahead(self, rows: Sequence[Any], run: Run) -> Sequence[Any] | None:
@@ -127,9 +136,9 @@ class AnchoredLM(RunHooks, CausalLM):
         if BEFORE not in batch:
             loss = super().loss(model, batch)
             return torch.cat([loss, loss.new_zeros(len(self.metric_names))])
-        now, of_rows = self.before_head(model, batch), batch[OF_ROWS]
-        values, _ = divergence_of(now[batch[OF_ANCHOR]], batch[BEFORE], self.head, Divergence())
-        divergence = values.sum() * self._scale
+        now, of_rows, of_anchor = self.before_head(model, batch), batch[OF_ROWS], batch[OF_ANCHOR]
+        values, _ = divergence_of(now[of_anchor], batch[BEFORE], self.head, Divergence())
+        divergence = (values * (of_anchor >= 0)).sum() * self._scale
         loss = self.config.anchor * divergence
         if of_rows.numel():
             loss = loss + self._cross_entropy(now[of_rows], batch["targets"][of_rows])

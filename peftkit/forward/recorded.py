@@ -1,0 +1,268 @@
+"""Forward and backward passes as CUDA graphs: one launch instead of thousands.
+
+Python launches the kernels of a block in 5 to 15 ms, in which a GPU computes thousands of tokens of
+a small model. A replayed graph launches all kernels of a micro-batch's forward and backward pass
+together, with the same kernels, addresses and order. Clipping, the optimizer and the sum over
+processes stay outside.
+
+A graph has fixed shapes. `BatchLayout.rounds` rounds the numbers of documents, keys and the longest
+document, and targets are rounded up here: by ones that the loss ignores. A graph also has fixed
+addresses: the batch, the scale of the loss and the gradients are static tensors.
+
+A graph repeats no Python: a number that Python computes in each step would stay as it was. Its
+first replay therefore belongs to a later batch than its capture, and is compared with the eager
+pass of that batch: loss and gradients, with equal random numbers. Where the kernels are
+deterministic, the bits are equal.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.events import Fallback
+from peftkit.execution import rng
+from peftkit.execution.graphs import Graphs
+from peftkit.execution.out_of_memory import is_out_of_memory
+from peftkit.forward.batch_layout import BatchLayout
+from peftkit.forward.loss import Head
+from peftkit.forward.noise import LOSS, Figures, blocks_rounded, difference_of
+from peftkit.kernels.varlen import rounded_size
+from peftkit.model.blocks import is_sharded, is_streamed
+
+EAGER_STEPS = 2
+"""Steps before the first capture: groups of LoRA layers that read several inputs are separated in
+them (MAX_MISSES in methods/lora_linear.py), which gives their copies other addresses."""
+MAX_GRAPHS = 64
+"""Shapes that are captured; later ones run eagerly."""
+TARGETS = 16, 4
+"""Numbers of targets are multiples of the first, and have so many sizes per power of two: only the
+head computes them."""
+GROUPED_ON_CARD = (9, 10)
+"""Major compute capabilities whose bf16 grouped_mm does not synchronise with the host."""
+LIBRARIES = ("peftkit", "transformers", "torch", "accelerate")
+"""Packages whose hooks do the same in each step."""
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(eq=False)
+class _Recorded:
+    """A captured pass: the tensors that it reads and writes, and whether a replay was compared."""
+
+    batch: dict[str, Tensor]
+    graph: Any
+    sums: Tensor
+    is_checked: bool = False
+
+
+class RecordedPasses:
+    """Passes of micro-batches, which add gradients to those of the parameters.
+
+    The first pass of a batch's shapes runs eagerly, the second too, after its capture; the third is
+    a replay that is compared; later ones are replays.
+
+    Args:
+        run: Runs a pass with a batch and the scale of its loss; returns the sums of `Task.loss`.
+        undo: Drops what a pass that broke off leaves in the model.
+        ignored: `Task.ignored_targets`.
+
+    Attributes:
+        has_captured: Whether graphs may hold memory.
+        problem: Why passes run eagerly from now on; "" if they do not.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Batch, Tensor], Tensor],
+        undo: Callable[[], object],
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        parameters: Mapping[str, nn.Parameter],
+        ignored: Mapping[str, int] | None,
+        device: torch.device,
+    ) -> None:
+        self._run, self._undo, self._device = run, undo, device
+        self._model, self._blocks, self._parameters = model, blocks, parameters
+        self.ignored, self._fills = ignored, ignored or {}
+        self._graphs, self._scale = Graphs(device), torch.zeros((), device=device)
+        self._grads: list[Tensor] = []
+        self.problem, self._is_reported, self._is_on = "", False, False
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop all graphs: passes will compute in another way."""
+        self._recorded: dict[Any, _Recorded] = {}
+        self._num_passes: Counter[Any] = Counter()
+        self._num_steps, self.has_captured = 0, False
+
+    def begin(self, *, records: bool) -> None:
+        """Zero the gradients before the passes of a step; those of graphs in place."""
+        self._is_on = records and not self.problem
+        if not self._is_on:
+            self._grads = []
+            for parameter in self._parameters.values():
+                parameter.grad = None
+            return
+        self._num_steps += 1
+        if self._grads:
+            torch._foreach_zero_(self._grads)
+        else:
+            self._grads = [torch.zeros_like(p) for p in self._parameters.values()]
+        for parameter, grad in zip(self._parameters.values(), self._grads, strict=True):
+            parameter.grad = grad
+
+    def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
+        """Run a pass; return the sums of its loss, which the next pass may overwrite."""
+        if not self._is_on or self._num_steps <= EAGER_STEPS:
+            return self._run(batch, scale)
+        shapes = {name: self._shape(name, tensor) for name, tensor in batch.items()}
+        key = tuple((name, shape, batch[name].dtype) for name, shape in shapes.items())
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            options = [(name, shape, batch[name].dtype) for name, shape in shapes.items()]
+            rounded = {n: torch.empty(s, dtype=d, device=self._device) for n, s, d in options}
+            self._fill(rounded, batch)
+            self._num_passes[key] += 1
+            if self._num_passes[key] > 1 and len(self._recorded) < MAX_GRAPHS:
+                self._capture(key, rounded)
+            return self._run(rounded, scale)
+        self._fill(recorded.batch, batch)
+        self._scale.copy_(scale)
+        if not recorded.is_checked:
+            return self._compared(recorded)
+        recorded.graph.replay()
+        return recorded.sums
+
+    def report(self) -> str:
+        """Return the problem in words, at the first call; else ""."""
+        is_new, self._is_reported = not self._is_reported, bool(self.problem)
+        return unrecorded(self.problem).text if self.problem and is_new else ""
+
+    def _shape(self, name: str, tensor: Tensor) -> torch.Size:
+        """Return the shape of a batch's entry after rounding: at least one target is ignored."""
+        if name not in self._fills:
+            return tensor.shape
+        return torch.Size([rounded_size(len(tensor) + 1, *TARGETS), *tensor.shape[1:]])
+
+    def _fill(self, rounded: Batch, batch: Batch) -> None:
+        for name, tensor in batch.items():
+            if tensor.numel():
+                rounded[name][: len(tensor)].copy_(tensor, non_blocking=tensor.is_pinned())
+            if name in self._fills:
+                rounded[name][len(tensor) :] = self._fills[name]
+
+    def _capture(self, key: Any, batch: dict[str, Tensor]) -> None:
+        self.has_captured = True
+        try:
+            graph, sums = self._graphs.capture(partial(self._run, batch, self._scale))
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            self._stop(f"{str(error).splitlines()[0].rstrip('.')}.")
+            self._undo()
+        else:
+            self._recorded[key] = _Recorded(batch, graph, sums)
+
+    def _stop(self, problem: str) -> None:
+        self.drop()
+        self.problem, self._is_on = problem, False
+
+    def _compared(self, recorded: _Recorded) -> Tensor:
+        """Run a pass eagerly and by its graph; use the graph's numbers if they are right."""
+        device, before = self._device, [grad.clone() for grad in self._grads]
+        start = rng.capture(device)
+
+        def figures(run: Callable[[], Tensor]) -> tuple[Tensor, Figures]:
+            rng.restore(start, device)
+            torch._foreach_zero_(self._grads)
+            sums = run().clone()
+            grads = zip(self._parameters, self._grads, strict=True)
+            return sums, {LOSS: sums[0], **{name: grad.clone() for name, grad in grads}}
+
+        def replay() -> Tensor:
+            recorded.graph.replay()
+            return recorded.sums
+
+        run = partial(self._run, recorded.batch, self._scale)
+        expected, found = figures(run), figures(replay)
+        if not all(map(torch.equal, found[1].values(), expected[1].values())):
+            end = rng.capture(device)
+            with blocks_rounded(self._model, self._blocks):
+                problem = difference_of(found[1], expected[1], figures(run)[1])
+            rng.restore(end, device)
+            if problem:
+                self._stop(f"A replayed pass computes other numbers than the eager one: {problem}")
+                found = expected
+        recorded.is_checked = True
+        torch._foreach_copy_(self._grads, list(found[1].values())[1:])
+        torch._foreach_add_(self._grads, before)
+        return found[0]
+
+
+def unrecorded(cause: str) -> Fallback:
+    """Return the fallback of a run whose passes are not captured."""
+    return Fallback(
+        path="Training passes run without CUDA graphs",
+        cause=cause,
+        cost="Python launches each kernel; steps of few tokens take several times as long.",
+        fix="More rows at once (train.batch_size) keep the GPU busy.",
+    )
+
+
+def why_not_captured(model: Any) -> str:
+    """Return why no pass of a model can be captured as a CUDA graph, or ""."""
+    if is_sharded(model) or is_streamed(model):
+        return "Its blocks wait for other processes or host memory; no graph captures that."
+    if _reads_on_host(model):
+        return "The grouped product of its experts reads its sizes on the host."
+    return ""
+
+
+def why_not_recorded(
+    model: nn.Module,
+    layout: BatchLayout | None,
+    head: Head | None,
+    ignored: Mapping[str, int] | None,
+) -> str:
+    """Return why passes of a prepared task and model are not captured, or "".
+
+    Args:
+        ignored: `Task.ignored_targets`.
+    """
+    if ignored is None:
+        return "The loss of this task reads values that change between steps in Python."
+    if layout is None or not layout.has_few_shapes:
+        return "Rows are padded, or their documents in a grid: most batches have other shapes."
+    if head is not None and any(p.requires_grad for p in head.module.parameters()):
+        return "The head is trained, whose gradient counts each row of a batch."
+    if name := _foreign_hook(model):
+        return f"{name} is a hook of a module, and a graph does not repeat its Python code."
+    return why_not_captured(model)
+
+
+def _reads_on_host(model: Any) -> bool:
+    """Return whether torch reads the rows of each expert on the host (ATen's GroupedBlas.cpp)."""
+    if getattr(model.config.get_text_config(), "_experts_implementation", "") != "grouped_mm":
+        return False
+    if not any(hasattr(module, "is_transposed") for module in model.modules()):
+        return False  # dense models of such a class
+    major, _ = torch.cuda.get_device_capability(model.device)
+    return major not in GROUPED_ON_CARD or model.dtype != torch.bfloat16
+
+
+def _foreign_hook(model: nn.Module) -> str:
+    """Return the name of a hook on a module that none of LIBRARIES defines, or ""."""
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    for module in model.modules():
+        for hook in (hook for name in names for hook in getattr(module, name).values()):
+            function = getattr(hook, "func", hook)  # of a partial
+            if str(getattr(function, "__module__", "")).partition(".")[0] not in LIBRARIES:
+                return str(getattr(function, "__qualname__", type(function).__qualname__))
+    return ""
