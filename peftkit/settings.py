@@ -201,7 +201,7 @@ class TrainConfig(Config):
     """Compile the model's blocks (torch.compile). auto: if the run is long enough to gain time."""
     record: bool = True
     """Capture the passes of a step as CUDA graphs, on a GPU and for models and tasks that allow it:
-    one launch instead of thousands, and batches of few different sizes (3 % more tokens)."""
+    one launch instead of thousands, and batches of few different sizes (5 % more tokens)."""
     quantize_for: Literal["none", "q4_0", "q4_1", "q8_0", "int4_32", "int4_128"] = "none"
     """Quantisation-aware training: adapted layers compute with fq(W + s B A), so the adapter fits
     the merged and quantised model; about twice the time of a step. For method lora."""

@@ -33,7 +33,6 @@ from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.forward.batch_layout import BatchLayout
 from peftkit.forward.loss import Head
 from peftkit.forward.noise import LOSS, Figures, blocks_rounded, difference_of
-from peftkit.kernels.varlen import rounded_size
 from peftkit.model.blocks import is_sharded, is_streamed
 
 EAGER_STEPS = 2
@@ -41,9 +40,8 @@ EAGER_STEPS = 2
 them (MAX_MISSES in methods/lora_linear.py), which gives their copies other addresses."""
 MAX_GRAPHS = 64
 """Shapes that are captured; later ones run eagerly."""
-TARGETS = 16, 4
-"""Numbers of targets are multiples of the first, and have so many sizes per power of two: only the
-head computes them."""
+PARTS_OF_TARGETS, ALIGNMENT = 8, 16
+"""The number of targets is a multiple of an eighth of the tokens, and of ALIGNMENT."""
 GROUPED_ON_CARD = (9, 10)
 """Major compute capabilities whose bf16 grouped_mm does not synchronise with the host."""
 LIBRARIES = ("peftkit", "transformers", "torch", "accelerate")
@@ -104,7 +102,7 @@ class RecordedPasses:
 
     def begin(self, *, records: bool) -> None:
         """Zero the gradients before the passes of a step; those of graphs in place."""
-        self._is_on = records and not self.problem
+        self._is_on = records and self.ignored is not None and not self.problem
         if not self._is_on:
             self._grads = []
             for parameter in self._parameters.values():
@@ -122,7 +120,8 @@ class RecordedPasses:
         """Run a pass; return the sums of its loss, which the next pass may overwrite."""
         if not self._is_on or self._num_steps <= EAGER_STEPS:
             return self._run(batch, scale)
-        shapes = {name: self._shape(name, tensor) for name, tensor in batch.items()}
+        size = batch["input_ids"].numel()
+        shapes = {name: self._shape(name, tensor, size) for name, tensor in batch.items()}
         key = tuple((name, shape, batch[name].dtype) for name, shape in shapes.items())
         recorded = self._recorded.get(key)
         if recorded is None:
@@ -145,11 +144,12 @@ class RecordedPasses:
         is_new, self._is_reported = not self._is_reported, bool(self.problem)
         return unrecorded(self.problem).text if self.problem and is_new else ""
 
-    def _shape(self, name: str, tensor: Tensor) -> torch.Size:
+    def _shape(self, name: str, tensor: Tensor, num_tokens: int) -> torch.Size:
         """Return the shape of a batch's entry after rounding: at least one target is ignored."""
         if name not in self._fills:
             return tensor.shape
-        return torch.Size([rounded_size(len(tensor) + 1, *TARGETS), *tensor.shape[1:]])
+        step = -(-num_tokens // (PARTS_OF_TARGETS * ALIGNMENT)) * ALIGNMENT
+        return torch.Size([(len(tensor) // step + 1) * step, *tensor.shape[1:]])
 
     def _fill(self, rounded: Batch, batch: Batch) -> None:
         for name, tensor in batch.items():
