@@ -43,12 +43,13 @@ def alone(inputs: list[Tensor], document: list[int], *, causal: bool, window: in
 
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 3), (True, 1), (False, None)])
 @pytest.mark.parametrize("documents", [APART, SHARED], ids=["apart", "shared"])
-def test_each_document_attends_only_to_itself(documents, causal, window):
+@pytest.mark.parametrize("rounds", [False, True])
+def test_each_document_attends_only_to_itself(rounds, documents, causal, window):
     if not causal and documents is SHARED:
         return  # what begins alike ends otherwise, and is seen
     total = 16
     inputs = [torch.randn(1, h, total, 8, requires_grad=True) for h in (4, 2, 2)]
-    spans = spans_of(documents, total)
+    spans = spans_of(documents, total, rounds=rounds)
     actual = spans_attention(*inputs, spans, is_causal=causal, scale=0.3, window=window)
     assert actual.shape == (1, total, 4, 8)
     weights = torch.randn(total, 4, 8)
@@ -80,6 +81,28 @@ def test_of_documents_that_begin_alike_only_what_is_new_asks():
     assert spans.tokens.tolist() == [*range(5), 0, 1, 5, 6, 0, 1, 5, 7, 8, 9, 10, 11]
     assert spans.longest.shape == (5, 5, 12, 0)
     assert spans.owners.tolist() == [0, 1, 0, 1, 5]
+
+
+@pytest.mark.parametrize("num_shared", [0, 1, 30])
+def test_rounded_sizes_are_few_and_large_enough(num_shared):
+    draw, shapes = torch.Generator().manual_seed(num_shared), set()
+    for _ in range(200):
+        count = int(torch.randint(1, 17, (), generator=draw))
+        lengths = torch.randint(1, 200, (count,), generator=draw).tolist()
+        used, documents = num_shared, list[list[int]]()
+        for length in sorted(lengths, reverse=True):
+            documents.append([*range(num_shared), *range(used, used + length)])
+            used += length
+        spans = spans_of(documents, 3300, rounds=True)
+        queries, keys = spans.queries.diff(), spans.keys.diff()
+        assert queries[: len(lengths)].count_nonzero() == len(lengths)
+        assert (int(queries.sum()), int(keys.sum())) == (3300, len(spans.tokens) or 3300)
+        assert queries.max() <= spans.longest.shape[0] < 2 * max(64, int(queries.max()))
+        assert keys.max() <= spans.longest.shape[1]
+        assert len(keys) < 2 * max(4, len(lengths) + 1)
+        assert len(spans.tokens) <= 17 / 16 * max(3300, 3300 + num_shared * (len(lengths) - 1))
+        shapes.add(tuple(tensor.shape for tensor in spans))
+    assert len(shapes) <= 20
 
 
 def test_sizes_travel_with_the_batch():

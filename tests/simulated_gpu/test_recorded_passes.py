@@ -39,6 +39,7 @@ class Launches(Heard):
 
     card: Card
     replayed = 0
+    stops_after: int | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,6 +54,8 @@ class Launches(Heard):
             self._before = self.card.launches, Launches.replayed
             self.launches.append(self._before[0] - launches)
             self.replays.append(self._before[1] - replays)
+            if event.step == self.stops_after:
+                raise KeyboardInterrupt
 
 
 @pytest.fixture(autouse=True)
@@ -121,10 +124,13 @@ def test_recorded_passes_learn_what_eager_ones_do_by_few_launches(way, tmp_path)
     assert eager[0].replays == [0] * 8
 
 
-def test_a_resumed_run_draws_the_numbers_of_a_whole_one(tmp_path):
-    settings: dict[str, Any] = {"method": DROPOUT, "schedule": "constant", "warmup_ratio": 0.0}
+def test_a_resumed_run_draws_the_numbers_of_a_whole_one(tmp_path, monkeypatch):
+    settings: dict[str, Any] = {"method": DROPOUT, "save_every": 6}
     whole = learnt(tmp_path / "whole", **settings)
-    learnt(tmp_path / "parts", **settings, max_steps=6)
+    monkeypatch.setattr(Launches, "stops_after", 7)
+    with pytest.raises(KeyboardInterrupt):
+        learnt(tmp_path / "parts", **settings)
+    monkeypatch.setattr(Launches, "stops_after", None)
     rest = learnt(tmp_path / "parts", **settings, resume=True)
     assert rest[0].losses == pytest.approx(whole[0].losses[6:], rel=EXACT)
     assert whole[0].replays[5] > 0

@@ -9,6 +9,7 @@ from torch.nn.functional import log_softmax
 
 from peftkit.tasks.rewards.grpo_losses import advantages
 from peftkit.tasks.rewards.grpo_rows import Group
+from tests.helpers.ignored_targets import with_ignored_targets
 from tests.helpers.on_policy import (
     FORMULAS,
     KL,
@@ -64,12 +65,13 @@ def test_loss_and_gradient_are_the_formulas(loss, together, is_moved, llama, tok
         terms = [formula(lp, o, a) for lp, o, a in zip(now, old, worth, strict=True)]
         torch.stack(terms).sum().backward()
         expected, grads = float(torch.stack(terms).sum().detach()), gradients(adapter)
-        llama.zero_grad()
         batch = task.collate(groups)
-        found = task.loss(llama, batch)
-        found[0].backward()
-    assert float(found[0].detach()) == pytest.approx(expected, abs=1e-5, rel=1e-5)
-    assert torch.allclose(gradients(adapter), grads, atol=1e-5, rtol=1e-5)
+        for each in (batch, with_ignored_targets(task, batch)):
+            llama.zero_grad()
+            found = task.loss(llama, each)
+            found[0].backward()
+            assert float(found[0].detach()) == pytest.approx(expected, abs=1e-5, rel=1e-5)
+            assert torch.allclose(gradients(adapter), grads, atol=1e-5, rtol=1e-5)
     now = [lp.detach() for lp in now]
     assert task.num_targets(batch) == (sum(map(len, now)) if unit == "tokens" else len(now))
     surprise = sum(float(-lp.sum() if unit == "tokens" else -lp.mean()) for lp in now)

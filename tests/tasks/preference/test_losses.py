@@ -10,6 +10,7 @@ from torch.nn.functional import log_softmax, logsigmoid
 from peftkit.data.pack import IGNORE, Row
 from peftkit.tasks.batches import BATCH_SIZE
 from peftkit.tasks.pairs.preference_rows import Compared
+from tests.helpers.ignored_targets import with_ignored_targets
 from tests.helpers.pair_cases import moved_adapter, settings, task_on, write_pairs, write_verdicts
 
 B, E, GAMMA = 0.3, 0.1, 0.7
@@ -75,8 +76,10 @@ def test_loss_and_gradient_are_the_formulas(loss, together, llama, tokenizer, tm
         with task.training(llama):
             assert "the prompt once" in task.paths["pairs"]
             batch = task.collate(rows)
-            found = task.loss(llama, batch)
+            plain_found = task.loss(llama, batch)
+            found = task.loss(llama, with_ignored_targets(task, batch))
             gradients = torch.autograd.grad(found[0], parameters)
+        torch.testing.assert_close(found, plain_found)
         assert batch["input_ids"].shape[0] == 1
     else:
         found = task.loss(llama, task.collate(rows))
