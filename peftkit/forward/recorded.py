@@ -83,30 +83,26 @@ class RecordedPasses:
         model: nn.Module,
         blocks: Sequence[nn.Module],
         parameters: Mapping[str, nn.Parameter],
-        ignored: Mapping[str, int] | None,
+        ignored: Mapping[str, int],
         device: torch.device,
     ) -> None:
         self._run, self._undo, self._device = run, undo, device
         self._model, self._blocks, self._parameters = model, blocks, parameters
-        self.ignored, self._fills = ignored, ignored or {}
+        self._fills = ignored
         self._graphs, self._scale = Graphs(device), torch.zeros((), device=device)
-        self._grads: list[Tensor] = []
-        self.problem, self._is_reported, self._is_on = "", False, False
+        self.problem, self._is_reported = "", False
         self.drop()
 
     def drop(self) -> None:
         """Drop all graphs: passes will compute in another way."""
         self._recorded: dict[Any, _Recorded] = {}
         self._num_passes: Counter[Any] = Counter()
+        self._grads: list[Tensor] = []
         self._num_steps, self.has_captured = 0, False
 
-    def begin(self, *, records: bool) -> None:
-        """Zero the gradients before the passes of a step; those of graphs in place."""
-        self._is_on = records and self.ignored is not None and not self.problem
-        if not self._is_on:
-            self._grads = []
-            for parameter in self._parameters.values():
-                parameter.grad = None
+    def begin(self) -> None:
+        """Set the parameters' gradients to static tensors of zeros, before the passes of a step."""
+        if self.problem:
             return
         self._num_steps += 1
         if self._grads:
@@ -118,7 +114,7 @@ class RecordedPasses:
 
     def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
         """Run a pass; return the sums of its loss, which the next pass may overwrite."""
-        if not self._is_on or self._num_steps <= EAGER_STEPS:
+        if self.problem or self._num_steps <= EAGER_STEPS:
             return self._run(batch, scale)
         size = batch["input_ids"].numel()
         shapes = {name: self._shape(name, tensor, size) for name, tensor in batch.items()}
@@ -165,25 +161,23 @@ class RecordedPasses:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            self._stop(f"{str(error).splitlines()[0].rstrip('.')}.")
+            self.drop()
+            self.problem = f"{str(error).splitlines()[0].rstrip('.')}."
             self._undo()
         else:
             self._recorded[key] = _Recorded(batch, graph, sums)
 
-    def _stop(self, problem: str) -> None:
-        self.drop()
-        self.problem, self._is_on = problem, False
-
     def _compared(self, recorded: _Recorded) -> Tensor:
         """Run a pass eagerly and by its graph; use the graph's numbers if they are right."""
-        device, before = self._device, [grad.clone() for grad in self._grads]
+        device, total = self._device, self._grads
+        before = [grad.clone() for grad in total]
         start = rng.capture(device)
 
         def figures(run: Callable[[], Tensor]) -> tuple[Tensor, Figures]:
             rng.restore(start, device)
-            torch._foreach_zero_(self._grads)
+            torch._foreach_zero_(total)
             sums = run().clone()
-            grads = zip(self._parameters, self._grads, strict=True)
+            grads = zip(self._parameters, total, strict=True)
             return sums, {LOSS: sums[0], **{name: grad.clone() for name, grad in grads}}
 
         def replay() -> Tensor:
@@ -198,11 +192,12 @@ class RecordedPasses:
                 problem = difference_of(found[1], expected[1], figures(run)[1])
             rng.restore(end, device)
             if problem:
-                self._stop(f"A replayed pass computes other numbers than the eager one: {problem}")
+                self.drop()
+                self.problem = f"A replayed pass computes other numbers than the eager: {problem}"
                 found = expected
         recorded.is_checked = True
-        torch._foreach_copy_(self._grads, list(found[1].values())[1:])
-        torch._foreach_add_(self._grads, before)
+        torch._foreach_copy_(total, list(found[1].values())[1:])
+        torch._foreach_add_(total, before)
         return found[0]
 
 

@@ -309,7 +309,9 @@ def _record(run: Run, step: Step, facts: StepFacts, seconds: float) -> None:
     run.agreed_stop = facts.stop
     if facts.notice:
         run.say(Notice(f"Step {state.step}: {facts.notice}"))
-    for problem in filter(None, (TRITON.report(), PINNING.report(), step.passes.report())):
+    for problem in filter(
+        None, (TRITON.report(), PINNING.report(), step.passes and step.passes.report())
+    ):
         run.say(Notice(problem))
 
 

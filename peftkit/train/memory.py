@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,8 +37,6 @@ from peftkit.execution.plan import ACTIVATIONS_IN_WORDS
 from peftkit.execution.world import World
 from peftkit.figures import size
 from peftkit.forward.compiler import uncompiled
-from peftkit.forward.noise import LOSS, Figures, blocks_rounded, difference_of
-from peftkit.forward.recorded import unrecorded, why_not_recorded
 from peftkit.kernels.device import free_bytes, gpu_of
 from peftkit.quant.audit import audit
 from peftkit.settings import TrainConfig
@@ -46,6 +44,9 @@ from peftkit.tasks.run_hooks import Run
 from peftkit.train.fitting import ActivationBytes, Costs, choose, saved_by
 from peftkit.train.optim import STATE_BYTES
 from peftkit.train.step import Step
+
+if TYPE_CHECKING:
+    from peftkit.forward.noise import Figures
 
 SAMPLE = 2_000
 """Maximum number of rows whose lengths are measured."""
@@ -85,18 +86,25 @@ def plan_memory_and_compile(run: Run, step: Step) -> None:
 
 
 def _decide_recording(run: Run, step: Step) -> None:
-    """Let passes run eagerly, with a notice, if they cannot be captured as CUDA graphs."""
-    task, fitting = run.task, step.fitting
-    if not step.plan.record or step.plan.device != "cuda":
+    """Record passes as CUDA graphs if the plan requires it; a notice tells why they are not."""
+    if not step.plan.records_passes:
         return
+    from peftkit.forward.recorded import RecordedPasses, unrecorded, why_not_recorded  # a leaf
+
+    task, model = run.task, run.model
     layout, head = getattr(task, "layout", None), getattr(task, "head", None)
-    cause = why_not_recorded(run.model, layout, head, step.passes.ignored)
+    ignored = vars(type(task)).get("ignored_targets")
+    cause = why_not_recorded(model, layout, head, ignored)
     if run.config.quantize_for != "none":
         cause = "train.quantize_for changes the adapted layers during the run."
-    if cause:
+    if cause or ignored is None:
         run.say(unrecorded(cause).notice)
-        fitting.requested = replace(fitting.requested, record=False)
+        step.fitting.requested = replace(step.fitting.requested, record=False)
         step.use(replace(step.plan, record=False))
+        return
+    undo, device = partial(refresh_copies, model), run.world.device
+    blocks, parameters = step.blocks.blocks, step.parameters
+    step.passes = RecordedPasses(step.run_pass, undo, model, blocks, parameters, ignored, device)
 
 
 def _saved(run: Run, step: Step, row: Any) -> ActivationBytes | None:
@@ -297,6 +305,8 @@ def _ran_out(error: Exception) -> bool:
 
 def _difference(run: Run, step: Step, rows: Sequence[Any]) -> str:
     """Return how the compiled figures of rows differ from the eager ones; "" within the noise."""
+    from peftkit.forward.noise import blocks_rounded, difference_of  # a leaf
+
     blocks = step.blocks
     blocks.compile(False)
     with rng.untouched(run.model, run.world.device), _without_zeros(run, step):
@@ -315,7 +325,7 @@ def _figures(run: Run, step: Step, rows: Sequence[Any]) -> Figures:
     with rng.untouched(run.model, run.world.device):
         loss = step.loss(rows)
         loss.backward()
-    figures = {LOSS: loss.detach()}
+    figures = {"the loss": loss.detach()}
     for name, parameter in step.parameters.items():
         grad = parameter.grad
         figures[name] = torch.zeros_like(parameter) if grad is None else grad.detach().clone()

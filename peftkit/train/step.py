@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from peftkit.execution.out_of_memory import (
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.state import State, StepFacts
 from peftkit.forward.blocks import Blocks
-from peftkit.forward.recorded import RecordedPasses
 from peftkit.kernels.device import busy_tokens, product_rate
 from peftkit.quant.audit import audit
 from peftkit.tasks.batches import OnDevice, RowTooLarge, too_large
@@ -35,6 +34,9 @@ from peftkit.train.batches import BatchPrefetcher, on_device
 from peftkit.train.diagnosis import Diagnosis, GradientWatch, NonFiniteError, diagnose, sources
 from peftkit.train.fitting import Fitting
 from peftkit.train.optim import build_optimizer, complete_gradients, set_learning_rate
+
+if TYPE_CHECKING:
+    from peftkit.forward.recorded import RecordedPasses
 
 Batch = tuple[Mapping[str, Tensor], bool]
 """A batch, and whether it counts; padding batches keep processes in lockstep."""
@@ -72,7 +74,7 @@ class Step:
     Attributes:
         parameters: The model's trainable parameters, by name.
         fitting: The fallback order; `run.state.plan` is the current plan.
-        passes: Forward and backward passes of micro-batches, recorded if the plan says so.
+        passes: Runs passes of micro-batches while the plan records them; None: `run_pass` does.
         retries: Watches the allocator of a GPU that is nearly full.
     """
 
@@ -97,15 +99,7 @@ class Step:
         )
         run.state.plan = self.fitting.requested
         self._compile_problem = ""
-        self.passes = RecordedPasses(
-            self._pass,
-            lambda: refresh_copies(self.model),
-            run.model,
-            self.blocks.blocks,
-            self.parameters,
-            vars(type(run.task)).get("ignored_targets"),
-            device,
-        )
+        self.passes: RecordedPasses | None = None
 
     def load_state(self, state: State, *, is_exact: bool) -> None:
         """Continue from a saved state.
@@ -130,7 +124,7 @@ class Step:
 
     def use(self, plan: ExecutionPlan) -> None:
         """Switch to a plan; only `compile_blocks` compiles blocks."""
-        if plan != self.run.state.plan:
+        if self.passes is not None and plan != self.run.state.plan:
             self.passes.drop()
         self.run.state.plan = plan
         if (plan.activations, plan.tiles) != (self.blocks.activations, self.blocks.tiles):
@@ -225,15 +219,19 @@ class Step:
         return self._gradients(batches, total, start)
 
     def _accumulate(self, batches: Sequence[Batch], total: Tensor) -> Tensor:
-        self.passes.begin(records=self.plan.records_passes)
+        self.optimizer.zero_grad(set_to_none=True)
+        run_pass: Callable[[Mapping[str, Tensor], Tensor], Tensor] = self.run_pass
+        if self.passes is not None and self.plan.records_passes:
+            self.passes.begin()
+            run_pass = self.passes
         total_sums, scale = self._no_sums(), self.fitting.scale.factor / total
         for batch, is_real in batches:
-            sums = self.passes(batch, scale if is_real else 0 * scale)
+            sums = run_pass(batch, scale if is_real else 0 * scale)
             if is_real:
                 total_sums += sums  # .item() would synchronise with the host
         return total_sums
 
-    def _pass(self, batch: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+    def run_pass(self, batch: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """Run a forward and a backward pass, possibly within a capture; return `Task.loss`."""
         sums = self._sums(batch)
         (sums[0] * scale).backward()
@@ -265,7 +263,8 @@ class Step:
             RunError: A single row does not fit.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        if self.world.max(int(self.passes.has_captured)):  # graphs keep the memory of a pass
+        has_graphs = self.passes is not None and self.passes.has_captured
+        if self.world.max(int(has_graphs)):  # they keep the memory of a pass
             self.use(replace(self.plan, record=False))
             return
         parts, largest = self.run.micro_batches(rows), self.world.max

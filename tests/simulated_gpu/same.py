@@ -90,6 +90,8 @@ def train(
 ) -> tuple[Heard, dict[str, Tensor]]:
     """Train two steps; return what was said and the trained tensors, on the CPU.
 
+    Passes are not recorded, which rows of float32 are not anyway.
+
     Args:
         look: Called with the model before the run; its `read` after it.
         resume: Go on in the folder.
@@ -108,6 +110,7 @@ def train(
         "learning_rate": 0.02,
         "save_every": None,
         "compile": False,
+        "record": False,
         **settings,
     }
     how = {"resume": resume, "overwrite": not resume}

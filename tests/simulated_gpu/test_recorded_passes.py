@@ -31,6 +31,7 @@ pytestmark = pytest.mark.needs_simulation
 NOT_RECORDED = "Training passes run without CUDA graphs. "
 EXACT = 1e-6
 """Of losses: sums over more targets, of which the ignored ones are 0."""
+SETTINGS: dict[str, Any] = {"max_steps": 8, "eval_every": None, "record": True}
 DROPOUT = LoRA(rank=4, alpha=8, dropout=0.1)
 
 
@@ -82,7 +83,7 @@ def learnt(folder: Path, **settings: Any) -> Learnt:
     """Train eight steps of two micro-batches."""
     with simulated() as card:
         Launches.card, Launches.replayed = card, 0
-        found: Any = train("cuda", folder, **{"max_steps": 8, "eval_every": None, **settings})
+        found: Any = train("cuda", folder, **{**SETTINGS, **settings})
     return found
 
 
