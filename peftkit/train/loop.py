@@ -309,9 +309,8 @@ def _record(run: Run, step: Step, facts: StepFacts, seconds: float) -> None:
     run.agreed_stop = facts.stop
     if facts.notice:
         run.say(Notice(f"Step {state.step}: {facts.notice}"))
-    for problem in filter(
-        None, (TRITON.report(), PINNING.report(), step.passes and step.passes.report())
-    ):
+    unrecorded = "" if step.passes is None else step.passes.report()
+    for problem in filter(None, (TRITON.report(), PINNING.report(), unrecorded)):
         run.say(Notice(problem))
 
 

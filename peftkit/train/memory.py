@@ -33,7 +33,7 @@ from peftkit.events import Notice, Stage
 from peftkit.execution import rng
 from peftkit.execution.environment import AUTO_SHARE, free_for_training
 from peftkit.execution.out_of_memory import attempt, is_compile_error, is_out_of_memory, one_line
-from peftkit.execution.plan import ACTIVATIONS_IN_WORDS
+from peftkit.execution.plan import ACTIVATIONS_IN_WORDS, ExecutionPlan
 from peftkit.execution.world import World
 from peftkit.figures import size
 from peftkit.forward.compiler import uncompiled
@@ -147,17 +147,14 @@ def _refine(run: Run, step: Step, median: Any, saved: ActivationBytes | None, lo
     can_tile = step.blocks.can_tile
     tile = replace(step.plan, tiles=True).tile(length) / length if can_tile else 1
     costs, tiled = (_agreed(run.world, fitting.costs(*measured, tile=share)) for share in (1, tile))
-    chosen = partial(
-        choose,
-        fitting.requested,
-        costs,
-        longest=length,
-        tiled=tiled,
-        most_offloaded=fitting.most_offloaded,
-    )
-    plan = chosen(available=available)
+
+    def chosen(available: float) -> ExecutionPlan | None:
+        more: Any = {"tiled": tiled, "most_offloaded": fitting.most_offloaded}
+        return choose(fitting.requested, costs, available, length, **more)
+
+    plan = chosen(available)
     # graphs keep the memory of a pass, and passes of other shapes run beside them
-    if plan is not None and plan.records_passes and chosen(available=available / 2) != plan:
+    if plan is not None and plan.records_passes and chosen(available / 2) != plan:
         plan = replace(plan, record=False)
     budget = "free memory" if memory == "auto" else f"train.memory's {memory:g} GB"
     left = size(available, 2) if available > 0 else "nothing"
