@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from peftkit.kernels.checked import relative_difference
 from peftkit.model.modes import eager
 
 FACTOR = 2.0
@@ -100,23 +101,25 @@ def is_noise(sizes: tuple[float, float], noise: tuple[float, float], share: floa
 
 def is_last_rounding(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """Return whether two results of one product differ by their rounding to a dtype alone."""
-    (error, _), (size, _) = (
-        sizes_of([found], [one]) for one in (expected, torch.zeros_like(found))
-    )
-    return error <= FACTOR * step_of(dtype) * 3**-0.5 * size
+    return relative_difference(found, expected) <= FACTOR * step_of(dtype) * 3**-0.5
 
 
 def rounded(model: nn.Module, compute: Callable[[], Result]) -> Iterator[Result]:
     """Yield the results of a computation with different random roundings in a model's modules."""
     for draw in range(DRAWS):
-        with _rounding(model, draw):
+        with eager(model), rounding(model.modules(), draw):  # compiled code has no hooks
             result = compute()
         yield result
 
 
 @contextmanager
-def _rounding(model: nn.Module, draw: int) -> Iterator[None]:
-    """Move the first output of each module at random within the context."""
+def rounding(modules: Iterable[nn.Module], draw: int, step: float | None = None) -> Iterator[None]:
+    """Move the first output of each module at random within the context.
+
+    Args:
+        draw: The seed.
+        step: Largest relative change; by default a rounding to the output's dtype.
+    """
     generator = torch.Generator().manual_seed(draw)
 
     def move(_: nn.Module, __: object, output: Any) -> Any:
@@ -126,12 +129,12 @@ def _rounding(model: nn.Module, draw: int) -> Iterator[None]:
             return output
         share = torch.rand(output.shape, generator=generator).to(output.device)
         wide = output.to(torch.promote_types(output.dtype, torch.float32))
-        return (wide * (1 + step_of(output.dtype) * (2 * share - 1))).to(output.dtype)
+        size = step_of(output.dtype) if step is None else step
+        return (wide * (1 + size * (2 * share - 1))).to(output.dtype)
 
-    with eager(model):  # compiled code has no hooks
-        handles = [module.register_forward_hook(move) for module in model.modules()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    handles = [module.register_forward_hook(move) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

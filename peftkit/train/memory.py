@@ -4,46 +4,32 @@ Both follow from config, rows and memory, without timing, and are saved with the
 forward pass gives the bytes per token of each activation mode (fitting.py). Plans made before a run
 (planning/) know neither its rows nor its loaded model.
 
-Compiled blocks must compute the loss and the gradients of eager ones. The first micro-batch goes
-through the model three times, with the same random numbers: eagerly, eagerly with rounding noise,
-and compiled. The noise multiplies each block's output by 1 + eps u, with random u in [-1, 1] and
-the eps of the compute dtype: another last bit, as another order of the same operations gives it
-(Parker, Monte Carlo arithmetic, 1997). Its effect on a gradient is what rounding does to this
-gradient, with this model, dtype and data; it includes tokens that change their experts. A compiled
-gradient may differ by MARGIN times as much.
-
 Compiling takes ten to twenty seconds for each kind of block. It saves more time per token in larger
 models, so blocks are compiled if tokens times parameters reach MIN_WORK for each kind (most
 decoders have one, T5 has four). Compilation uses the first rows of the data and symbolic sizes:
 the code does not depend on the first step of a resumed run. Evaluations run eagerly, since they
-would need other code.
+would need other code. Before the first step they are compared with eager blocks (compiled.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from peftkit.adapter import refresh_copies
 from peftkit.data.rows.lazy import num_tokens, tokens_of_each
 from peftkit.errors import RunError
 from peftkit.events import Notice, Stage
 from peftkit.execution import rng
 from peftkit.execution.environment import AUTO_SHARE, free_for_training
-from peftkit.execution.out_of_memory import attempt, is_compile_error, is_out_of_memory, one_line
-from peftkit.execution.plan import ACTIVATIONS_IN_WORDS, compute_dtype
+from peftkit.execution.out_of_memory import attempt
+from peftkit.execution.plan import ACTIVATIONS_IN_WORDS
 from peftkit.execution.world import World
 from peftkit.figures import size
 from peftkit.forward.compiler import uncompiled
-from peftkit.kernels.device import free_bytes, gpu_of
+from peftkit.kernels.device import free_bytes
 from peftkit.quant.audit import audit
 from peftkit.settings import TrainConfig
 from peftkit.tasks.run_hooks import Run
@@ -216,6 +202,8 @@ def compile_blocks(run: Run, step: Step) -> None:
         step.use(replace(step.plan, compile=pays))
     if not step.plan.compile:
         return
+    from peftkit.train.compiled import why_refused
+
     run.say(Stage("Compiling the model's blocks"))
     problem = step.blocks.why_not_compiled() or why_refused(run, step)
     if run.world.max(int(problem != "")) == 0:
@@ -249,135 +237,3 @@ def work_of(run: Run) -> float:
     per_step = run.config.rows_per_step(run.world.world_size)
     tokens = all_tokens * run.num_steps * min(per_step / num_rows, 1.0)
     return tokens * audit(run.model).num_parameters
-
-
-MARGIN = 8.0
-"""Difference of compiled from eager gradients, in units of the noise: compiled code rounds the
-results of about 30 operations of a block differently, in both passes, the noise only one of them,
-and errors of n independent roundings grow with sqrt(n)."""
-
-LOSS = "the loss"
-Figures = dict[str, Tensor]
-"""The loss, and the gradient of each trained tensor, by name."""
-
-
-def why_refused(run: Run, step: Step) -> str:
-    """Compile the blocks, and compare them with eager ones; return why they are refused, or "".
-
-    Generators, buffers, weights, gradients and a GPU's peak memory are as before.
-    """
-    device = run.world.device
-    rows = run.micro_batches(run.rows[: run.config.batch_size])[0]
-    try:
-        while rows:
-            problem = attempt(partial(_difference, run, step, rows), _ran_out)
-            if problem is not None:
-                return problem
-            rows = rows[: len(rows) // 2]
-    except Exception as error:
-        return one_line(error)
-    finally:
-        step.optimizer.zero_grad(set_to_none=True)
-        if (gpu := gpu_of(device)) is not None:
-            gpu.restart(device)
-    return "Memory ran out when a row's compiled gradients were compared with its eager ones."
-
-
-def _ran_out(error: Exception) -> bool:
-    return is_out_of_memory(error) and not is_compile_error(error)
-
-
-def _difference(run: Run, step: Step, rows: Sequence[Any]) -> str:
-    """Return how the compiled figures of rows differ from the eager ones; "" within the noise."""
-    blocks = step.blocks
-    blocks.compile(False)
-    with rng.untouched(run.model, run.world.device), _without_zeros(run, step):
-        eager = _figures(run, step, rows)
-        with _rounding_noise(run.model, blocks.blocks):
-            noise = _distances(_figures(run, step, rows), eager)
-        blocks.compile()
-        compiled = _figures(run, step, rows)
-    found, typical = _distances(compiled, eager), median(noise.values())
-    # of tensors of a few values, the noise of one pass may be small by chance
-    allowed = {name: MARGIN * max(noise[name], typical) for name in noise}
-    wrong = [
-        name
-        for name in eager
-        if not found[name] <= allowed[name] or bool(compiled[name].any()) != bool(eager[name].any())
-    ]
-    if not wrong:
-        return ""
-    worst = max(wrong, key=lambda name: found[name] / max(allowed[name], 1e-30))
-    others = f" {len(wrong) - 1} more differ, too." if len(wrong) > 1 else ""
-    return (
-        f"The compiler of torch {torch.__version__} computes other numbers than eager blocks: "
-        f"{worst if worst == LOSS else f'the gradient of {worst}'} differs by {found[worst]:.2g} "
-        f"of its norm, where rounding explains {allowed[worst]:.2g}.{others}"
-    )
-
-
-def _figures(run: Run, step: Step, rows: Sequence[Any]) -> Figures:
-    step.optimizer.zero_grad(set_to_none=True)
-    with rng.untouched(run.model, run.world.device):
-        loss = step.loss(rows)
-        loss.backward()
-    figures = {LOSS: loss.detach()}
-    for name, parameter in step.parameters.items():
-        grad = parameter.grad
-        figures[name] = torch.zeros_like(parameter) if grad is None else grad.detach().clone()
-    return figures
-
-
-def _distances(figures: Figures, reference: Figures) -> dict[str, float]:
-    """Return the norm of each difference, relative to the norm of the reference."""
-    distances = {}
-    for name, wanted in reference.items():
-        difference, norm = float((figures[name] - wanted).norm()), float(wanted.norm())
-        distances[name] = difference / norm if norm else difference and float("inf")
-    return distances
-
-
-@contextmanager
-def _without_zeros(run: Run, step: Step) -> Iterator[None]:
-    """Move tensors of zeros by up to the learning rate within the context, as the first step does.
-
-    With B = 0, every gradient of A is zero, whether it is computed correctly or not.
-    """
-    rate = run.config.learning_rate
-    zeros = [p for p in step.parameters.values() if not p.any()]
-    try:
-        with torch.no_grad():
-            for parameter in zeros:
-                parameter.uniform_(-rate, rate)
-        refresh_copies(run.model)
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter in zeros:
-                parameter.zero_()
-        refresh_copies(run.model)
-
-
-@contextmanager
-def _rounding_noise(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Multiply the output of each block by 1 + eps u within the context."""
-    generators: dict[torch.device, torch.Generator] = {}  # dropout draws from the global ones
-
-    def perturb(block: nn.Module, args: Any, out: Any) -> Any:
-        hidden = out if isinstance(out, Tensor) else out[0]
-        kind = hidden.device.type
-        is_mixed = torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if is_mixed else compute_dtype(model)
-        if hidden.device not in generators:
-            generators[hidden.device] = torch.Generator(hidden.device).manual_seed(0)
-        generator, eps = generators[hidden.device], torch.finfo(dtype).eps
-        u = 2 * torch.rand(hidden.shape, generator=generator, device=hidden.device) - 1
-        hidden = hidden * (1 + eps * u).to(hidden.dtype)
-        return hidden if isinstance(out, Tensor) else (hidden, *out[1:])
-
-    handles = [block.register_forward_hook(perturb) for block in blocks]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

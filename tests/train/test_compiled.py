@@ -21,7 +21,8 @@ from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.tokens import CausalLM
 from peftkit.train import memory
-from peftkit.train.memory import is_worth_it, why_refused
+from peftkit.train.compiled import why_refused
+from peftkit.train.memory import is_worth_it
 from peftkit.train.step import Step
 from tests.helpers.adapters import gradients as gradients_of
 from tests.helpers.families import ARCHITECTURES, FAMILIES
