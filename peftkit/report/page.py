@@ -19,9 +19,8 @@ from typing import Any
 from peftkit.events import EvalDone, Event, Listener, Notice, RunStopped, Sampled, Saved, StepDone
 from peftkit.figures import count, duration, loss_name, short, size
 from peftkit.files.disk import write_text
-from peftkit.report.chart import charts, render_chart
+from peftkit.report.chart import charts, code, histogram, paragraph, render_chart, table, text
 from peftkit.report.history import History, as_texts, differing, read_histories, row_of
-from peftkit.report.html import code, histogram, paragraph, table, text
 
 REPORT = "report.html"
 REFRESH_SECONDS = 30

@@ -19,8 +19,8 @@ from peftkit.data.pack import padded
 from peftkit.data.rows.lazy import LazyRows, View, tokens_of_each
 from peftkit.data.style import Style
 from peftkit.events import Listener, Progress, ignore
-from peftkit.execution.parallel import Part
 from peftkit.execution.plan import ExecutionPlan
+from peftkit.execution.world import Part
 from peftkit.forward.attention import training_attention
 from peftkit.forward.loss import unwrapped
 from peftkit.model.places import num_embeddings

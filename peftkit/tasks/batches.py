@@ -11,7 +11,7 @@ from torch import Tensor
 from peftkit.data.rows.lazy import num_tokens
 from peftkit.errors import RunError
 from peftkit.execution.out_of_memory import attempt, is_out_of_memory
-from peftkit.execution.parallel import Parallel, Part
+from peftkit.execution.world import Parallel, Part
 
 T = TypeVar("T")
 

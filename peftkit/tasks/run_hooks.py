@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from peftkit.data.rows.lazy import View
 from peftkit.events import Event, Listener, ignore
-from peftkit.execution.parallel import Parallel, Part
 from peftkit.execution.signals import StopRequest
 from peftkit.execution.state import State
-from peftkit.execution.world import World
+from peftkit.execution.world import Parallel, Part, World
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import split_micro_batches

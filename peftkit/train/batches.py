@@ -23,8 +23,7 @@ from torch import Tensor
 from peftkit.data.rows.lazy import num_tokens
 from peftkit.errors import RunError
 from peftkit.execution.out_of_memory import is_out_of_memory
-from peftkit.execution.parallel import Parallel, Part
-from peftkit.execution.world import World
+from peftkit.execution.world import Parallel, Part, World
 from peftkit.kernels.device import pinned_copy
 from peftkit.tasks.base import Task
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import PeftkitError, RunError
-from peftkit.execution.parallel import Part
+from peftkit.execution.world import Part
 from peftkit.files.disk import write_json
 from peftkit.files.tensors import non_finite
 

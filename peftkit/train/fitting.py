@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from peftkit.data.rows.lazy import num_tokens
 from peftkit.execution.plan import Activations, ExecutionPlan
+from peftkit.forward.blocks import input_bytes
 from peftkit.kernels.fused import observing_recipes
 from peftkit.train.optim import LossScale
 
@@ -82,7 +83,7 @@ def saved_by(
     with_recipe: dict[StorageWeakRef, Place] = {}
     inputs: list[int] = []
     within: list[int] = []
-    in_feed_forward: list[nn.Module] = []
+    in_feed_forward: list[None] = []
 
     def add(places: dict[StorageWeakRef, Place], tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -90,24 +91,20 @@ def saved_by(
         place = (storage.nbytes(), call, bool(in_feed_forward))
         places.setdefault(StorageWeakRef(storage), place)
 
-    def enter(block: nn.Module, args: tuple[Any, ...], more: dict[str, Any]) -> None:
-        hidden = next((x for x in (*args, *more.values()) if isinstance(x, Tensor)), None)
+    def enter(block: nn.Module, args: tuple[object, ...], more: dict[str, object]) -> None:
         within.append(len(inputs))
-        inputs.append(0 if hidden is None else hidden.numel() * hidden.element_size())
+        inputs.append(input_bytes(args, more))
 
-    def leave(block: nn.Module, args: Any, output: Any) -> None:
+    def leave(*_: object) -> None:
         within.pop()
-
-    def enter_tiled(module: nn.Module, args: Any) -> None:
-        in_feed_forward.append(module)
-
-    def leave_tiled(module: nn.Module, args: Any, output: Any) -> None:
-        in_feed_forward.pop()
 
     handles = [b.register_forward_pre_hook(enter, with_kwargs=True) for b in blocks]
     handles += [b.register_forward_hook(leave, always_call=True) for b in blocks]
-    handles += [m.register_forward_pre_hook(enter_tiled) for m in feed_forward]
-    handles += [m.register_forward_hook(leave_tiled, always_call=True) for m in feed_forward]
+    for module in feed_forward:
+        handles += [
+            module.register_forward_pre_hook(lambda *_: in_feed_forward.append(None)),
+            module.register_forward_hook(lambda *_: in_feed_forward.pop(), always_call=True),
+        ]
     try:
         with (
             observing_recipes(partial(add, with_recipe)),

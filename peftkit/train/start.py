@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from peftkit.errors import CheckpointError, DataError, OutputError
 from peftkit.events import Listener, ignore
 from peftkit.execution.environment import is_main_process
-from peftkit.execution.parallel import Parallel
 from peftkit.execution.plan import ExecutionPlan, plan_of
 from peftkit.execution.signals import StopRequest
 from peftkit.execution.state import State
-from peftkit.execution.world import World
+from peftkit.execution.world import Parallel, World
 from peftkit.files.disk import HOLDER, LOCKS, RUN_LOCK, alone, writable_folder, write_holder
 from peftkit.formats.folders import (
     ADAPTER_FILES,

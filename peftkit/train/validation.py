@@ -13,7 +13,7 @@ from torch import Tensor
 from peftkit.errors import DataError
 from peftkit.events import EvalDone, Notice, Sampled
 from peftkit.execution import rng
-from peftkit.execution.parallel import Part
+from peftkit.execution.world import Part
 from peftkit.figures import not_better, score_of
 from peftkit.forward.loss import perplexity
 from peftkit.model.blocks import is_sharded

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftkit.execution.parallel import Parallel, Part
+from peftkit.execution.world import Parallel, Part
 from peftkit.train.batches import Lockstep
 
 

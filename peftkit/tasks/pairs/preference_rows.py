@@ -21,8 +21,8 @@ from peftkit.data.rows.encoder import RowEncoder, tokenizer_key
 from peftkit.data.rows.lazy import View, tokens_of_each
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice, Progress, Stage
-from peftkit.execution.parallel import Part
 from peftkit.execution.signals import Interrupted
+from peftkit.execution.world import Part
 from peftkit.files.tensors import read_tensors, write_tensors
 from peftkit.model.modes import evaluating
 from peftkit.tasks.batches import batches_that_fit, equal_parts
