@@ -240,12 +240,14 @@ def joined_ranks() -> Iterator[World]:
         ) from None
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = str(value)
     return text if len(text) < 100 else f"{text[:97]}..."
 
 
-Part = Sequence[Any]
+Rows = Sequence[Any]
+"""Encoded rows of a task."""
+Part = Rows
 """Rows of one forward pass (a micro-batch)."""
 
 

@@ -10,11 +10,10 @@ their experts. A compiled gradient may differ by MARGIN times as much.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from peftkit.adapter import refresh_copies
 from peftkit.execution import rng
 from peftkit.execution.out_of_memory import attempt, is_compile_error, is_out_of_memory, one_line
 from peftkit.execution.plan import compute_dtype
+from peftkit.execution.world import Rows
 from peftkit.forward.noise import rounding
 from peftkit.kernels.checked import relative_difference
 from peftkit.kernels.device import gpu_of
@@ -65,7 +65,7 @@ def _ran_out(error: Exception) -> bool:
     return is_out_of_memory(error) and not is_compile_error(error)
 
 
-def _difference(run: Run, step: Step, rows: Sequence[Any]) -> str:
+def _difference(run: Run, step: Step, rows: Rows) -> str:
     """Return how the compiled figures of rows differ from the eager ones; "" within the noise."""
     blocks, kind = step.blocks, run.world.device.type
     blocks.compile(False)
@@ -101,7 +101,7 @@ def _distances(figures: Figures, reference: Figures) -> dict[str, float]:
     return {name: relative_difference(figures[name], reference[name]) for name in reference}
 
 
-def _figures(run: Run, step: Step, rows: Sequence[Any]) -> Figures:
+def _figures(run: Run, step: Step, rows: Rows) -> Figures:
     step.optimizer.zero_grad(set_to_none=True)
     with rng.untouched(run.model, run.world.device):
         loss = step.loss(rows)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from peftkit.data.rows.lazy import num_tokens
 from peftkit.execution.plan import Activations, ExecutionPlan
+from peftkit.execution.world import Rows
 from peftkit.forward.blocks import input_bytes
 from peftkit.kernels.fused import observing_recipes
 from peftkit.train.optim import LossScale
@@ -195,7 +196,7 @@ class Fitting:
         self,
         plan: ExecutionPlan,
         modes: tuple[Activations, ...],
-        num_positions: Callable[[Sequence[Any]], int],
+        num_positions: Callable[[Rows], int],
         *,
         needs_scale: bool,
     ) -> None:
@@ -203,7 +204,7 @@ class Fitting:
         self.num_positions, self.scale = num_positions, LossScale(needs_scale)
         self.most_offloaded: int | None = None
 
-    def costs(self, *measured: tuple[ActivationBytes, Sequence[Any]], tile: float = 1.0) -> Costs:
+    def costs(self, *measured: tuple[ActivationBytes, Rows], tile: float = 1.0) -> Costs:
         """Return the costs of each activation mode, the maximum over measured batches of rows.
 
         Args:
@@ -218,7 +219,7 @@ class Fitting:
     def smaller(
         self,
         plan: ExecutionPlan,
-        parts: Sequence[Sequence[Any]],
+        parts: Sequence[Rows],
         agree: Callable[[list[int]], list[int]] = list,
     ) -> ExecutionPlan | None:
         """Return the next plan in the fallback order; None: there is none.

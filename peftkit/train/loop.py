@@ -20,6 +20,7 @@ from peftkit.events import Listener, Notice, RunDone, StepDone, ignore
 from peftkit.execution import rng
 from peftkit.execution.signals import Interrupted, stop_requests
 from peftkit.execution.state import Result, State, StepFacts
+from peftkit.execution.world import Rows
 from peftkit.figures import RECENT_STEPS, recent_mean
 from peftkit.formats.folders import set_aside
 from peftkit.kernels.device import PINNING, gpu_of, keep_freed_memory, trim_malloc
@@ -65,8 +66,8 @@ GIVE_BACK_EVERY = 16
 def fit(
     model: nn.Module,
     task: Task,
-    train_rows: Sequence[Any],
-    eval_rows: Sequence[Any] = (),
+    train_rows: Rows,
+    eval_rows: Rows = (),
     config: TrainConfig | None = None,
     *,
     weights: Weights | None = None,
@@ -260,9 +261,7 @@ def _indices(run: Run, sampler: StatelessSampler, step: int) -> list[int]:
     return sampler.step_indices(step, run.world.rank, run.world.world_size)
 
 
-def _rows_ahead(
-    run: Run, step: Step, sampler: StatelessSampler, *, are_same: bool
-) -> Sequence[Any] | None:
+def _rows_ahead(run: Run, step: Step, sampler: StatelessSampler, *, are_same: bool) -> Rows | None:
     """Return the rows that the next step trains on; None: unknown, or not needed in advance.
 
     Args:
@@ -278,9 +277,9 @@ def _take_steps(
     run: Run,
     step: Step,
     saver: Saver,
-    batches: Sequence[Sequence[Any]],
+    batches: Sequence[Rows],
     rate: float,
-    coming: Sequence[Any] | None,
+    coming: Rows | None,
 ) -> StepFacts:
     """Take an optimizer step with each batch of rows; return the facts of the last."""
     began = time.perf_counter()

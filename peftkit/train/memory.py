@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -73,7 +72,7 @@ def plan_memory_and_compile(run: Run, step: Step) -> None:
     compile_blocks(run, step)
 
 
-def _saved(run: Run, step: Step, row: Any) -> ActivationBytes | None:
+def _saved(run: Run, step: Step, row: object) -> ActivationBytes | None:
     """Count the bytes that one row saves in mode "keep"; None if memory runs out."""
 
     def count() -> ActivationBytes:
@@ -84,7 +83,7 @@ def _saved(run: Run, step: Step, row: Any) -> ActivationBytes | None:
     return attempt(count, run.parallel.ran_out)
 
 
-def _most_offloaded(run: Run, step: Step, saved: ActivationBytes | None, row: Any) -> int | None:
+def _most_offloaded(run: Run, step: Step, saved: ActivationBytes | None, row: object) -> int | None:
     """Return the tokens (rows if they have none) whose blocks' inputs fit into main memory.
 
     The minimum over all processes, which share it. None: unknown, or nothing can be offloaded.
@@ -97,7 +96,9 @@ def _most_offloaded(run: Run, step: Step, saved: ActivationBytes | None, row: An
     return None if most == UNLIMITED else most
 
 
-def _refine(run: Run, step: Step, median: Any, saved: ActivationBytes | None, longest: Any) -> None:
+def _refine(
+    run: Run, step: Step, median: object, saved: ActivationBytes | None, longest: object
+) -> None:
     """Use the first plan in the fallback order that fits by measured bytes.
 
     Raises:
@@ -158,13 +159,13 @@ def _agreed(world: World, costs: Costs) -> Costs:
     return [(mode, float(world.max(math.ceil(cost)))) for mode, cost in costs]
 
 
-def _in_words(costs: Costs, row: Any) -> str:
+def _in_words(costs: Costs, row: object) -> str:
     texts = [f"{size(cost, 2)} if {ACTIVATIONS_IN_WORDS[mode]}" for mode, cost in costs]
     return f"A {'token' if num_tokens(row) else 'row'} takes {', '.join(texts)}."
 
 
 def _too_little(
-    run: Run, step: Step, longest: Any, costs: Costs, available: float, problem: str
+    run: Run, step: Step, longest: object, costs: Costs, available: float, problem: str
 ) -> RunError:
     mode, cost = min(costs, key=lambda mode_and_cost: mode_and_cost[1])
     fit, length = int(available / cost), num_tokens(longest)

@@ -6,7 +6,6 @@ import math
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from peftkit.execution.out_of_memory import (
 )
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.state import State, StepFacts
+from peftkit.execution.world import Rows
 from peftkit.forward.blocks import Blocks
 from peftkit.kernels.device import busy_tokens, product_rate
 from peftkit.quant.audit import audit
@@ -125,9 +125,7 @@ class Step:
         if self.blocks.compiled and not plan.compile:
             self.blocks.compile(False)
 
-    def __call__(
-        self, rows: Sequence[Any], rate: float, coming: Sequence[Any] | None = None
-    ) -> StepFacts:
+    def __call__(self, rows: Rows, rate: float, coming: Rows | None = None) -> StepFacts:
         """Train on this process's rows of a step, possibly none.
 
         Args:
@@ -224,11 +222,11 @@ class Step:
     def _no_sums(self) -> Tensor:
         return torch.zeros(1 + len(self.task.metric_names), device=self.world.device)
 
-    def loss(self, rows: Sequence[Any]) -> Tensor:
+    def loss(self, rows: Rows) -> Tensor:
         """Return the summed loss of rows in one batch."""
         return self.sums(rows)[0][0]
 
-    def sums(self, rows: Sequence[Any]) -> tuple[Tensor, int]:
+    def sums(self, rows: Rows) -> tuple[Tensor, int]:
         """Return `Task.loss` of rows in one batch, and their number of targets."""
         (batch,) = self.prefetcher.batches([rows])
         return self._sums(batch), self.task.num_targets(batch)
@@ -237,7 +235,7 @@ class Step:
         with self.world.autocast():
             return self.task.loss(self.model, OnDevice(batch, self.world.device))
 
-    def _use_less_memory(self, rows: Sequence[Any], ran_out: bool, start: rng.State) -> None:
+    def _use_less_memory(self, rows: Rows, ran_out: bool, start: rng.State) -> None:
         """Switch to the next plan in the fallback order, the same on all processes.
 
         Args:
@@ -258,7 +256,7 @@ class Step:
         one = torch.ones((), device=self.world.device)
         longest = max(rows, key=lambda row: self.task.num_positions([row]))
 
-        def fits(row: Any) -> bool:
+        def fits(row: object) -> bool:
             (batch,) = self.prefetcher.batches([[row]])
             return self._gradients([(batch, True)], one, start) is not None
 
@@ -267,7 +265,7 @@ class Step:
         raise error
 
     def _reduce(
-        self, sums: Tensor | None, total: Tensor, rows: Sequence[Any]
+        self, sums: Tensor | None, total: Tensor, rows: Rows
     ) -> tuple[StepFacts, Tensor] | None:
         """Sum gradients and figures over all processes; the only synchronisation of a step.
 
@@ -335,7 +333,7 @@ class Step:
         self.fitting.scale.went_well()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _diagnosis(self, rows: Sequence[Any], start: rng.State, facts: StepFacts) -> Diagnosis:
+    def _diagnosis(self, rows: Rows, start: rng.State, facts: StepFacts) -> Diagnosis:
         rng.restore(start, self.world.device)
         parallel = self.run.parallel
         with self.blocks.eagerly():  # compiled blocks hide their modules

@@ -128,6 +128,18 @@ class Played:
         self.saved = [e.path.name for e in self.events if isinstance(e, Saved)]
 
     @property
+    def finished(self) -> Result:
+        """The result, of a run that must have one."""
+        assert self.result is not None, self.error
+        return self.result
+
+    def failed(self, kind: Any, *texts: str) -> Any:
+        """Return the error, which must be of a kind and have these texts."""
+        assert isinstance(self.error, kind), self.error
+        assert [text for text in texts if text not in str(self.error)] == []
+        return self.error
+
+    @property
     def weights(self) -> dict[str, Tensor]:
         return {n: p.detach().clone() for n, p in self.model.named_parameters()}
 

@@ -101,8 +101,7 @@ def test_without_any_valid_checkpoint_all_reasons_are_listed(tmp_path):
     begin(tmp_path)
     delete(tmp_path / "checkpoints" / "step-6" / "rng.safetensors")
     flip_last_bit(tmp_path / "checkpoints" / "step-5" / "optimizer.safetensors")
-    error = go_on(tmp_path).error
-    assert isinstance(error, CheckpointError)
+    error = go_on(tmp_path).failed(CheckpointError)
     assert [line.split(":")[0] for line in error.found.splitlines()] == ["step-6", "step-5"]
 
 
@@ -119,12 +118,11 @@ def test_a_wrong_latest_or_foreign_file_does_no_harm(tmp_path, whole):
 def test_the_newest_and_the_best_are_kept(tmp_path):
     opposite = [Row((n, n), (-100, n), "eval") for n in range(20)]  # forgotten in training
     run = play(tmp_path, keep_checkpoints=2, eval_every=1, learning_rate=0.3, eval_rows=opposite)
-    assert run.result is not None
-    best = run.result.best_step
+    best = run.finished.best_step
     assert best is not None
     assert best < 10, "the best one was not to be among the newest"
     assert names(tmp_path) == sorted(["latest", f"step-{best}", "step-11", "step-12"])
-    assert run.result.best_checkpoint == tmp_path / "checkpoints" / f"step-{best}"
+    assert run.finished.best_checkpoint == tmp_path / "checkpoints" / f"step-{best}"
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-12\n"
 
 
@@ -140,7 +138,7 @@ def test_an_invalid_checkpoint_is_neither_counted_nor_deleted(tmp_path):
     run = play(
         tmp_path, model=Toy(dropout=0.3), eval_every=None, resume=True, on_event=crash_after(6)
     )
-    assert isinstance(run.error, Crash)
+    run.failed(Crash)
     assert names(tmp_path) == ["latest", "step-40", "step-5", "step-6"]
     Checkpoints(tmp_path, keep=1).verified(6)  # rewritten, and valid now
 

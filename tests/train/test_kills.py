@@ -79,9 +79,7 @@ def test_a_second_process_into_a_folder_is_refused_and_names_the_first(tmp_path)
     while not (tmp_path / "checkpoints" / "step-1").exists():
         assert child.is_alive()
         time.sleep(0.001)
-    error = play(tmp_path, overwrite=True).error
-    assert isinstance(error, OutputError)
-    assert f"Process {child.pid} on " in str(error)
+    play(tmp_path, overwrite=True).failed(OutputError, f"Process {child.pid} on ")
     child.kill()
     exit_code(child)
     assert go_on(tmp_path).error is None  # the lock of a killed process is free

@@ -125,7 +125,7 @@ def test_trackers_end_with_a_failure(tmp_path, kinds):
             raise KeyError
 
     run = play(tmp_path, log_to=["wandb"], on_event=crash)
-    assert isinstance(run.error, KeyError)
+    run.failed(KeyError)
     assert kinds["wandb"].instances[0].finished
 
 
@@ -133,7 +133,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_way_to_get_it(tmp_p
     with pytest.raises(ConfigError, match="pip install trackio"):
         require({"trackio": {}})
     run = play(tmp_path, log_to=["trackio"])
-    assert isinstance(run.error, ConfigError)
+    run.failed(ConfigError)
     assert run.events == []
 
 

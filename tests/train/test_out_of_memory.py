@@ -143,16 +143,17 @@ def test_another_batch_size_that_is_allowed_counts_from_the_resume_on(tmp_path):
 
 def test_one_row_too_large_is_an_error_that_says_how_long_a_row_may_be(tmp_path):
     run = play(tmp_path, task=Small(tokens=6), rows=make_rows(14))
-    assert isinstance(run.error, RunError)
-    assert "does not fit into memory: train.jsonl:" in str(run.error)
-    assert "Rows of 6 tokens would fit." in str(run.error)
-    assert "data.max_length" in str(run.error)
+    run.failed(
+        RunError,
+        "does not fit into memory: train.jsonl:",
+        "Rows of 6 tokens would fit.",
+        "data.max_length",
+    )
 
 
 def test_if_no_row_fits_the_error_says_so(tmp_path):
     run = play(tmp_path, task=Small(tokens=2), rows=make_rows(14))
-    assert isinstance(run.error, RunError)
-    assert "Not even the shortest row, of " in str(run.error)
+    run.failed(RunError, "Not even the shortest row, of ")
 
 
 def test_an_evaluation_short_of_memory_shrinks_alone(tmp_path):
@@ -163,18 +164,15 @@ def test_an_evaluation_short_of_memory_shrinks_alone(tmp_path):
     (notice,) = run.notices
     assert "1 rows at a time instead of 4" in notice
     assert run.losses == reference.losses
-    assert run.result is not None
-    assert reference.result is not None
-    assert run.result.metrics["eval_loss"] == pytest.approx(
-        reference.result.metrics["eval_loss"], rel=1e-6
+    assert run.finished.metrics["eval_loss"] == pytest.approx(
+        reference.finished.metrics["eval_loss"], rel=1e-6
     )
 
 
 def test_an_eval_row_too_large_is_an_error(tmp_path):
     task = Small(tokens=4, in_training=False)
     run = play(tmp_path, task=task, eval_rows=make_rows(7, first=49))
-    assert isinstance(run.error, RunError)
-    assert "Rows of 4 tokens would fit." in str(run.error)
+    run.failed(RunError, "Rows of 4 tokens would fit.")
 
 
 def test_memory_that_runs_out_in_the_optimizer_is_told(tmp_path):
@@ -269,9 +267,9 @@ def test_a_run_that_had_to_recompute_does_so_after_a_resume_unless_told_otherwis
 
 
 def test_recomputing_a_model_without_marked_blocks_is_refused(tmp_path):
-    error = play(tmp_path, gradient_checkpointing=True).error
-    assert isinstance(error, PeftkitError)
-    assert "Toy has no blocks marked for it" in str(error)
+    play(tmp_path, gradient_checkpointing=True).failed(
+        PeftkitError, "Toy has no blocks marked for it"
+    )
 
 
 def test_recomputing_a_transformer_changes_no_gradient():
@@ -308,8 +306,7 @@ def test_rows_without_a_length_do_not_hide_the_error(tmp_path):
 
     pairs = [(row.input_ids, row.labels) for row in make_rows(14)]
     run = play(tmp_path, task=Pairs(0), rows=pairs)
-    assert isinstance(run.error, RunError)
-    assert "does not fit into memory" in str(run.error)
+    run.failed(RunError, "does not fit into memory")
 
 
 def test_fragmented_memory_is_released(tmp_path, monkeypatch):
@@ -419,5 +416,5 @@ def test_memory_that_runs_out_in_the_optimizer_saves_no_half_step(tmp_path):
 
         patch.setattr(torch.optim.Optimizer, "__init__", seen)
         run = play(tmp_path, save_every=50, eval_every=None, on_event=fail)
-    assert isinstance(run.error, RunError)
+    run.failed(RunError)
     assert not run.saved
