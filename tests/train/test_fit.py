@@ -31,30 +31,23 @@ def test_the_loss_falls_on_what_is_learnt(tmp_path):
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_a_model_with_nothing_to_train_is_refused(tmp_path):
-    model = Toy()
-    model.requires_grad_(False)
-    play(tmp_path, model=model).failed(ConfigError, "nothing to train in Toy")
+MASKED = [Row((1, 2), (-100, -100), f"train.jsonl:{n}") for n in range(4)]
 
 
-def test_trained_parameters_in_fp16_are_refused(tmp_path):
-    play(tmp_path, model=Toy(dtype=torch.float16)).failed(ConfigError, "fp16")
-
-
-def test_no_rows_are_refused(tmp_path):
-    assert isinstance(play(tmp_path, rows=[]).error, DataError)
-
-
-def test_a_step_whose_labels_are_all_masked_is_refused_and_names_its_rows(tmp_path):
-    rows = [Row((1, 2), (-100, -100), f"train.jsonl:{n}") for n in range(4)]
-    run = play(tmp_path, rows=rows)
-    run.failed(DataError, "train.jsonl:3")
-    assert run.losses == []
-
-
-def test_eval_rows_that_are_all_masked_are_refused(tmp_path):
-    run = play(tmp_path, eval_rows=[Row((1, 2), (-100, -100), "eval.jsonl:1")])
-    run.failed(DataError)
+@pytest.mark.parametrize(
+    ("changes", "kind", "text"),
+    [
+        ({"model": Toy().requires_grad_(False)}, ConfigError, "nothing to train in Toy"),
+        ({"model": Toy(dtype=torch.float16)}, ConfigError, "fp16"),
+        ({"rows": []}, DataError, "no rows"),
+        ({"rows": MASKED}, DataError, "train.jsonl:3"),
+        ({"eval_rows": MASKED[:1]}, DataError, "masked"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_its_cause(changes, kind, text, tmp_path):
+    run = play(tmp_path, **changes)
+    run.failed(kind, text)
+    assert bool(run.losses) == ("eval_rows" in changes)
 
 
 def test_a_run_says_what_it_does_in_order(tmp_path):
@@ -100,8 +93,8 @@ def test_only_a_loss_of_tokens_has_a_perplexity(tokens, tmp_path):
     run = play(tmp_path, task=task, max_steps=3)
     (done,) = [event for event in run.events if isinstance(event, EvalDone)]
     assert done.metrics.keys() == ({"loss", "perplexity"} if tokens else {"loss"})
-    assert ("eval_perplexity" in run.finished.metrics) is tokens
-    assert run.finished.metrics["eval_loss"] == done.metrics["loss"]
+    assert ("eval_perplexity" in run.result.metrics) is tokens
+    assert run.result.metrics["eval_loss"] == done.metrics["loss"]
 
 
 def test_evaluating_does_not_disturb_training(tmp_path):
@@ -220,7 +213,7 @@ class Diverging(ToyTask):
 
 def test_an_eval_loss_that_is_not_finite_is_told_and_never_best(tmp_path):
     run = play(tmp_path, task=Diverging())
-    assert run.finished.best_step is None
+    assert run.result.best_step is None
     assert any("eval loss after step 12 is nan" in text for text in run.notices)
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
@@ -229,7 +222,7 @@ def test_evaluations_that_are_not_finite_count_as_no_better(tmp_path):
     stopping = EarlyStopping(patience=2)
     run = play(tmp_path, task=Diverging(), eval_every=2, save_every=1, early_stopping=stopping)
     assert run.error is None
-    assert run.finished.step == 4
+    assert run.result.step == 4
     assert any("eval loss was not finite in 2 evaluations" in text for text in run.notices)
 
 

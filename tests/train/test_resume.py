@@ -77,10 +77,9 @@ def test_the_best_evaluation_is_remembered(tmp_path):
     rest = play(tmp_path / "b", resume=True, **settings)
     assert [best for *_, best in evals_of(whole)][9:] == [False] * 3
     assert evals_of(first, rest) == evals_of(whole)
-    assert rest.finished.best_step == whole.finished.best_step
-    assert rest.finished.metrics["loss"] == whole.finished.metrics["loss"]
-    assert rest.finished.best_checkpoint is not None
-    assert rest.finished.best_checkpoint.is_dir()
+    assert rest.result.best_step == whole.result.best_step
+    assert rest.result.metrics["loss"] == whole.result.metrics["loss"]
+    assert rest.result.best_checkpoint.is_dir()
 
 
 def test_steps_after_a_checkpoint_repeat(tmp_path, whole):
@@ -107,8 +106,8 @@ def test_resuming_a_finished_run_is_a_no_op(tmp_path, whole):
     play(tmp_path, model=Toy(dropout=0.3))
     again = play(tmp_path, model=Toy(dropout=0.3), resume=True)
     assert again.losses == []
-    assert again.finished.metrics["eval_loss"] == whole[0].finished.metrics["eval_loss"]
-    assert again.finished.best_step == whole[0].finished.best_step
+    assert again.result.metrics["eval_loss"] == whole[0].result.metrics["eval_loss"]
+    assert again.result.best_step == whole[0].result.best_step
     assert same(again.weights, whole[0].weights)
 
 

@@ -96,9 +96,8 @@ def test_a_signal_within_an_evaluation_defers_it_to_the_resume(tmp_path, whole):
         return [(event.step, event.metrics["loss"]) for event in events]
 
     assert evals(run, rest) == evals(reference)
-    assert rest.finished.best_step == reference.finished.best_step
-    assert rest.finished.best_checkpoint is not None
-    assert rest.finished.best_checkpoint.is_dir()
+    assert rest.result.best_step == reference.result.best_step
+    assert rest.result.best_checkpoint.is_dir()
 
 
 @pytest.mark.parametrize("where", ["weights", "latest"])
