@@ -159,7 +159,7 @@ def train(
                 rows = [run.rows[index] for index in run.indices]
                 rate = learning_rate(run.state.step, run.num_steps, config)
                 began = time.perf_counter()
-                with saver.saving_on(PeftkitError), step.blocks.eagerly():  # user code may raise
+                with saver.saving_on(PeftkitError), step.eagerly():  # user code may raise
                     batches = hooks.before_step(rows, run)
                 if batches:
                     coming = _rows_ahead(run, step, sampler, are_same=batches[0] is rows)
@@ -222,8 +222,7 @@ def _prepared(run: Run, step: Step) -> Iterator[tuple[Callable[[], None] | None,
             with run.task.training(model, plan):
                 yield begin_quantization, wrong_groups
     finally:
-        step.prefetcher.close()
-        step.blocks.restore()
+        step.close()
 
 
 def _begin(run: Run, step: Step, saver: Saver, resume: Sequence[str] | None) -> None:
@@ -248,7 +247,7 @@ def _begin(run: Run, step: Step, saver: Saver, resume: Sequence[str] | None) -> 
 
 def _give_back(run: Run, step: Step) -> None:
     """Return a CPU's free memory to the system; report a GPU that is nearly full."""
-    if not step.plan.on_gpu:
+    if gpu_of(run.world.device) is None:
         trim_malloc()
     elif run.state.step and (problem := step.retries.report(GIVE_BACK_EVERY)):
         run.say(Notice(problem))

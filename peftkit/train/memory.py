@@ -74,13 +74,12 @@ def plan_memory_and_compile(run: Run, step: Step) -> None:
 
 def _saved(run: Run, step: Step, row: object) -> ActivationBytes | None:
     """Count the bytes that one row saves in mode "keep"; None if memory runs out."""
-
-    def count() -> ActivationBytes:
-        blocks = step.blocks
-        with rng.untouched(run.model, run.world.device), blocks.keeping_all():
-            return saved_by(lambda: step.loss([row]), blocks.blocks, blocks.feed_forward)
-
-    return attempt(count, run.parallel.ran_out)
+    blocks = step.blocks
+    with rng.untouched(run.model, run.world.device), blocks.keeping_all():
+        return attempt(
+            lambda: saved_by(lambda: step.loss([row]), blocks.blocks, blocks.feed_forward),
+            run.parallel.ran_out,
+        )
 
 
 def _most_offloaded(run: Run, step: Step, saved: ActivationBytes | None, row: object) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -124,6 +125,15 @@ class Step:
             self.blocks.set_activations(plan.activations, tiles=plan.tiles)
         if self.blocks.compiled and not plan.compile:
             self.blocks.compile(False)
+
+    def eagerly(self) -> AbstractContextManager[object]:
+        """Return a context in which blocks run eagerly, compiled or not."""
+        return self.blocks.eagerly()
+
+    def close(self) -> None:
+        """End the thread that collates, and undo the changes to the model's blocks."""
+        self.prefetcher.close()
+        self.blocks.restore()
 
     def __call__(self, rows: Rows, rate: float, coming: Rows | None = None) -> StepFacts:
         """Train on this process's rows of a step, possibly none.
@@ -336,7 +346,7 @@ class Step:
     def _diagnosis(self, rows: Rows, start: rng.State, facts: StepFacts) -> Diagnosis:
         rng.restore(start, self.world.device)
         parallel = self.run.parallel
-        with self.blocks.eagerly():  # compiled blocks hide their modules
+        with self.eagerly():  # compiled blocks hide their modules
             return diagnose(
                 self.model,
                 self.loss,

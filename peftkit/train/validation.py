@@ -47,7 +47,7 @@ class Validation:
         """Evaluate, and emit EvalDone; if a process got a signal to stop, only agree to stop."""
         run, state, batch_size = self.run, self.run.state, self._batch_size
         rows = run.eval_rows[run.world.rank :: run.world.world_size]  # of this process
-        with self.step.blocks.eagerly():
+        with self.step.eagerly():
             metrics = run.hooks.evaluate(rows, run)
             if metrics is None:
                 metrics = self._mean_loss(rows)
@@ -150,7 +150,7 @@ class Validation:
     @contextmanager
     def _generating(self) -> Iterator[None]:
         """Run blocks eagerly within the context, and gather the weights of a sharded base."""
-        with self.step.blocks.eagerly():
+        with self.step.eagerly():
             if is_sharded(self.run.model):
                 from peftkit.base.sharding import gather
 
