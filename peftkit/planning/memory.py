@@ -5,22 +5,29 @@ A run calls only `smallest_step`, if the size of its base alone does not decide 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from peftkit.base.request import fits_device
 from peftkit.base.sharding import sharded_footprint
-from peftkit.base.skeleton import WeightFootprint
+from peftkit.base.skeleton import WeightFootprint, untraced
 from peftkit.base.streaming import streamed_footprint
 from peftkit.errors import TargetError
 from peftkit.events import Listener, Notice
-from peftkit.execution.environment import Environment
+from peftkit.execution.environment import GPU_SHARE, Environment
 from peftkit.execution.plan import Activations, ExecutionPlan, Placement, Shard, plan_of
 from peftkit.forward.row_lengths import context_length
+from peftkit.inference.cache import slot_length
+from peftkit.inference.cached_attention import CachedAttention, registered
+from peftkit.inference.footprint import Footprint, measured
+from peftkit.inference.open_engine import cache_tokens, estimated_footprint, why_plain_class
 from peftkit.kernels.device import PRODUCTS_REACH, busy_tokens
 from peftkit.model.places import linear_shape, unwrap_adapter
+from peftkit.planning.step import skeleton_of
 from peftkit.planning.step_estimator import CountError, StepEstimator, steps_of
 from peftkit.recipe import Recipe
 from peftkit.train.optim import STATE_BYTES
@@ -311,6 +318,29 @@ class MemoryEstimator:
         seconds = moved / (link * 1e9) if self.environment.on_gpu else 0.0
         return round(seconds * self.card.rate / (flops_of_row / self.length))
 
+    def num_completions(self, lengths: Sequence[int]) -> dict[int, int]:
+        """Return the number of concurrent completions of each length, as the engine counts them.
+
+        Empty if the config lacks the sizes.
+        """
+        size, environment = self._cache_size(), self.environment
+        if size is None:
+            return {}
+        if environment.on_gpu:  # generation allocates once: it leaves less for fragments than a run
+            environment = replace(environment, share=GPU_SHARE)
+        tokens = cache_tokens(environment, size.token, taken=self.steps.weights)
+        return {length: tokens // (slot_length(length) + size.state_tokens) for length in lengths}
+
+    def _cache_size(self) -> Footprint | None:
+        """Measure the engine's cache on a model without data, or estimate that of `PlainEngine`."""
+        model = skeleton_of(self.recipe, self.config, self.steps.dtype)
+        if why_plain_class(model) is None:
+            try:
+                return _measured_cache(model)
+            except Exception:  # the class does not show whether its attention can use the cache
+                pass
+        return estimated_footprint(self.config.get_text_config(), self.steps.dtype)
+
     @cached_property
     def _quantized_bytes(self) -> int:
         """Bytes of the quantised copies of adapted weights, for train.quantize_for."""
@@ -355,6 +385,15 @@ class MemoryEstimator:
             free = max(self.environment.main_memory - footprint.elsewhere, 0)
             longest = min(longest, int(free / per_token) if per_token else longest)
         return peak, longest, count.flops
+
+
+def _measured_cache(model: Any) -> Footprint:
+    attention = CachedAttention.of(model)
+    for module in model.modules():
+        if hasattr(module, "is_transposed"):  # experts, whose sizes depend on data
+            module.forward = lambda hidden, *_: torch.zeros_like(hidden)
+    with untraced(), registered(model, attention):
+        return measured(model, attention)
 
 
 def smallest_step(
