@@ -69,9 +69,7 @@ class ActivationBytes:
 
 
 def saved_by(
-    run: Callable[[], Tensor],
-    blocks: Sequence[nn.Module],
-    feed_forward: Sequence[nn.Module] = (),
+    run: Callable[[], Tensor], blocks: Sequence[nn.Module], feed_forward: Sequence[nn.Module] = ()
 ) -> ActivationBytes:
     """Count the bytes that a forward pass saves, without weights and other persistent tensors.
 

@@ -45,13 +45,7 @@ from peftkit.train.metrics import (
 )
 from peftkit.train.optim import learning_rate
 from peftkit.train.resume import identity_of
-from peftkit.train.start import (
-    delete_checkpoints,
-    locked,
-    new_run,
-    prepare_output,
-    shared_tensors,
-)
+from peftkit.train.start import delete_checkpoints, locked, new_run, prepare_output, shared_tensors
 from peftkit.train.step import Step
 from peftkit.train.validation import Validation
 
@@ -273,12 +267,7 @@ def _rows_ahead(run: Run, step: Step, sampler: StatelessSampler, *, are_same: bo
 
 
 def _take_steps(
-    run: Run,
-    step: Step,
-    saver: Saver,
-    batches: Sequence[Rows],
-    rate: float,
-    coming: Rows | None,
+    run: Run, step: Step, saver: Saver, batches: Sequence[Rows], rate: float, coming: Rows | None
 ) -> StepFacts:
     """Take an optimizer step with each batch of rows; return the facts of the last."""
     began = time.perf_counter()

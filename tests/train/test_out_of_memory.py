@@ -73,22 +73,12 @@ def test_memory_runs_out_in_many_words(error):
 
 def test_a_run_short_of_memory_is_the_run_with_smaller_batches(tmp_path):
     task, small = Small(3), Small()
-    run = play(
-        tmp_path / "a",
-        model=Toy(dropout=0.3),
-        task=task,
-        rows=make_rows(40),
-        batch_size=16,
-        gradient_accumulation=1,
-    )
-    reference = play(
-        tmp_path / "b",
-        model=Toy(dropout=0.3),
-        task=small,
-        rows=make_rows(40),
-        batch_size=2,
-        gradient_accumulation=8,
-    )
+
+    def played(folder: str, task: Small, rows: int) -> Played:
+        size = {"batch_size": rows, "gradient_accumulation": 16 // rows}
+        return play(tmp_path / folder, model=Toy(0.3), task=task, rows=make_rows(40), **size)
+
+    run, reference = played("a", task, 16), played("b", small, 2)
     assert run.error is None
     assert run.losses == reference.losses
     assert same(run.weights, reference.weights)

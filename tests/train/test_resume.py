@@ -130,7 +130,11 @@ def test_a_row_that_only_moved_in_its_file_is_the_same_row(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("batch_size", 4), ("optimizer", "adamw_8bit"), ("max_grad_norm", None)]
+    ("key", "value"),
+    [
+        *(("batch_size", 4), ("tokens_per_batch", 16)),
+        *(("optimizer", "adamw_8bit"), ("max_grad_norm", None)),
+    ],
 )
 def test_another_setting_is_refused_by_its_name(tmp_path, key, value):
     play(tmp_path, on_event=crash_after(1))
@@ -180,15 +184,14 @@ def test_save_and_eval_intervals_may_change(tmp_path, whole):
     play(tmp_path, model=Toy(dropout=0.3), on_event=crash_after(5))
     moved = tmp_path.with_name(f"{tmp_path.name}-moved")
     tmp_path.rename(moved)
-    rest = play(
-        moved,
-        model=Toy(dropout=0.3),
-        resume=True,
-        save_every=7,
-        eval_every=2,
-        keep_checkpoints=5,
-        gradient_checkpointing=False,
-    )
+    free = {
+        "save_every": 7,
+        "eval_every": 2,
+        "keep_checkpoints": 5,
+        "gradient_checkpointing": False,
+    }
+    model = Toy(dropout=0.3)
+    rest = play(moved, model=model, resume=True, gradient_checkpointing=False, **free)
     assert rest.error is None
     assert rest.losses == whole[0].losses[5:]
 
@@ -215,13 +218,8 @@ def test_weights_that_do_not_fit_the_model_are_refused_with_all_reasons(tmp_path
 def test_a_checkpoint_is_free_of_pickle(tmp_path):
     play(tmp_path, max_steps=1)
     names = {path.name for path in (tmp_path / "checkpoints" / "step-1").iterdir()}
-    assert names == {
-        "MANIFEST.json",
-        "optimizer.safetensors",
-        "rng.safetensors",
-        "state.json",
-        "weights.safetensors",
-    }
+    tensors = {f"{name}.safetensors" for name in ("optimizer", "rng", "weights")}
+    assert names == {"MANIFEST.json", "state.json", *tensors}
     assert "lora_A.weight" in load_file(tmp_path / "checkpoints" / "step-1" / "weights.safetensors")
 
 

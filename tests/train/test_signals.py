@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor, nn
 
 from peftkit.events import EvalDone, Event
-from peftkit.execution.signals import Interrupted, StopRequest, stop_requests
+from peftkit.execution.signals import STOPPING, Interrupted, StopRequest, stop_requests
 from peftkit.tasks.run_hooks import Run
 from peftkit.train import checkpoint_files
 from peftkit.train.checkpoint_files import Checkpoints
@@ -192,3 +192,14 @@ def test_a_signal_that_a_parent_ignores_stays_ignored(number):
         assert signal.getsignal(number) is signal.SIG_IGN
     finally:
         signal.signal(number, before)
+
+
+def test_the_first_signal_prints_its_message(capfd):
+    with stop_requests(message=STOPPING) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.signum == signal.SIGINT
+        assert capfd.readouterr().err.strip() == STOPPING
+        assert len(STOPPING) < 80
+    with stop_requests():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert capfd.readouterr().err == ""
