@@ -30,7 +30,6 @@ from peftkit.figures import size
 from peftkit.forward.compiler import uncompiled
 from peftkit.kernels.device import free_bytes
 from peftkit.quant.audit import audit
-from peftkit.settings import TrainConfig
 from peftkit.tasks.run_hooks import Run
 from peftkit.train.fitting import ActivationBytes, Costs, choose, saved_by
 from peftkit.train.optim import STATE_BYTES
@@ -198,7 +197,7 @@ def compile_blocks(run: Run, step: Step) -> None:
     if step.plan.compile is None:
         work = work_of(run) / step.blocks.num_kinds
         # compiled blocks cannot compute the tiles that rows need to fit
-        pays = is_worth_it(run.config, work, step.plan.device) and not step.plan.tiles
+        pays = work >= MIN_WORK.get(step.plan.device, math.inf) and not step.plan.tiles
         step.use(replace(step.plan, compile=pays))
     if not step.plan.compile:
         return
@@ -217,18 +216,6 @@ def compile_blocks(run: Run, step: Step) -> None:
         )
     step.use(replace(step.plan, compile=False))
     run.say(uncompiled(problem).notice)
-
-
-def is_worth_it(config: TrainConfig, work: float, device: str) -> bool:
-    """Return whether to compile: train.compile; auto: whether the run is long enough.
-
-    Args:
-        work: Tokens of the run times parameters of the model, per kind of block.
-        device: Kind of device.
-    """
-    if config.compile != "auto":
-        return config.compile
-    return work >= MIN_WORK.get(device, float("inf"))
 
 
 def work_of(run: Run) -> float:

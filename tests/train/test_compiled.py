@@ -1,6 +1,7 @@
 """Compiled blocks: the same numbers, decided by config and rows alone, and never the run's end."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,10 @@ from peftkit.forward import blocks as blocks_module
 from peftkit.forward.attention import training_attention
 from peftkit.forward.blocks import Blocks
 from peftkit.methods.lora import LoRA
-from peftkit.settings import DataConfig, TrainConfig
+from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM
 from peftkit.train import memory
 from peftkit.train.compiled import why_refused
-from peftkit.train.memory import is_worth_it
 from peftkit.train.step import Step
 from tests.helpers.adapters import gradients as gradients_of
 from tests.helpers.families import ARCHITECTURES, FAMILIES
@@ -165,19 +165,17 @@ def test_compiling_and_recomputing_are_exact(way, backend):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("wish", "device", "work", "wanted"),
-    [
-        ("auto", "cpu", 1.1e13, False),
-        ("auto", "cpu", 1.2e13, True),
-        ("auto", "cuda", 3.9e16, False),
-        ("auto", "cuda", 4e16, True),
-        ("auto", "mps", 1e30, False),
-        (True, "mps", 0.0, True),
-        (False, "cpu", 1e30, False),
-    ],
+    ("device", "threshold"), [("cpu", 1.2e13), ("cuda", 4e16), ("mps", float("inf"))]
 )
-def test_long_runs_are_compiled(wish, device, work, wanted):
-    assert is_worth_it(TrainConfig(compile=wish), work, device) == wanted
+def test_long_runs_are_compiled(device, threshold, monkeypatch):
+    for work, is_long in ((min(0.9 * threshold, 1e30), False), (threshold, threshold < 1e30)):
+        step, events = step_of(Deep(), ToyTask()), []
+        step.run.listeners.append(events.append)
+        step.use(replace(step.plan, device=device))
+        monkeypatch.setattr(memory, "work_of", lambda run: min(work, 1e30))  # noqa: B023
+        monkeypatch.setattr(Blocks, "why_not_compiled", lambda blocks: "Not here.")
+        memory.compile_blocks(step.run, step)
+        assert bool(events) == is_long
 
 
 @pytest.mark.smoke
