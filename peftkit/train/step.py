@@ -186,7 +186,7 @@ class Step:
         self._update(norms, rate)
         if before.compile and not self.plan.compile:
             notice += f" Blocks run eagerly from now on, which is slower. {self._compile_problem}"
-        if less := self.plan.less_than(before):
+        if self.plan is not before and (less := self.plan.less_than(before)):
             notice += f" Memory ran out. From now on: {less}. The rows of a step stay the same."
         return replace(facts, notice=notice.strip())
 
