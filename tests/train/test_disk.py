@@ -6,6 +6,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,22 +48,11 @@ def test_a_full_disk_under_metrics_jsonl_alone_costs_only_the_file(tmp_path):
     assert "metrics.jsonl is no longer written" in notice
 
 
-class Disk:
-    """A disk whose free bytes the test decides."""
-
-    def __init__(self, free: int) -> None:
-        self.bytes = free
-
-    def free(self, folder: Path) -> int:
-        return self.bytes
-
-
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    disk = Disk(10**9)
-    monkeypatch.setattr(
-        "peftkit.train.checkpoint_files.free_bytes", lambda folder: disk.free(folder)
-    )
+def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A disk whose free bytes the test decides."""
+    disk = SimpleNamespace(bytes=10**9)
+    monkeypatch.setattr(checkpoint_files, "free_bytes", lambda folder: disk.bytes)
     return disk
 
 

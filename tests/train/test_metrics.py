@@ -18,7 +18,7 @@ from tests.helpers.toy import play
 class Recorder:
     """A tracker as accelerate's are made and called."""
 
-    name = "wandb"
+    name: str
     requires_logging_directory = False
     instances: ClassVar[list[Recorder]]
 
@@ -48,17 +48,12 @@ class Recorder:
 def kinds(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Recorder]]:
     """Put recorders in the place of accelerate's trackers."""
 
-    class First(Recorder):
-        instances: ClassVar[list[Recorder]] = []
-
-    class Second(Recorder):
-        name = "trackio"
-        instances: ClassVar[list[Recorder]] = []
-
-    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", First)
-    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "trackio", Second)
-    monkeypatch.setattr(trackers, "get_available_trackers", lambda: ["wandb", "trackio"])
-    return {"wandb": First, "trackio": Second}
+    names = ("wandb", "trackio")
+    made = {name: type(name, (Recorder,), {"name": name, "instances": []}) for name in names}
+    for name, kind in made.items():
+        monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, name, kind)
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: [*names])
+    return made
 
 
 def test_trackers_receive_all_figures(tmp_path, kinds):
