@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 def relative_difference(found: Tensor, expected: Tensor) -> float:
     """Return the norm of a difference, relative to the norm of the expected tensor.
 
-    NaN if either is not finite; of a zero tensor 0 or infinity.
+    It is 0 for equal tensors, and not finite if a value is not or if only `expected` is zero.
     """
     wide = torch.promote_types(expected.dtype, torch.float32)
     found, expected = found.detach().to(wide), expected.detach().to(wide)
