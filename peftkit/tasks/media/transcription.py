@@ -103,7 +103,7 @@ class Transcription(SpeechTask, EncoderDecoder):
     ) -> dict[str, float]:
         """Return loss and perplexity, and `transcript_metrics` of greedy answers."""
         losses = super().metrics(model, rows, on_event=on_event)
-        transcripts = self.texts(model, rows, on_event=on_event)
+        transcripts = self.measured_texts(model, rows, on_event)
         normalizer = normalizer_of(self.tokenizer, self.config.language)
         return {**losses, **transcript_metrics(rows, transcripts, normalizer, on_event)}
 
@@ -118,8 +118,8 @@ class Transcription(SpeechTask, EncoderDecoder):
     def prompt_text(self, row: SpeechRow) -> str:
         return f"{row.source}, {row.num_samples / self.hearing.rate:.2f} s"
 
-    def reference_text(self, row: SpeechRow) -> str:
-        return row.text
+    def reference_text(self, row: SpeechRow) -> str | None:
+        return row.text or None
 
     def answer_metrics(
         self, pairs: Sequence[tuple[str, str]], rows: Sequence[Any]
@@ -139,7 +139,7 @@ class Transcription(SpeechTask, EncoderDecoder):
             SpeechRow(clip, 0, 0, labels, num_prefix, len(labels), "", clip.source)
             for clip in clips
         ]
-        return self.texts(model, rows)
+        return self.completions(model, rows)
 
 
 class DecoderLabels:
