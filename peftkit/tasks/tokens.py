@@ -187,7 +187,9 @@ class TokenTask(Task):
     def metrics(
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
     ) -> dict[str, float]:
-        """Return loss (nats per target token) and perplexity."""
+        """Return the loss; of tokens of text (nats per target token) with its perplexity."""
+        if not self.predicts_tokens:
+            return super().metrics(model, rows, on_event=on_event)
         means, num_tokens = mean_loss(self, model, rows, on_event)
         return {**means, "perplexity": perplexity(means["loss"]), "num_tokens": num_tokens}
 

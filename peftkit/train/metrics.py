@@ -315,7 +315,7 @@ def _generation(run: Run) -> list[Fallback]:
 
     config, task = run.config, run.task
     samples = config.sample_every is not None or config.eval_generate
-    if not (isinstance(task, CompletingTask) and (samples or hasattr(task, "sampler"))):
+    if not (isinstance(task, CompletingTask) and (samples or hasattr(task, "on_policy"))):
         return []
     from peftkit.inference.open_engine import generation_fallbacks
 

@@ -11,7 +11,7 @@ Shapes: B rows, n answer tokens in total, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -53,7 +53,7 @@ from peftkit.tasks.distill.teacher import (
     other_model,
     teacher_answers,
 )
-from peftkit.tasks.documents import Rollout, RolloutTask
+from peftkit.tasks.documents import DocumentTask, OnPolicy, Rollout
 from peftkit.tasks.metrics import exact_match
 from peftkit.tasks.rows import exact_length
 from peftkit.tasks.run_hooks import Run
@@ -70,7 +70,7 @@ DIVERGENCES = {"forward": "KL(teacher, student)", "reverse": "KL(student, teache
 """Names in the run header."""
 
 
-class Distill(RolloutTask):
+class Distill(DocumentTask):
     """Train the student to match the teacher's token distributions.
 
     Raises:
@@ -101,7 +101,8 @@ class Distill(RolloutTask):
             room=None if config.answers == "data" else config.max_new_tokens,
             shows_answer=config.teacher.answer is True,
         )
-        self.stops = stop_ids(self.tokenizer, self.encoder.style)
+        stops = stop_ids(self.tokenizer, self.encoder.style)
+        self.on_policy = OnPolicy(self, self.roll_out, stops)
         self._student = model
         self._adapter: SideAdapter | None = None
         self._average: MovingAverage | None = None
@@ -181,7 +182,7 @@ class Distill(RolloutTask):
                 text = "The checkpoint has no average of the student's weights: the teacher starts"
                 run.say(Notice(f"{text} with the weights of step {run.state.step}."))
         if self.makes_rows:
-            self.check_answers(run)
+            self.on_policy.check(run)
         if self.config.teacher.answer is True and len(run.rows):
             answer = partial(self._teacher_answers, run=run)
             minimum, decode = self.config.teacher.min_match, partial(self.text, special=False)
@@ -195,24 +196,19 @@ class Distill(RolloutTask):
 
     def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
         is_trained = self.makes_rows and torch.is_grad_enabled()
-        return self.answered_step(rows, run) if is_trained else [rows]
+        return self.on_policy.step(rows, run) if is_trained else [rows]
 
     def _teacher_answers(self, prompts: Sequence[Sequence[int]], run: Run) -> list[SampledAnswer]:
         """Return the teacher's greedy answers to prompts."""
-        self.layout.forget()
-        sampler = self.sampler(run.model)
-        options = {"max_new_tokens": self.config.max_new_tokens, "stops": self.stops}
-        if self._other is not None:
-            answers = sampler.answers(prompts, None, **options, model=self._other.model)
-        else:
-            with self._as_teacher(run.model, None):
-                answers = sampler.answers(prompts, None, **options)
-        return [one for (one,) in answers]
+        other = self._other
+        sampler = self.on_policy.sampler(run.model if other is None else other.model)
+        with self._as_teacher(run.model, None) if other is None else nullcontext():
+            return [one for (one,) in self.on_policy.sample(prompts, None, sampler)]
 
     def _generate_answers(self, rows: Sequence[Distilled], run: Run) -> None:
         longest = self.config.max_new_tokens
         teacher = self.identity.get("teacher", "")
-        key = f"{self.reference.key} {teacher} {longest} {self.stops}"
+        key = f"{self.reference.key} {teacher} {longest} {self.on_policy.stops}"
         text = partial(self.text, special=False)
         answer = partial(self._teacher_answers, run=run)
         self._answers = teacher_answers(rows, key, answer, text, longest, run)
@@ -230,7 +226,7 @@ class Distill(RolloutTask):
     ) -> Rollout:
         """Sample the student's answers to rows, for on-policy distillation."""
         ids = [row.documents[0].input_ids for row in prompts]
-        sampled = self.sample(ids, seeds, sampler)
+        sampled = self.on_policy.sample(ids, seeds, sampler)
         rows, answers = [], []
         for row, (one,) in zip(prompts, sampled, strict=True):
             rows.append(row.answered(one.ids[: self.rows.max_length - row.lengths[0]]))

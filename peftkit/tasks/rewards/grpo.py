@@ -28,7 +28,7 @@ from peftkit.forward.loss import unwrapped
 from peftkit.inference.generate import ModelSampler, SampledAnswer, answers_to
 from peftkit.model.modes import adapters_off, evaluating
 from peftkit.model.side_adapter import SideAdapter
-from peftkit.tasks.documents import Rollout, RolloutTask
+from peftkit.tasks.documents import DocumentTask, OnPolicy, Rollout
 from peftkit.tasks.metrics import exact_match
 from peftkit.tasks.rewards.grpo_losses import (
     OF_TOKENS,
@@ -44,7 +44,7 @@ from peftkit.tasks.run_hooks import Run
 from peftkit.tasks.user_code import UserCode, source_hashes
 
 
-class GRPO(RolloutTask):
+class GRPO(DocumentTask):
     """Policy-gradient losses over groups of completions, weighted by group-relative advantages."""
 
     why_nothing: ClassVar[str] = (
@@ -56,10 +56,8 @@ class GRPO(RolloutTask):
     def build(self, model: nn.Module) -> None:
         super().build(model)
         tokenizer, config = self.tokenizer, self.config
-        self.updates = config.updates
         kl = ("kl",) if config.kl else ()
         self.metric_names = ("entropy", "clipped_low", "clipped_high", *kl)
-        self.needs_log_probs = config.updates > 1 or config.kl > 0
         rows = self.rows
         if rows.style is None:
             is_chat = Encoder(tokenizer, rows.template).has_template
@@ -68,7 +66,14 @@ class GRPO(RolloutTask):
         self._rewards: Rewards | None = None
         self._code = UserCode()
         self._adapters: dict[str, SideAdapter] = {}
-        self.stops = stop_ids(tokenizer, rows.style)
+        needs_log_probs = config.updates > 1 or config.kl > 0
+        self.on_policy = OnPolicy(
+            self,
+            self.roll_out,
+            stop_ids(tokenizer, rows.style),
+            updates=config.updates,
+            add_log_probs=self.add_log_probs if needs_log_probs else None,
+        )
 
     def _schemas(self) -> Sequence[Mapping[str, Any]]:
         """Return the tools of prompts; called when rows are encoded, since opening runs no code."""
@@ -142,7 +147,7 @@ class GRPO(RolloutTask):
         self.use_rewards(model, terms)
         on_event(Stage(f"Answering {len(rows)} prompts"))
         with evaluating(model):
-            rollout = self.roll_out(rows, None, self.sampler(model))
+            rollout = self.roll_out(rows, None, self.on_policy.sampler(model))
         left_out = {"taught", "reward_std"}  # metrics of groups of completions
         if not terms or len(terms) < len(self.terms):
             left_out.add("reward")
@@ -170,7 +175,7 @@ class GRPO(RolloutTask):
 
     def setup(self, run: Run) -> None:
         """Load the reward functions: not in `build`, since opening an adapter runs no code."""
-        self.check_answers(run)
+        self.on_policy.check(run)
         if not self.terms:
             raise ConfigError(
                 "No reward is set for answers.",
@@ -212,10 +217,10 @@ class GRPO(RolloutTask):
         return adapter_rewards(model, adapter, self.tokenizer, style, self.pad_id, prompts, texts)
 
     def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
-        return self.answered_step(rows, run)
+        return self.on_policy.step(rows, run)
 
     def evaluate(self, rows: Sequence[Any], run: Run) -> dict[str, float]:
-        return self.greedy_metrics(rows, run)
+        return self.on_policy.greedy_metrics(rows, run)
 
     def stop_reason(self, figures: Mapping[str, float]) -> str:
         limit, entropy = self.config.stop_entropy, figures.get("entropy")
@@ -263,8 +268,8 @@ class GRPO(RolloutTask):
         """Return prompts, the answers to each, and with tools the dialogues of all answers."""
         if self._tools is None:
             ids = [prompt.input_ids for prompt in prompts]
-            return prompts, self.sample(ids, seeds, sampler, self.config.answers), []
-        self.layout.forget()
+            answers = self.on_policy.sample(ids, seeds, sampler, self.config.answers)
+            return prompts, answers, []
         number = 1 if seeds is None else self.config.answers
         groups = self._tools.sample(prompts, seeds, sampler, number)
         pairs = zip(prompts, groups, strict=True)
@@ -363,20 +368,19 @@ class GRPO(RolloutTask):
             return len(batch["targets"])
         return len(batch["advantages"])
 
-    def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the log-probabilities of the sampling policy and of the reference, if needed."""
+    def add_log_probs(
+        self, model: nn.Module, rows: Sequence[Group], batch: Mapping[str, Tensor]
+    ) -> None:
+        """Store the log-probabilities of the sampling policy and the reference with the rows."""
         log_probs = {}
-        if self.updates > 1:
+        if self.config.updates > 1:
             log_probs["old"] = self.token_log_probs(model, batch)
         if self.config.kl:
             with self.reference.state():
                 log_probs["reference"] = self.token_log_probs(model, batch)
-        return log_probs
-
-    def remember(self, rows: Sequence[Group], values: Mapping[str, Tensor]) -> None:
         sizes = [sum(token != IGNORE for labels in g.labels for token in labels) for g in rows]
-        for name, log_probs in values.items():
-            for group, part in zip(rows, log_probs.cpu().split(sizes), strict=True):
+        for name, values in log_probs.items():
+            for group, part in zip(rows, values.cpu().split(sizes), strict=True):
                 setattr(group, name, part)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

@@ -55,7 +55,7 @@ def test_loss_and_gradient_are_the_formulas(loss, together, is_moved, llama, tok
         old = [each.detach() for each in each_answer(llama)]
         if is_moved:
             with torch.no_grad():
-                task.remember(groups, task.log_probs(llama, task.collate(groups)))
+                task.add_log_probs(llama, groups, task.collate(groups))
                 for parameter in adapter.parameters():
                     parameter += 0.02 * torch.randn_like(parameter)
         formula, unit = FORMULAS[loss]
@@ -81,7 +81,7 @@ def test_base_kl_is_added(llama, tokenizer):
     task = task_of(llama, tokenizer, "dapo", kl=KL)
     groups = make_groups()
     with torch.no_grad():
-        task.remember(groups, task.log_probs(llama, task.collate(groups)))
+        task.add_log_probs(llama, groups, task.collate(groups))
         now = torch.cat(each_answer(llama))
         with adapter.disabled():
             d = torch.cat(each_answer(llama)) - now

@@ -286,7 +286,7 @@ def test_what_tools_said_is_not_learnt(loss, together, llama, tokenizer):
             task.layout.attention = None
         old = [one.detach() for one in each()]
         with torch.no_grad():
-            task.remember(groups, task.log_probs(llama, task.collate(groups)))
+            task.add_log_probs(llama, groups, task.collate(groups))
             for parameter in adapter.parameters():
                 parameter += 0.02 * torch.randn_like(parameter)
         formula, unit = FORMULAS[loss]
