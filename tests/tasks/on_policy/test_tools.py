@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.nn.functional import log_softmax
 
 from peftkit.data.chat_template import CHATML
 from peftkit.data.style import Style
@@ -22,15 +20,12 @@ from peftkit.inference.call_formats import Call
 from peftkit.inference.calls import AnswerPiece
 from peftkit.inference.generate import SampledAnswer
 from peftkit.tasks.rewards.grpo_config import GRPOConfig
-from peftkit.tasks.rewards.grpo_rows import Group
 from peftkit.tasks.rewards.grpo_tools import Dialogue, Tools
 from peftkit.tasks.user_code import UserCode
 from peftkit_cli.app import run
 from tests.helpers.children import exit_code, start_ranks
 from tests.helpers.finished import WEIGHTS, Finished, finished
 from tests.helpers.folders import write_rows
-from tests.helpers.on_policy import FORMULAS, MAX_NEW, gradients, task_of
-from tests.helpers.pair_cases import moved_adapter
 
 CODE = '''
 import threading
@@ -247,65 +242,6 @@ def test_what_cannot_be_a_tool_is_refused(code, tokenizer):
         tools_of(tokenizer, f"{code}:later", environment=f"{code}:Counter")
     with pytest.raises(ConfigError, match="No reward is set"):
         GRPOConfig(tools=(f"{code}:multiply",))
-
-
-T, F = True, False
-GROUPS = (
-    (
-        (5, 9, 4, 11),
-        ((7, 8, 3, 1, 2, 9, 6), (12, 3), (6, 6, 6, 10, 3, 4, 4)),
-        (1.1, -0.4, -0.7),
-        ((T, T, T, F, F, F, T), (T, T), (F, F, T, T, T, F, T)),
-    ),
-    ((9, 2), ((4, 4, 3), (13, 3, 7, 7)), (-0.5, 0.5), ((T, T, T), (T, F, F, T))),
-)
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("loss", "together"), [*((loss, True) for loss in FORMULAS), ("dapo", False)]
-)
-def test_what_tools_said_is_not_learnt(loss, together, llama, tokenizer):
-    llama.double()
-    adapter = moved_adapter(llama)
-    task = task_of(llama, tokenizer, loss, updates=2)
-    groups = [Group(p, a, w, "rows:1", m) for p, a, w, m in GROUPS]
-
-    def each() -> list[torch.Tensor]:
-        found = []
-        for prompt, answers, _, masks in GROUPS:
-            for answer, mask in zip(answers, masks, strict=True):
-                ids = torch.tensor([prompt + answer])
-                logits = llama(input_ids=ids, use_cache=False).logits[0, :-1]
-                every = log_softmax(logits.double(), -1).gather(1, ids[0, 1:, None])[:, 0]
-                found.append(every[len(prompt) - 1 :][torch.tensor(mask)])
-        return found
-
-    with task.training(llama):
-        if not together:
-            task.layout.attention = None
-        old = [one.detach() for one in each()]
-        with torch.no_grad():
-            task.add_log_probs(llama, groups, task.collate(groups))
-            for parameter in adapter.parameters():
-                parameter += 0.02 * torch.randn_like(parameter)
-        formula, unit = FORMULAS[loss]
-        worth = [value for _, _, values, _ in GROUPS for value in values]
-        now = each()
-        terms = [formula(lp, o, a) for lp, o, a in zip(now, old, worth, strict=True)]
-        torch.stack(terms).sum().backward()
-        expected, grads = float(torch.stack(terms).sum().detach()), gradients(adapter)
-        llama.zero_grad()
-        batch = task.collate(groups)
-        found = task.loss(llama, batch)
-        found[0].backward()
-    assert float(found[0].detach()) == pytest.approx(expected, abs=1e-5, rel=1e-5)
-    assert torch.allclose(gradients(adapter), grads, atol=1e-5, rtol=1e-5)
-    learnt = sum(sum(mask) for *_, masks in GROUPS for mask in masks)
-    assert task.num_targets(batch) == (learnt if unit == "tokens" else 5)
-    surprise = sum(float(-(lp.sum() if unit == "tokens" else lp.mean()).detach()) for lp in now)
-    assert float(found[1].detach()) == pytest.approx(surprise, rel=1e-4)
-    assert MAX_NEW == 7
 
 
 # Runs: a model with random weights calls no tool by itself, so that each of its answers is read as
