@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from peftkit.data.pack import collate, rounded_up
+from peftkit.data.pack import Row, collate, rounded_up
 from peftkit.errors import ConfigError, RunError
 from peftkit.events import RolledOut, ScoredAnswer
 from peftkit.execution import rng
@@ -73,14 +73,14 @@ class DocumentTask(RunHooks, CompletingTask, TokenTask):
             return sum(lengths) - shared
         return min(padded, num_positions(lengths) - shared)
 
-    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
-        """Return documents as a batch, in one row if that is faster.
+    def documents(self, documents: Sequence[Row]) -> dict[str, Tensor]:
+        """Return documents as a batch, padding-free if that is faster.
 
         document (n,): the index of the document that a target token is in.
         """
-        return self.layout.unpadded(self.padded(rows))
+        return self.layout.unpadded(self.padded(documents))
 
-    def padded(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+    def padded(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return documents as a batch, padded on the right."""
         batch = collate(rows, self.pad_id, self.rows.max_length)
         return {**batch, "document": batch["target_index"] // batch["input_ids"].shape[1]}

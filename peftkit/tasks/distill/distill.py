@@ -37,7 +37,6 @@ from peftkit.model.side_adapter import SideAdapter
 from peftkit.settings import CHAT
 from peftkit.tasks.base import mean_loss, over_batches
 from peftkit.tasks.distill.demonstrations import DemonstrationEncoder, DistillLoader
-from peftkit.tasks.distill.moving_average import MovingAverage
 from peftkit.tasks.distill.rows import (
     Distilled,
     DistillEncoder,
@@ -47,6 +46,7 @@ from peftkit.tasks.distill.rows import (
 )
 from peftkit.tasks.distill.teacher import (
     Answers,
+    MovingAverage,
     OtherModel,
     TeacherConfig,
     check_demonstrations,
@@ -284,13 +284,13 @@ class Distill(DocumentTask):
         skip = self.config.skip_tokens
         pairs = ([without_first(each, skip) for each in row.documents] for row in answered)
         students, teachers = zip(*pairs, strict=True)
-        batch = super().collate(students)
+        batch = self.documents(students)
         if self._hidden is not None:
             places = [self._places.get(row_digest(row)) for row in answered]
             if None not in places:
                 hidden = [self._hidden[slice(*place)] for place in places if place is not None]
                 return {**batch, HIDDEN: torch.cat(hidden)}
-        teacher_batch = super().collate(teachers) if self._other is None else self.padded(teachers)
+        teacher_batch = self.documents(teachers) if self._other is None else self.padded(teachers)
         return {**batch, **{TEACHER + name: tensor for name, tensor in teacher_batch.items()}}
 
     def teacher_hidden(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

@@ -39,7 +39,6 @@ from peftkit.tasks.media.speech import (
     SpeechConfig,
     SpeechEncoder,
     SpeechRow,
-    SpeechTask,
     Utterance,
     metadata_or_self,
 )
@@ -50,7 +49,7 @@ BLANK, UNKNOWN, SPACE = "<pad>", "<unk>", "|"
 MAX_CHARACTERS = 10_000
 
 
-class CTC(SpeechTask):
+class CTC(Task):
     """CTC loss over the characters of transcripts.
 
     Args:

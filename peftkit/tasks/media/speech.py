@@ -26,7 +26,6 @@ from peftkit.files.strict_json import shown
 from peftkit.forward.loss import in_dtype_of, unwrapped
 from peftkit.forward.masked_norm import keep_padding_out
 from peftkit.settings import DataConfig
-from peftkit.tasks.base import Task
 from peftkit.tasks.classes.labels import RecordEncoder, field_of
 from peftkit.tasks.config import Predicts, TaskConfig
 
@@ -360,19 +359,6 @@ def utterance(
         raise WrongField("task", f"expected {' or '.join(TASKS)}, found {shown(options['task'])}")
     parsed = Utterance(clip, text, options.get("language"), options.get("task"), record.source)
     return parsed, (audio, names[1], "language", "task")
-
-
-# What tasks of audio and text share.
-
-
-class SpeechTask(Task):
-    """A task whose rows are audio clips and their texts.
-
-    Raises:
-        BaseError: The processor has no feature extractor.
-    """
-
-    hearing: Hearing
 
 
 class SpeechConfig(TaskConfig):

@@ -28,7 +28,6 @@ from peftkit.tasks.media.speech import (
     SpeechConfig,
     SpeechEncoder,
     SpeechRow,
-    SpeechTask,
     Utterance,
 )
 from peftkit.tasks.metrics import error_rates, normalizer_of, transcript_metrics
@@ -38,7 +37,7 @@ MAX_TARGET = 448
 """Maximum number of labels of a row if the model's config sets none."""
 
 
-class Transcription(SpeechTask, EncoderDecoder):
+class Transcription(EncoderDecoder):
     """Token loss over the transcripts of audio clips.
 
     Args:

@@ -99,13 +99,6 @@ class Preference(DocumentTask):
         batch = self.documents([document for row in rows for document in row.documents])
         return {**batch, "cut": torch.tensor([row.is_cut for row in rows])}
 
-    def documents(self, documents: Sequence[Row]) -> dict[str, Tensor]:
-        """Return documents as a batch, padding-free if that is faster.
-
-        document (n,): the document of each answer token.
-        """
-        return super().collate(documents)
-
     def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the summed log-probability of each answer (B, 2)."""
         tokens = self.token_log_probs(model, batch)

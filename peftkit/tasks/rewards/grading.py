@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 from peftkit.errors import RunError
 from peftkit.tasks.metrics import bleu, gleu, indel_similarity, rouge_l, rouge_n
-from peftkit.tasks.rewards.grader_formulas import computed, parsed
 from peftkit.tasks.rewards.graders import (
     PLACEHOLDER,
     Grader,
@@ -22,6 +21,8 @@ from peftkit.tasks.rewards.graders import (
     StringCheck,
     TextSimilarity,
     code_of,
+    computed,
+    parsed,
     steps_of,
 )
 from peftkit.tasks.user_code import UserCode, outcome, shortly

@@ -30,6 +30,7 @@ from peftkit.model.modes import adapters_off, evaluating
 from peftkit.model.side_adapter import SideAdapter
 from peftkit.tasks.documents import DocumentTask, OnPolicy, Rollout
 from peftkit.tasks.metrics import exact_match
+from peftkit.tasks.pairs.reward import adapter_rewards
 from peftkit.tasks.rewards.grpo_losses import (
     OF_TOKENS,
     advantages,
@@ -38,7 +39,6 @@ from peftkit.tasks.rewards.grpo_losses import (
 )
 from peftkit.tasks.rewards.grpo_rows import Group, Prompt, PromptEncoder
 from peftkit.tasks.rewards.grpo_tools import Dialogue, Tools, figures
-from peftkit.tasks.rewards.reward_adapters import adapter_rewards
 from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
 from peftkit.tasks.run_hooks import Run
 from peftkit.tasks.user_code import UserCode, source_hashes
@@ -353,7 +353,7 @@ class GRPO(DocumentTask):
     def collate(self, rows: Sequence[Prompt | Group]) -> dict[str, Tensor]:
         """Return a batch of all answers, and their `advantages` (D,)."""
         groups = [self._as_group(row) for row in rows]
-        batch = super().collate([document for group in groups for document in group.documents])
+        batch = self.documents([document for group in groups for document in group.documents])
         values = torch.tensor([value for group in groups for value in group.advantages])
         with_advantages = {**batch, "advantages": values}
         for name in ("old", "reference"):

@@ -23,9 +23,8 @@ from peftkit.forward.loss import head_of
 from peftkit.kernels.divergence import Divergence, reference_divergence
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
-from peftkit.tasks.distill.moving_average import MovingAverage
 from peftkit.tasks.distill.rows import Distilled
-from peftkit.tasks.distill.teacher import other_model
+from peftkit.tasks.distill.teacher import MovingAverage, other_model
 from tests.helpers.adapters import perturb
 from tests.helpers.distill_cases import settings, write_questions
 from tests.helpers.pair_cases import moved_adapter, task_on
