@@ -125,11 +125,7 @@ class LabelledEncoder(TextsEncoder):
 
 
 class SequenceClassification(Classifier, TextTask):
-    """Classification of texts, or regression on them.
-
-    Args:
-        model: A model with a classification head; its config has the labels and the problem.
-    """
+    """Classification of texts, or regression on them; the model's config has the labels."""
 
     def build(self, model: nn.Module) -> None:
         super().build(model)

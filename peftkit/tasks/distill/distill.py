@@ -36,10 +36,11 @@ from peftkit.model.modes import evaluating
 from peftkit.model.side_adapter import SideAdapter
 from peftkit.settings import CHAT
 from peftkit.tasks.base import mean_loss, over_batches
-from peftkit.tasks.distill.demonstrations import DemonstrationEncoder, DistillLoader
 from peftkit.tasks.distill.rows import (
+    DemonstrationEncoder,
     Distilled,
     DistillEncoder,
+    DistillLoader,
     TeacherPrompt,
     read_prompt,
     without_first,

@@ -52,9 +52,6 @@ MAX_CHARACTERS = 10_000
 class CTC(Task):
     """CTC loss over the characters of transcripts.
 
-    Args:
-        processor: The base's; only a feature extractor if the vocabulary comes from the data.
-
     Raises:
         BaseError: There is no feature extractor, or the model cannot count its positions.
     """

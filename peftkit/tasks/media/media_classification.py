@@ -245,11 +245,7 @@ class ImageRow:
 
 
 class ImageClassification(ClassifiedMedia):
-    """Cross entropy over the labels of images.
-
-    Args:
-        processor: The base's image processor.
-    """
+    """Cross entropy over the labels of images."""
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
@@ -310,9 +306,6 @@ class ClipRow:
 
 class AudioClassification(ClassifiedMedia):
     """Cross entropy over the labels of audio clips.
-
-    Args:
-        processor: The base's feature extractor.
 
     Raises:
         BaseError: The feature extractor has no sampling rate.

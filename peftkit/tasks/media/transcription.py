@@ -40,9 +40,6 @@ MAX_TARGET = 448
 class Transcription(EncoderDecoder):
     """Token loss over the transcripts of audio clips.
 
-    Args:
-        processor: The base's processor of audio and text.
-
     Raises:
         BaseError: The model is not an encoder-decoder, or its processor has no feature extractor.
         DataError: The base does not support the language.

@@ -115,11 +115,7 @@ class RewardEncoder(TextsEncoder):
 
 
 class Reward(TextTask):
-    """A loss of the rewards of pairs of documents.
-
-    Args:
-        model: With a head of one value.
-    """
+    """A loss of the rewards of pairs of documents, by a head of one value."""
 
     metric_names = ("accuracy", "margin", "reward_chosen", "reward_rejected")
 

@@ -98,11 +98,7 @@ def _name(text: str) -> tuple[int, int]:
 
 
 class Embedding(WholeStepTask, TextTask):
-    """A contrastive loss over the texts of a whole step.
-
-    Args:
-        model: A bare encoder or decoder.
-    """
+    """A contrastive loss over the texts of a whole step, of an encoder or decoder without head."""
 
     metric_names = ("accuracy", "masked")
     """Share of anchors whose positive is nearest; number of false negatives masked out."""

@@ -143,11 +143,7 @@ def _number(value: object) -> float | None:
 
 
 class Reranker(TextTask):
-    """Ranking loss over the scores of query-text pairs.
-
-    Args:
-        model: A model with a head of one output.
-    """
+    """Ranking loss over the scores of query-text pairs, by a head of one output."""
 
     def build(self, model: nn.Module) -> None:
         super().build(model)

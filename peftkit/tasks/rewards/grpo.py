@@ -324,10 +324,10 @@ class GRPO(DocumentTask):
         rewards = torch.tensor([answer.reward for answer in answers])
         number = max(len(pairs), 1)
         assert self._rewards is not None
-        means = {"reward": _mean(rewards), "reward_std": _deviation(rewards)}
+        means = dict(zip(("reward", "reward_std"), _mean_and_std(rewards), strict=True))
         for name in self._rewards.names:
             values = torch.tensor([answer.parts[name] for answer in answers])
-            means[f"reward_{name}"] = _mean(values)
+            means[f"reward_{name}"], _ = _mean_and_std(values)
         return {
             **means,
             "taught": share_with_signal,
@@ -407,11 +407,7 @@ class GRPO(DocumentTask):
         return torch.stack([(losses * policy.weights).sum(), *(mean.sum() for mean in means)])
 
 
-def _deviation(values: Tensor) -> float:
+def _mean_and_std(values: Tensor) -> tuple[float, float]:
+    """Return both over the values that are no NaN; 0 if there are none."""
     rated = values[~values.isnan()]
-    return float(rated.std(correction=0)) if len(rated) else 0.0
-
-
-def _mean(values: Tensor) -> float:
-    rated = values[~values.isnan()]
-    return float(rated.mean()) if len(rated) else 0.0
+    return (float(rated.mean()), float(rated.std(correction=0))) if len(rated) else (0.0, 0.0)

@@ -146,11 +146,7 @@ def reads_padding(model: nn.Module, pad_id: int) -> bool:
 
 
 class MaskedLM(TokenTask):
-    """A loss over masked tokens.
-
-    Args:
-        model: A bidirectional encoder with a head over the vocabulary; masks are redrawn while it
-            is in training mode.
+    """A loss over masked tokens of a bidirectional encoder with a head over the vocabulary.
 
     Raises:
         BaseError: The tokenizer has no mask token.
