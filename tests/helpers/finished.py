@@ -17,6 +17,17 @@ Kind = TypeVar("Kind", bound=Event)
 Sections = dict[str, dict[str, Any]]
 
 
+def sections(folder: Path, base: Path, file: str, task: str, **settings: Any) -> Sections:
+    """Return a recipe of a LoRA over the rows of a file, which writes into `folder`/run."""
+    return {
+        "task": {"type": task, **settings},
+        "base": {"model": str(base), "dtype": "fp32"},
+        "method": {"type": "lora", "rank": 4},
+        "data": {"train": file, "max_length": 64},
+        "train": {"output_dir": str(folder / "run"), "save_every": None},
+    }
+
+
 @dataclass
 class Finished:
     """What a run was told, what it said, and where it lies; do not write into its folder."""

@@ -24,7 +24,7 @@ from peftkit.tasks.rewards.grpo_tools import Dialogue, Tools
 from peftkit.tasks.user_code import UserCode
 from peftkit_cli.app import run
 from tests.helpers.children import exit_code, start_ranks
-from tests.helpers.finished import WEIGHTS, Finished, finished
+from tests.helpers.finished import WEIGHTS, Finished, finished, sections
 from tests.helpers.folders import write_rows
 
 CODE = '''
@@ -261,32 +261,13 @@ def spec(folder: Path, model_folder: Path, **task: Any) -> dict[str, Any]:
     assert begin < end < after
     (folder / "short.jinja").write_text(CHATML[:begin] + names + CHATML[after:])
     rows = [{"prompt": f"the quick brown {n}", "word": str(n)} for n in range(6)]
-    return {
-        "task": {
-            "type": "grpo",
-            "answers": 4,
-            "max_new_tokens": 120,
-            "max_turns": 4,
-            "mask_cut": False,
-            "updates": 2,
-            **task,
-        },
-        "base": {"model": str(model_folder), "dtype": "fp32"},
-        "method": {"type": "lora", "rank": 4},
-        "data": {
-            "train": write_rows(folder / "p.jsonl", rows),
-            "max_length": 250,
-            "chat_template": str(folder / "short.jinja"),
-        },
-        "train": {
-            "output_dir": str(folder / "run"),
-            "max_steps": 3,
-            "batch_size": 2,
-            "learning_rate": 0.02,
-            "save_every": 1,
-            "compile": False,
-        },
-    }
+    file = write_rows(folder / "p.jsonl", rows)
+    task = {"answers": 4, "max_new_tokens": 120, "max_turns": 4, "mask_cut": False, **task}
+    told = sections(folder, model_folder, file, "grpo", **{"updates": 2, **task})
+    told["data"] |= {"max_length": 250, "chat_template": str(folder / "short.jinja")}
+    train = {"max_steps": 3, "batch_size": 2, "learning_rate": 0.02, "save_every": 1}
+    told["train"] |= {**train, "compile": False}
+    return told
 
 
 @contextmanager
