@@ -108,7 +108,7 @@ class CompletingTask(Task):
         return {"exact_match": exact_match(pairs)}
 
 
-def longest_answer(rows: Sequence[Any]) -> int:
+def longest_answer(rows: Sequence[Row]) -> int:
     """Return the maximum length of a completion in tokens, by the longest reference."""
     lengths = [stop - start for start, stop in map(last_answer_span, rows)]
     return math.ceil(MARGIN * max(lengths))

@@ -98,7 +98,7 @@ class TaskConfig(Config, ABC):
         """The setting that has answers generated after the adapter is attached; "": none."""
         return ""
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> dict[str, object]:
         """Return the config that is saved with the adapter."""
         return self.model_dump(mode="json")
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -136,7 +136,7 @@ class Distill(DocumentTask):
         self._adapter = adapter
 
     @property
-    def identity(self) -> Mapping[str, Any]:
+    def identity(self) -> Mapping[str, object]:
         """Fingerprint of a teacher other than the base; loads a teacher model."""
         self._load_teacher(self.rows.on_event)
         if self._other is not None:
@@ -195,7 +195,7 @@ class Distill(DocumentTask):
         if self.head is not None and is_fixed and len(rows):
             self._store_hidden(rows, run)
 
-    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Sequence[Distilled], run: Run) -> Sequence[Sequence[Distilled]]:
         is_trained = self.makes_rows and torch.is_grad_enabled()
         return self.on_policy.step(rows, run) if is_trained else [rows]
 
@@ -319,7 +319,7 @@ class Distill(DocumentTask):
         return torch.stack([values.sum(), same.sum().to(values)])
 
     def metrics(
-        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+        self, model: nn.Module, rows: Sequence[Distilled], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return the loss, same_token, and tokens_saved: prompt tokens saved per row."""
         saved = sum(len(row.teacher_ids) - row.lengths[0] for row in rows) / len(rows)
@@ -340,7 +340,7 @@ class Distill(DocumentTask):
         exact = {"exact_match": exact_match(references)} if references else {}
         return {**exact, "agreement": exact_match(pairs)}
 
-    def spans(self, row: Any) -> list[tuple[str, str]]:
+    def spans(self, row: Distilled) -> list[tuple[str, str]]:
         student, teacher = row.documents
         prompt = [text for kind, text in super().spans(teacher) if not kind]
         return [*super().spans(student), ("the teacher reads", "".join(prompt))]
@@ -398,6 +398,6 @@ class DistillConfig(AnswerConfig):
         """The divergence at each token."""
         return Divergence(self.kind, self.beta or 0.5, self.temperature)
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> dict[str, object]:
         """Settings of causal_lm: the adapter is used and evaluated without the teacher."""
         return {"type": "causal_lm"}

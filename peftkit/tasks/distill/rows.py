@@ -110,7 +110,7 @@ def _of_text(text: str) -> list[Mapping[str, Any]]:
     return [message for number, message in enumerate(messages) if number or message["content"]]
 
 
-def _of_json(text: str, ending: str) -> Any:
+def _of_json(text: str, ending: str) -> object:
     lines = [text] if ending == ".json" else [line for line in text.splitlines() if line.strip()]
     values = [json.loads(line) for line in lines]
     value = values[0] if len(values) == 1 else values
@@ -119,7 +119,7 @@ def _of_json(text: str, ending: str) -> Any:
     return value
 
 
-def _of_messages(messages: Any) -> TeacherPrompt:
+def _of_messages(messages: object) -> TeacherPrompt:
     if not isinstance(messages, list):
         raise WrongField("", "it is not a list of messages")
     if not messages:
@@ -244,7 +244,7 @@ class DistillEncoder(RowEncoder):
         return read_prompts(records, self._format, where=where)
 
     def rows(self, read: Read) -> EncodedRows:
-        rows, counts, (examples, parsed) = list[Any](), Counter[str](), read
+        rows, counts, (examples, parsed) = list[Distilled | Dropped](), Counter[str](), read
         for example in examples:
             row = self._row(example, counts)
             rows.append(row)
@@ -358,7 +358,7 @@ class WithDemonstrations(LazyRows):
 
     def __init__(
         self,
-        rows: Sequence[Any],
+        rows: Sequence[StoredPrompt],
         pool: LazyRows,
         encoder: DemonstrationEncoder,
         seed: int,

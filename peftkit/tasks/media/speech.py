@@ -117,7 +117,7 @@ class Hearing:
     def features(self, arrays: Sequence[Any]) -> dict[str, Tensor]:
         """Return the features of arrays of samples, padded as the extractor does."""
         takes = inspect.signature(type(self.extractor).__call__).parameters
-        options: dict[str, Any] = {}
+        options: dict[str, object] = {}
         if "padding" in takes:  # Whisper's pads to 30 s by default, others not at all
             default = takes["padding"].default
             options["padding"] = default if isinstance(default, str) else True

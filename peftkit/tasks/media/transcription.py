@@ -118,7 +118,7 @@ class Transcription(EncoderDecoder):
         return row.text or None
 
     def answer_metrics(
-        self, pairs: Sequence[tuple[str, str]], rows: Sequence[Any]
+        self, pairs: Sequence[tuple[str, str]], rows: Sequence[SpeechRow]
     ) -> dict[str, float]:
         rates = error_rates([reference for _, reference in pairs], [text for text, _ in pairs])
         return {**super().answer_metrics(pairs, rows), **rates}

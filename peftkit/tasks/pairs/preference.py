@@ -145,7 +145,7 @@ class ComparedEncoder(AnswerEncoder):
 
     def rows(self, read: tuple[list[Pair | Dropped], tuple[str, ...]]) -> EncodedRows:
         pairs, unused = read
-        rows, counts = list[Any](), Counter[str]()
+        rows, counts = list[Compared | Dropped](), Counter[str]()
         for pair in pairs:
             if isinstance(pair, Dropped):
                 rows.append(pair)
@@ -241,7 +241,7 @@ class JudgedEncoder(AnswerEncoder):
 
     def rows(self, read: tuple[list[Verdict], tuple[str, ...], str]) -> EncodedRows:
         verdicts, unused, name = read
-        rows, counts = list[Any](), Counter[str]()
+        rows, counts = list[Judged | Dropped](), Counter[str]()
         for verdict in verdicts:
             whole = self.encode(verdict.example)
             row = cut_document(whole, self.max_length)
@@ -369,7 +369,7 @@ class KTO(WholeStepTask, Preference):
         return torch.stack([losses.sum(), *(each.to(losses).sum() for each in figures)])
 
     def metrics(
-        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+        self, model: nn.Module, rows: Sequence[Compared], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return the loss and its metrics; z is the mean over all rows, as in evaluations."""
         self._step, gain = None, partial(self.row_values, model)

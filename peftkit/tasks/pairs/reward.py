@@ -163,7 +163,7 @@ class Reward(TextTask):
 
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, object]]:
         """Return the score of each row, in any format with a text or a prompt and an answer."""
         parsed = parse(records, "auto", where=records[0].source.rpartition(":")[0])
         values = self.scores(model, parsed.examples, on_event)
@@ -213,7 +213,7 @@ def adapter_rewards(
     tokenizer: Any,
     style: Style,
     pad_id: int,
-    prompts: Sequence[Any],
+    prompts: Sequence[object],
     texts: Sequence[str],
 ) -> list[float]:
     """Return the rewards of answers to prompts, formatted as in the training of the adapter.

@@ -96,7 +96,7 @@ class GRPO(DocumentTask):
         return {"loss": f"{self.config.loss}, answer rows alone, in chunks", "answers": rows}
 
     @property
-    def identity(self) -> Mapping[str, Any]:
+    def identity(self) -> Mapping[str, object]:
         """The source of the reward functions, and the reward adapters."""
         adapters = {folder: adapter.key for folder, adapter in self._adapters.items()}
         uses = [use for part in self.config.code.values() for use in part]
@@ -121,7 +121,7 @@ class GRPO(DocumentTask):
         return [("prompt", str(self.tokenizer.decode(row.input_ids)))]
 
     def metrics(
-        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+        self, model: nn.Module, rows: Sequence[Prompt], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return no metrics: `evaluate` and `completion_metrics` compute rewards."""
         return {}
@@ -129,7 +129,7 @@ class GRPO(DocumentTask):
     def completion_metrics(
         self,
         model: nn.Module,
-        rows: Sequence[Any],
+        rows: Sequence[Prompt],
         *,
         run_code: bool = False,
         on_event: Listener = ignore,
@@ -209,17 +209,17 @@ class GRPO(DocumentTask):
             return answers_to(unwrapped(model), self.tokenizer, prompts, **settings)
 
     def _scores(
-        self, model: nn.Module, folder: str, prompts: Sequence[Any], texts: Sequence[str]
+        self, model: nn.Module, folder: str, prompts: Sequence[object], texts: Sequence[str]
     ) -> list[float]:
         """Return the rewards of answers by a reward adapter, with the policy's adapter off."""
         self.layout.forget()
         adapter, style = self._adapters[folder], self.rows.prompt_style
         return adapter_rewards(model, adapter, self.tokenizer, style, self.pad_id, prompts, texts)
 
-    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Sequence[Prompt], run: Run) -> Sequence[Sequence[Prompt]]:
         return self.on_policy.step(rows, run)
 
-    def evaluate(self, rows: Sequence[Any], run: Run) -> dict[str, float]:
+    def evaluate(self, rows: Sequence[Prompt], run: Run) -> dict[str, float]:
         return self.on_policy.greedy_metrics(rows, run)
 
     def stop_reason(self, figures: Mapping[str, float]) -> str:
@@ -299,12 +299,14 @@ class GRPO(DocumentTask):
         assert self._rewards is not None
         fields = [prompt.fields for prompt in prompts]
         contents = [json.loads(prompt.content) for prompt in prompts]
-        completions: list[Any] = [
+        completions: list[object] = [
             text if isinstance(content, str) else [{"role": "assistant", "content": text}]
             for text, content in zip(texts, contents, strict=True)
         ]
         names = dict.fromkeys(name for row in fields for name in row)
-        columns: dict[str, Any] = {name: [row.get(name) for row in fields] for name in names}
+        columns: dict[str, list[object]] = {
+            name: [row.get(name) for row in fields] for name in names
+        }
         columns["references"] = [prompt.reference for prompt in prompts]
         if dialogues:
             contents = [dialogue.prompt_messages for dialogue in dialogues]

@@ -106,7 +106,7 @@ class Tools:
         """Whether the environment rewards answers."""
         return self._factory is not None and hasattr(self._factory, "get_reward")
 
-    def functions(self, environment: Any) -> dict[str, Callable[..., Any]]:
+    def functions(self, environment: object) -> dict[str, Callable[..., object]]:
         """Return a dictionary of the tools of an answer."""
         methods = [
             getattr(environment, name)
@@ -181,7 +181,7 @@ class Tools:
         self._pool = pool + [self._factory() for _ in range(number - len(pool))]
         return self._pool[:number]
 
-    def retire(self, environment: Any) -> None:
+    def retire(self, environment: object) -> None:
         """Remove an environment from the pool: a call that hangs may still change it."""
         self._retired.append(environment)
 
@@ -209,7 +209,7 @@ class Dialogue:
     tools: Tools
     prompt: list[int]
     prompt_messages: list[Message]
-    environment: Any
+    environment: object
     messages: list[Message] = field(default_factory=list)
     num_turns: int = 0
     num_calls: int = 0
@@ -264,7 +264,7 @@ class Dialogue:
 
         return wait
 
-    def _run(self, function: Callable[..., Any] | None, call: Call) -> str:
+    def _run(self, function: Callable[..., object] | None, call: Call) -> str:
         """Return the result of a tool, as text."""
         text, error = called(function, call, self.tools.config.tool_timeout)
         self.num_calls += 1

@@ -114,7 +114,7 @@ def _unique(names: Sequence[str]) -> list[str]:
     return result
 
 
-Scorer = Callable[[str, Sequence[Any], Sequence[str]], list[float]]
+Scorer = Callable[[str, Sequence[object], Sequence[str]], list[float]]
 """Returns the scores of answers to prompts by the reward adapter of a folder."""
 
 
@@ -153,9 +153,9 @@ class Rewards:
 
     def judge(
         self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        columns: Mapping[str, Sequence[Any]],
+        prompts: Sequence[object],
+        completions: Sequence[object],
+        columns: Mapping[str, Sequence[object]],
         sources: Sequence[str],
         items: Sequence[Mapping[str, object]] = (),
     ) -> tuple[list[float], dict[str, list[float]]]:
@@ -179,7 +179,7 @@ class Rewards:
             elif judge is None:
                 values = self._scorer(str(term.adapter), prompts, texts)
             else:
-                arguments: dict[str, Any] = {
+                arguments: dict[str, object] = {
                     "texts": texts,
                     "references": columns.get("references"),
                 }
