@@ -43,10 +43,11 @@ class Finished:
     def stages(self, text: str) -> list[str]:
         return [event.text for event in self.of_kind(Stage) if event.text.startswith(text)]
 
-    def resumed(self, to: Path, last: str) -> Finished:
-        """Go on with a copy of it as it was before its last checkpoint."""
+    def resumed(self, to: Path, *last: str) -> Finished:
+        """Go on with a copy of it as it was before its last checkpoints."""
         shutil.copytree(self.folder, to)
-        shutil.rmtree(to / "checkpoints" / last)
+        for name in last:
+            shutil.rmtree(to / "checkpoints" / name)
         (to / WEIGHTS).unlink()
         return finished(self.told, train={"output_dir": str(to)}, resume=True)
 
