@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -107,19 +107,8 @@ class Rollout:
     answers: tuple[ScoredAnswer, ...]
 
 
-class RollOut(Protocol):
-    """Samples answers to prompts, and scores them.
-
-    Args:
-        seeds: Seed of each prompt; None: greedy answers, for evaluation.
-
-    Raises:
-        RunError: A reward function failed.
-    """
-
-    def __call__(
-        self, prompts: Sequence[Any], seeds: Sequence[int] | None, sampler: ModelSampler
-    ) -> Rollout: ...
+RollOut = Callable[[Sequence[Any], Sequence[int] | None, ModelSampler], Rollout]
+"""Samples answers to prompts, with a seed for each prompt or greedily, and scores them."""
 
 
 class OnPolicy:

@@ -237,14 +237,13 @@ class GRPO(DocumentTask):
         pairs = [(p, answer) for p, group in zip(prompts, sampled, strict=True) for answer in group]
         texts = [self.text(answer.ids, special=bool(dialogues)) for _, answer in pairs]
         totals, parts = self._scored([prompt for prompt, _ in pairs], texts, dialogues)
-        all_advantages, groups, start = [], [], 0
+        all_advantages, groups, rewards = list[float](), list[Group](), iter(totals)
         for prompt, group in zip(prompts, sampled, strict=True):
-            rewards = totals[start : start + len(group)]
-            start += len(group)
-            of_group = advantages(self.config.loss, rewards, self.config.normalises)
-            all_advantages += of_group or [0.0] * len(group)
-            if of_group is not None:
-                groups += self._group(prompt, group, of_group)
+            of_group = [next(rewards) for _ in group]
+            values = advantages(self.config.loss, of_group, self.config.normalises)
+            values = values or [0.0] * len(group)
+            all_advantages += values
+            groups += self._group(prompt, group, values)
         answers = tuple(
             ScoredAnswer(
                 prompt=self.text(prompt.input_ids, special=False),
