@@ -26,8 +26,7 @@ from peftkit.forward.loss import unwrapped
 from peftkit.model.places import num_embeddings
 from peftkit.settings import DataConfig
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, split_micro_batches
-from peftkit.tasks.row_loader import RowLoader
-from peftkit.tasks.rows import check_vocabulary
+from peftkit.tasks.row_loader import RowLoader, check_vocabulary
 
 
 class Task(ABC):

@@ -29,7 +29,7 @@ from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.model.modes import adapters_off, evaluating
 from peftkit.tasks.batches import OnDevice
 from peftkit.tasks.completions import CompletingTask
-from peftkit.tasks.rows import exact_length
+from peftkit.tasks.row_loader import exact_length
 from peftkit.tasks.run_hooks import Reference, Run, RunHooks
 from peftkit.tasks.tokens import TokenTask
 

@@ -28,7 +28,7 @@ from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, equal_parts
 from peftkit.tasks.classes.labels import RecordEncoder
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.metrics import class_report, mean_f1
-from peftkit.tasks.rows import longest
+from peftkit.tasks.row_loader import longest
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,13 @@ from peftkit.settings import CHAT, DataConfig
 from peftkit.tasks.base import Task, mean_loss
 from peftkit.tasks.completions import CompletingTask
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.row_loader import RowLoader
-from peftkit.tasks.rows import PLAIN_PROMPTS, TEXTS_WITH_TURNS, exact_length, turns_in
+from peftkit.tasks.row_loader import (
+    PLAIN_PROMPTS,
+    TEXTS_WITH_TURNS,
+    RowLoader,
+    exact_length,
+    turns_in,
+)
 
 
 class PackingLoader(RowLoader):

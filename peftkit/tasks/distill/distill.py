@@ -56,7 +56,7 @@ from peftkit.tasks.distill.teacher import (
 )
 from peftkit.tasks.documents import DocumentTask, OnPolicy, Rollout
 from peftkit.tasks.metrics import exact_match
-from peftkit.tasks.rows import exact_length
+from peftkit.tasks.row_loader import exact_length
 from peftkit.tasks.run_hooks import Run
 from peftkit.tasks.tokens import AnswerConfig
 

@@ -32,7 +32,7 @@ from peftkit.settings import CHAT, DataConfig
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, equal_parts
 from peftkit.tasks.completions import CompletingTask, Options, longest_answer
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.rows import exact_length
+from peftkit.tasks.row_loader import exact_length
 from peftkit.tasks.tokens import TokenTask
 
 if TYPE_CHECKING:

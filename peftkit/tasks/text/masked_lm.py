@@ -39,7 +39,7 @@ from peftkit.model.modes import evaluating
 from peftkit.model.places import unwrap_adapter
 from peftkit.tasks.base import Task, over_batches
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.rows import longest
+from peftkit.tasks.row_loader import longest
 from peftkit.tasks.texts import SpecialTokens
 from peftkit.tasks.tokens import TokenTask
 

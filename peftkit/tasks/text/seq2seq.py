@@ -39,7 +39,7 @@ from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, equal_parts
 from peftkit.tasks.completions import CompletingTask, Options
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.metrics import exact_match, rouge_l
-from peftkit.tasks.rows import longest
+from peftkit.tasks.row_loader import longest
 from peftkit.tasks.texts import SpecialTokens
 from peftkit.tasks.tokens import TokenTask
 
