@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,6 +52,17 @@ class Finished:
             shutil.rmtree(to / "checkpoints" / name)
         (to / WEIGHTS).unlink()
         return finished(self.told, train={"output_dir": str(to)}, resume=True)
+
+
+@contextmanager
+def replaced(file: Path, text: str) -> Iterator[None]:
+    """Have a file hold another text."""
+    before = file.read_text()
+    file.write_text(text)
+    try:
+        yield
+    finally:
+        file.write_text(before)
 
 
 def merged(told: Sections, changes: Sections) -> Sections:

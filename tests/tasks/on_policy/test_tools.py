@@ -24,7 +24,7 @@ from peftkit.tasks.rewards.grpo_tools import Dialogue, Tools
 from peftkit.tasks.user_code import UserCode
 from peftkit_cli.app import run
 from tests.helpers.children import exit_code, start_ranks
-from tests.helpers.finished import WEIGHTS, Finished, finished, sections
+from tests.helpers.finished import WEIGHTS, Finished, finished, replaced, sections
 from tests.helpers.folders import write_rows
 
 CODE = '''
@@ -311,19 +311,13 @@ def test_a_run_with_an_environment_rewards_what_it_says(done):
 def test_a_resumed_run_with_tools_ends_with_the_same_bits(done, tmp_path):
     half = done.resumed(tmp_path / "half", "step-3")
     assert (half.folder / WEIGHTS).read_bytes() == (done.folder / WEIGHTS).read_bytes()
-    file = done.folder.parent / "tools.py"
-    file.write_text(CODE + "\n# changed\n")
-    try:
-        with pytest.raises(PeftkitError, match=r"tools\.py:Counter"):
-            done.resumed(tmp_path / "changed", "step-3")
-    finally:
-        file.write_text(CODE)
+    refused = pytest.raises(PeftkitError, match=r"tools\.py:Counter")
+    with replaced(done.folder.parent / "tools.py", CODE + "\n# changed\n"), refused:
+        done.resumed(tmp_path / "changed", "step-3")
 
 
 def test_foreign_tools(done, tmp_path, capsys):
-    file = done.folder.parent / "tools.py"
-    file.write_text("raise SystemExit('it ran')")
-    try:
+    with replaced(done.folder.parent / "tools.py", "raise SystemExit('it ran')"):
         for more in ([], ["--set", "task.rewards=[{use: exact_match}]"]):
             given = [str(done.folder / "recipe.yaml"), "--out", str(tmp_path / "again"), *more]
             assert run(["train", *given]) == 2
@@ -335,8 +329,6 @@ def test_foreign_tools(done, tmp_path, capsys):
         printed = capsys.readouterr()
         assert "--run-rewards" in printed.err
         assert json.loads(printed.out).keys() == {"cut", "length", "num_rows"}
-    finally:
-        file.write_text(CODE)
     assert run(["eval", str(done.folder), "--data", data, "--json", "--run-rewards"]) == 0
     told = json.loads(capsys.readouterr().out)
     last = done.of_kind(EvalDone)[0].metrics
