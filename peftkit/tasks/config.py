@@ -132,9 +132,7 @@ class TaskConfig(Config, ABC):
     ) -> Task:
         """Create the task for a model that was loaded for `purpose` and has its adapter.
 
-        Args:
-            processor: The base's tokenizer or image processor.
-            style: Prompt style of the adapter's training; None: the style of the rows.
+        The arguments are those of `Task`.
 
         Raises:
             PeftkitError: The model or the settings do not suit the task.

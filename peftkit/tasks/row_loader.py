@@ -49,9 +49,7 @@ TRAINED_SYSTEM = "Rows without a system turn use the system prompt of training: 
 class RowLoader:
     """Reads files as rows of a task, and reports what it read.
 
-    Args:
-        processor: The base's tokenizer, image processor, or processor of both.
-        style: Prompt style of the adapter's training; None: the style of the rows.
+    The arguments are those of `Task`.
 
     Attributes:
         encoder: Encodes records as rows; the task's `build` sets it.

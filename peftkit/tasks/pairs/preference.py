@@ -197,8 +197,11 @@ class PreferencePairs(Preference):
         answers = batch.get("answers")
         scored = tokens if answers is None else torch.where(answers, tokens, 0.0)
         counted = torch.ones_like(tokens) if answers is None else answers.to(tokens.dtype)
-        log_probs = summed(scored, document, 2 * count).view(-1, 2)
-        lengths = summed(counted, document, 2 * count).view(-1, 2)
+
+        def of_answers(values: Tensor) -> Tensor:
+            return summed(values, document, 2 * count).view(-1, 2)
+
+        log_probs, lengths = of_answers(scored), of_answers(counted)
         chosen, rejected = (
             Answers(log_probs[:, n], reference[:, n].to(log_probs), lengths[:, n]) for n in (0, 1)
         )
@@ -211,8 +214,7 @@ class PreferencePairs(Preference):
             gamma=settings.of("gamma"),
         )
         if weight := settings.of("nll_weight"):
-            whole = summed(tokens, document, 2 * count).view(-1, 2)[:, 0]
-            length = summed(torch.ones_like(tokens), document, 2 * count).view(-1, 2)[:, 0]
+            whole, length = (of_answers(each)[:, 0] for each in (tokens, torch.ones_like(tokens)))
             losses = losses - weight * whole / length
         good, bad = (rewards(settings.loss, s, beta=settings.beta) for s in (chosen, rejected))
         figures = (good > bad, good - bad, good, bad, *log_probs.detach().unbind(1), batch["cut"])
