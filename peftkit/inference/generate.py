@@ -287,14 +287,10 @@ class ModelSampler:
         *,
         max_new_tokens: int,
         stops: Sequence[int],
-        model: Any = None,
     ) -> list[list[SampledAnswer]]:
         """Return the completions of each prompt: one per seed, or a greedy one without seeds.
 
         A completion depends only on its prompt, its seed and the model.
-
-        Args:
-            model: By default the sampler's model.
         """
         if not prompts:
             return []
@@ -304,7 +300,7 @@ class ModelSampler:
             temperature=0.0 if seeds is None else 1.0,
             stops=tuple(stops),
         )
-        with open_engine(model or self.model, self.tokenizer, limits) as engine:
+        with open_engine(self.model, self.tokenizer, limits) as engine:
             groups = engine.answers(
                 prompts,
                 sampling,

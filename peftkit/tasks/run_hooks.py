@@ -42,7 +42,7 @@ class RunHooks:
     """Reason in the error of a run that trained on nothing."""
 
     @property
-    def identity(self) -> Mapping[str, Any]:
+    def identity(self) -> Mapping[str, object]:
         """Values that must not change when a run resumes, in addition to the task's config."""
         return {}
 

@@ -24,7 +24,7 @@ from peftkit.kernels.gguf_blocks import TYPES, row_bytes, unpack_gguf
 from peftkit.quant.embedding import QuantizedEmbedding
 from peftkit.quant.layers import packed_tensors
 from peftkit.settings import BaseConfig
-from peftkit.tasks.rows import check_vocabulary
+from peftkit.tasks.row_loader import check_vocabulary
 from tests.helpers.families import VOCAB
 from tests.helpers.gguf_files import (
     FAMILIES,

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +85,7 @@ class AnchoredLM(RunHooks, CausalLM):
                 }
                 self._before.append(self.before_head(run.model, batch).cpu())
 
-    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Sequence[Row], run: Run) -> Sequence[Sequence[Row]]:
         """Add the step's anchor rows to rows; none to an evaluation."""
         if not torch.is_grad_enabled() or not self._rows:
             return [rows]
@@ -96,7 +95,7 @@ class AnchoredLM(RunHooks, CausalLM):
         self._scale = targets / of_anchor  # the loss is divided by the targets of the rows
         return [[*rows, *anchors]]
 
-    def rows_ahead(self, rows: Sequence[Any], run: Run) -> Sequence[Any] | None:
+    def rows_ahead(self, rows: Sequence[Row], run: Run) -> Sequence[Row] | None:
         return [*rows, *self._anchors(run.state.step + 1, run)] if rows else None
 
     def _anchors(self, step: int, run: Run) -> list[AnchorRow]:
