@@ -36,7 +36,6 @@ from peftkit.train.loop import fit
 from peftkit_cli import app
 from tests.helpers.folders import write_rows
 from tests.helpers.listening import (
-    EACH,
     FAMILIES,
     HEARING,
     model_of,
