@@ -19,9 +19,9 @@ from tests.helpers.vision import (
     QWEN_WIDE,
     TEXT,
     WIDE,
-    A,
     Family,
     Q,
+    conversations,
     dialog,
     gemma4,
     made,
@@ -32,25 +32,7 @@ from tests.helpers.vision import (
 )
 from tests.helpers.vision import write_image_rows as write_seen
 
-SPOKEN: list[dict[str, Any]] = [
-    {
-        "messages": dialog(
-            (Q, [{"type": "audio", "audio": "a.wav"}, {"type": "text", "text": "what is it?"}]),
-            (A, [{"type": "text", "text": "the fox"}]),
-        )
-    },
-    {
-        "messages": dialog(
-            (Q, "see <audio> the <audio> dog"),
-            (A, "the lazy dog over"),
-            (Q, "and then?"),
-            (A, "the answer"),
-        ),
-        "audios": ["b.wav", "a.wav"],
-    },
-    {"messages": dialog((Q, "no sound"), (A, "in the question"))},
-    {"audio": "b.wav", "messages": dialog((Q, "the other"), (A, "quick fox"))},
-]
+SPOKEN = conversations("audio", "wav", "no sound")
 _TURNS = [(turn["role"], turn["content"]) for turn in SPOKEN[1]["messages"][1:]]
 _ONE_EACH = [*SPOKEN]
 _ONE_EACH[1] = {"messages": dialog((Q, "see <audio> dog"), *_TURNS), "audios": ["b.wav"]}

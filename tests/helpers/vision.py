@@ -47,25 +47,21 @@ def dialog(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
     return [{"role": role, "content": content} for role, content in turns]
 
 
-CONVERSATIONS: list[dict[str, Any]] = [
-    {
-        "messages": dialog(
-            (Q, [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what is it?"}]),
-            (A, [{"type": "text", "text": "the fox"}]),
-        )
-    },
-    {
-        "messages": dialog(
-            (Q, "see <image> the <image> dog"),
-            (A, "the lazy dog over"),
-            (Q, "and then?"),
-            (A, "the answer"),
-        ),
-        "images": ["b.png", "a.png"],
-    },
-    {"messages": dialog((Q, "no picture"), (A, "in the question"))},
-    {"image": "b.png", "messages": dialog((Q, "the other"), (A, "quick fox"))},
-]
+def conversations(kind: str, ending: str, nothing: str) -> list[dict[str, Any]]:
+    """Return rows about images or sounds, of which the replies are ANSWERS."""
+    a, b = f"a.{ending}", f"b.{ending}"
+    first = [{"type": kind, kind: a}, {"type": "text", "text": "what is it?"}]
+    marked = f"see <{kind}> the <{kind}> dog"
+    turns = ((Q, marked), (A, "the lazy dog over"), (Q, "and then?"), (A, "the answer"))
+    return [
+        {"messages": dialog((Q, first), (A, [{"type": "text", "text": "the fox"}]))},
+        {"messages": dialog(*turns), f"{kind}s": [b, a]},
+        {"messages": dialog((Q, nothing), (A, "in the question"))},
+        {kind: b, "messages": dialog((Q, "the other"), (A, "quick fox"))},
+    ]
+
+
+CONVERSATIONS = conversations("image", "png", "no picture")
 ANSWERS = [["the fox"], ["the lazy dog over", "the answer"], ["in the question"], ["quick fox"]]
 """What is learnt of CONVERSATIONS."""
 QUESTIONS: list[dict[str, Any]] = [
