@@ -173,10 +173,7 @@ def write_gguf(
         name = names.get_name(name, (".weight",))
         data, kind = packed(name, tensor.contiguous())
         writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 HALVES = {  # where a block has its float16 numbers
@@ -228,13 +225,8 @@ def blocks_of_all_kinds() -> Iterator[tuple[str, Tensor]]:
             yield kind, torch.from_numpy(make(kind, 41, 2 * block.values))
 
 
-MIXTURE = {
-    "token_embd": "q6_k",
-    "attn_v": "q6_k",
-    "ffn_down": "q6_k",
-    "ffn_gate": "q5_k",
-    "attn_output": "q8_0",
-}
+MIXTURE = dict.fromkeys(("token_embd", "attn_v", "ffn_down"), "q6_k")
+MIXTURE |= {"ffn_gate": "q5_k", "attn_output": "q8_0"}
 """Of a Q4_K_M file, more or less: all other matrices are in q4_k."""
 
 

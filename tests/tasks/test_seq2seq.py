@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from rouge_score.rouge_scorer import RougeScorer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -213,6 +212,8 @@ def test_a_recipe_trains_and_evaluates(tmp_path, tokenizer):
 
 
 def test_rouge_l_is_the_packages():
+    from rouge_score.rouge_scorer import RougeScorer  # takes a second: not in each worker
+
     rng, scorer = random.Random(0), RougeScorer(["rougeL"], use_stemmer=False)
     words = ["the", "fox", "Dog,", "it's", "3.5", "--", "over", "a_b"]
     for _ in range(100):
