@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from peftkit.data.generation import prompt_ids, stop_ids
@@ -30,7 +30,7 @@ from peftkit.inference.open_engine import generation_fallbacks, tokens_that_fit
 from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
 from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit_server.access import Gate
-from peftkit_server.answers import OutputQueue, ReplyFormat, streamed, whole_answers
+from peftkit_server.answers import OpenAIReply, OutputQueue, whole_answers
 from peftkit_server.body import bounded_body
 from peftkit_server.clients.api import client_routes
 from peftkit_server.clients.reasoning import template_variables
@@ -315,35 +315,24 @@ class ChatService:
             await self._grammar_threads.call(check, request)
         prepare = partial(self._generations, parsed, owner, queue, loop)
         generations = await self._thread.call(prepare, request)
-        body, is_named = parsed.body, parsed.tools is not None and parsed.tools.is_named
-        is_chat = isinstance(body, ChatBody)
-        form = ReplyFormat(
-            is_chat,
+        body, num_prompt = parsed.body, sum(map(len, parsed.prompts))
+        self._worker.submit(generations)
+        if isinstance(body, TokenBody):
+            answers = await whole_answers(request, generations, queue)
+            return JSONResponse(token_answers(body.model, answers, num_prompt))
+        reply = parsed.reply or OpenAIReply(
+            isinstance(body, ChatBody),
             body.model,
+            len(generations),
             self._token_text,
             partial(token_bytes, self._bank.base.tokenizer),
             self._fingerprint,
             body.wants_usage,
             body.num_top,
-            is_named,
+            parsed.tools is not None and parsed.tools.is_named,
         )
-        num_prompt = sum(map(len, parsed.prompts))
-        self._worker.submit(generations)
-        if (reply := parsed.reply) is not None:
-            is_streamed = bool(body.stream)
-            return await reply.respond(
-                request, generations, queue, num_prompt, is_streamed=is_streamed
-            )
-        if body.stream:
-            return StreamingResponse(
-                streamed(form, generations, queue, num_prompt),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-cache"},
-            )
-        answers = await whole_answers(request, generations, queue)
-        if isinstance(body, TokenBody):
-            return JSONResponse(token_answers(body.model, answers, num_prompt))
-        return JSONResponse(form.whole(answers, num_prompt))
+        is_streamed = bool(body.stream)
+        return await reply.respond(request, generations, queue, num_prompt, is_streamed=is_streamed)
 
     def _generations(
         self,

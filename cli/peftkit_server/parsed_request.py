@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from peftkit.data.style import Style
 from peftkit.inference.call_style import CallStyle
 from peftkit_server.answer_calls import AnswerCalls
+from peftkit_server.answers import Reply
 from peftkit_server.call_grammar import call_grammar
-from peftkit_server.clients.replies import EventReply
 from peftkit_server.refusals import RequestError
 from peftkit_server.requests import Body
 from peftkit_server.tool_fields import ToolUse
@@ -32,7 +32,7 @@ class ParsedRequest(NamedTuple):
     prompts: list[list[int]]
     calls: CallStyle | None = None
     tools: ToolUse | None = None
-    reply: EventReply | None = None
+    reply: Reply | None = None
 
     def call_parser(self, prompt: Sequence[int]) -> AnswerCalls | None:
         """Return the parser of tool calls in a completion; None: the completion is plain text."""
