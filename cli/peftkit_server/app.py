@@ -45,12 +45,13 @@ from peftkit_server.models import BARE, Models
 from peftkit_server.parsed_request import ParsedRequest
 from peftkit_server.quotas import Intake, Quotas
 from peftkit_server.refusals import RequestError, hide
-from peftkit_server.requests import Body, ChatBody, TextBody, read_body
+from peftkit_server.requests import Body, ChatBody, TextBody
 from peftkit_server.schedule import Share
 from peftkit_server.store import Store, StoreError
 from peftkit_server.threads import DaemonThreads, in_own_thread
 from peftkit_server.tokens import TokenBody, token_answers, token_bytes, unknown_token, vocabulary
 from peftkit_server.training import Dialect, Training, TrainingOptions
+from peftkit_server.validation import read_body
 from peftkit_server.worker import Worker
 
 B = TypeVar("B", bound=Body)

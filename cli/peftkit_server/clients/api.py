@@ -20,7 +20,8 @@ from peftkit_server.clients.responses_reply import ResponsesReply
 from peftkit_server.limits import Limits
 from peftkit_server.parsed_request import ParsedRequest
 from peftkit_server.refusals import status_of
-from peftkit_server.requests import ChatBody, read_body
+from peftkit_server.requests import ChatBody
+from peftkit_server.validation import read_body
 
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]

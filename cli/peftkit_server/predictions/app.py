@@ -29,9 +29,9 @@ from peftkit_server.predictions.predictor import Predictor
 from peftkit_server.predictions.transcriptions import read_audio
 from peftkit_server.quotas import Intake
 from peftkit_server.refusals import RequestError
-from peftkit_server.requests import read_body
 from peftkit_server.schedule import Share
 from peftkit_server.threads import DaemonThreads
+from peftkit_server.validation import read_body
 
 
 def make_predictor_app(

@@ -10,19 +10,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from peftkit_server.clients.fields import Strict
+from peftkit_server.validation import NullIsUnset
 
 MAX_INPUTS = 2048
 """Most texts of a request, as in OpenAI's API."""
 _Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 
 
-class ModelBody(Strict):
+class ModelBody(NullIsUnset):
     """Fields of all requests."""
 
+    IGNORED = ("user",)
     model: str
-    user: Any = None
-    """Ignored."""
 
 
 class EmbeddingsBody(ModelBody):
@@ -49,7 +48,7 @@ class EmbeddingsBody(ModelBody):
         return [self.input] if isinstance(self.input, str) else self.input
 
 
-class _Document(Strict):
+class _Document(NullIsUnset):
     text: str
 
 

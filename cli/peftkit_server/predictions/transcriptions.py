@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, BinaryIO, ClassVar, Literal
+from typing import Any, BinaryIO, Literal
 
 from starlette.requests import Request
 
 from peftkit_server.body import uploaded_form
 from peftkit_server.predictions.bodies import ModelBody
-from peftkit_server.requests import validated
+from peftkit_server.validation import validated
 
 
 class TranscriptionBody(ModelBody):
     """The fields of a form, as text, without its file."""
 
-    UNSUPPORTED: ClassVar[frozenset[str]] = frozenset(
-        {
-            *("chunking_strategy", "include[]", "known_speaker_names[]", "language", "prompt"),
-            "timestamp_granularities[]",
-        }
+    UNSUPPORTED = (
+        *("chunking_strategy", "include[]", "known_speaker_names[]", "language", "prompt"),
+        "timestamp_granularities[]",
     )
 
     response_format: Literal["json", "text"] = "json"

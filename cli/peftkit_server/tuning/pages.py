@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 from peftkit_server.body import bounded_body
 from peftkit_server.limits import Limits
 from peftkit_server.refusals import RequestError
-from peftkit_server.requests import read_body
 from peftkit_server.threads import DaemonThreads
+from peftkit_server.validation import read_body
 
 M = TypeVar("M", bound=BaseModel)
 
