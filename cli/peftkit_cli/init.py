@@ -23,7 +23,7 @@ from peftkit_cli.start.draft import (
     usual_fields,
     usual_model,
 )
-from peftkit_cli.start.goals import GOALS
+from peftkit_cli.start.recipes import GOALS
 
 if TYPE_CHECKING:
     from peftkit_cli.start.survey import Survey

@@ -17,8 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from peftkit.errors import PeftkitError, RunError
 from peftkit.inference.sampling import Chosen
-from peftkit_server.answer_calls import call_fields
-from peftkit_server.generation import Generation, Output
+from peftkit_server.generation import Generation, Output, call_fields
 from peftkit_server.refusals import RequestError, error_fields
 from peftkit_server.threads import disconnected
 

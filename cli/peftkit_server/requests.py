@@ -8,7 +8,7 @@ for min_p, top_k and repetition_penalty.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -132,7 +132,7 @@ class SamplingFields(Strict):
 class Body(_Unsupported, SamplingFields):
     """Fields of chat and text completions; None: the server's default."""
 
-    IGNORED = (
+    IGNORED: ClassVar[Sequence[str]] = (
         *("metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "user"),
         *("prompt_cache_retention", "safety_identifier", "service_tier", "store"),
     )

@@ -160,7 +160,7 @@ def warm_up() -> dict[str, Any]:
 def survey_file(file: str) -> dict[str, Any]:
     """Return the survey of a file, and the tasks that accept its rows."""
     from peftkit_cli.start.draft import suited_tasks
-    from peftkit_cli.start.goals import GOALS
+    from peftkit_cli.start.recipes import GOALS
     from peftkit_cli.start.survey import survey
 
     summary, no_task = survey(file), ""

@@ -10,7 +10,7 @@ from peftkit.data.records import sources_of
 from peftkit.defaults import BATCHES, CONTRASTIVE_BATCHES, defaults_for
 from peftkit.recipe import load
 from peftkit_cli.start.draft import Size, recipe_text
-from peftkit_cli.start.goals import GOALS
+from peftkit_cli.start.recipes import GOALS
 from peftkit_cli.start.survey import only_data_file, splits_of
 from tests.helpers.command_line import Done, Run, turn
 from tests.helpers.folders import write_rows

@@ -29,7 +29,7 @@ from starlette.testclient import TestClient
 from peftkit_server.limits import Limits
 from peftkit_server.predictions.app import make_predictor_app
 from peftkit_server.predictions.predictor import Predictor
-from peftkit_server.predictions.server import predicting_tasks, serve_predictor
+from peftkit_server.server import predicting_tasks, serve_predictor
 from tests.helpers.serving import HERE
 
 KEY = "a-key"

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from peftkit.errors import ConfigError, PeftkitError, did_you_mean, first_few
-from peftkit_cli.start.goals import GOALS, OTHER_NAMES
-from peftkit_cli.start.recipes import recipe_file
+from peftkit_cli.start.recipes import GOALS, OTHER_NAMES, recipe_file
 
 if TYPE_CHECKING:
     from peftkit_cli.start.survey import Survey

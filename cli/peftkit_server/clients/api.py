@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -17,29 +17,12 @@ from peftkit_server.clients.messages_body import CountBody, MessagesBody
 from peftkit_server.clients.messages_reply import MessagesReply, message_error
 from peftkit_server.clients.responses_body import ResponsesBody
 from peftkit_server.clients.responses_reply import ResponsesReply
+from peftkit_server.completions import ChatService, ParsedRequest
 from peftkit_server.limits import Limits
-from peftkit_server.parsed_request import ParsedRequest
 from peftkit_server.refusals import status_of
-from peftkit_server.requests import ChatBody
 from peftkit_server.validation import read_body
 
-T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
-
-
-class ChatService(Protocol):
-    """The endpoints of chats, which prepare prompts and generate completions."""
-
-    def chat_request(self, body: ChatBody, owner: str) -> ParsedRequest:
-        """Render the prompt of a chat."""
-
-    async def in_turn(self, function: Callable[[], T], request: Request) -> T:
-        """Return the result of a function in the thread that prepares prompts."""
-
-    async def respond(
-        self, request: Request, parse: Callable[[bytes, str], ParsedRequest]
-    ) -> Response:
-        """Return the response to a request that `parse` reads from its body and its owner."""
 
 
 def client_routes(service: ChatService, limits: Limits, num_keys: int) -> Sequence[BaseRoute]:

@@ -6,7 +6,7 @@ Source: Anthropic's API reference, /v1/messages and /v1/messages/count_tokens.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -174,7 +174,7 @@ class _ContextManagement(NullIsUnset):
 class CountBody(NullIsUnset):
     """A request to /v1/messages/count_tokens."""
 
-    IGNORED = ("cache_control", "speed", "user_profile_id", "workspace_id")
+    IGNORED: ClassVar[Any] = ("cache_control", "speed", "user_profile_id", "workspace_id")
     UNSUPPORTED = ("container", "mcp_servers")
 
     model: str

@@ -8,9 +8,8 @@ from typing import Any
 
 from peftkit.errors import PeftkitError
 from peftkit.inference.call_formats import Call
-from peftkit_server.answer_calls import call_fields
 from peftkit_server.answers import Event, Reply
-from peftkit_server.generation import Output
+from peftkit_server.generation import Output, call_fields
 from peftkit_server.refusals import public, status_of
 
 ERRORS = {

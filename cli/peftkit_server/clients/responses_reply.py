@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from peftkit.errors import PeftkitError
-from peftkit_server.answer_calls import call_fields
 from peftkit_server.answers import Event, Reply
 from peftkit_server.clients.responses_body import ResponsesBody
-from peftkit_server.generation import Output
+from peftkit_server.generation import Output, call_fields
 from peftkit_server.refusals import error_fields
 
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
