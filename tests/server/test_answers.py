@@ -17,7 +17,7 @@ from peftkit.inference.sampling import Sampling
 pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
 from starlette.testclient import TestClient
 
-from peftkit_server import app
+from peftkit_server import app, completions
 from tests.helpers.serving import HERE
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -243,14 +243,14 @@ def test_the_end_token_counts_as_one_of_the_answer(client, bank):
 
 def test_decoding_interleaves_with_prefill(client, monkeypatch):
     began, go_on = threading.Event(), threading.Event()
-    plain = app.prompt_ids
+    plain = completions.prompt_ids
 
     def slow(*args: Any, **named: Any) -> Any:
         began.set()
         assert go_on.wait(20)
         return plain(*args, **named)
 
-    monkeypatch.setattr(app, "prompt_ids", slow)
+    monkeypatch.setattr(completions, "prompt_ids", slow)
     answers: list[Any] = []
     body = chat("one", "the fox", max_tokens=2)
     asking = threading.Thread(target=lambda: answers.append(client.post(CHAT, json=body)))
@@ -272,7 +272,7 @@ def test_prompts_count_before_prefill(client, monkeypatch):
     def never(*args: Any, **named: Any) -> Any:
         raise AssertionError
 
-    monkeypatch.setattr(app, "prompt_ids", never)
+    monkeypatch.setattr(completions, "prompt_ids", never)
     body = {"model": "one", "prompt": ["a"] * 3, "n": 2}
     refused = client.post(TEXT, json=body)
     assert refused.status_code == 400

@@ -11,10 +11,11 @@ from pydantic import ValidationError
 from peftkit.errors import AdapterError, ConfigError
 from peftkit_server.listening import listening
 from peftkit_server.refusals import RequestError
-from peftkit_server.requests import ChatBody, TextBody, read_body
+from peftkit_server.requests import ChatBody, TextBody
 from peftkit_server.server import serve_adapters, vllm_command
 from peftkit_server.tinker.bodies import Sample, Sampling, checked, fields_of
 from peftkit_server.tokens import TokenBody
+from peftkit_server.validation import read_body
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {"model": "one", "prompt": "the quick", "max_tokens": 2}

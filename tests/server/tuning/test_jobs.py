@@ -24,10 +24,10 @@ from peftkit.recipe import load
 from peftkit.report.history import read_history
 from peftkit.train import checkpoint_files
 from peftkit_cli.app import app
-from peftkit_server.requests import read_body
 from peftkit_server.store import Store
-from peftkit_server.tuning import jobs, pages, progress
+from peftkit_server.tuning import api, jobs, progress
 from peftkit_server.tuning.documents import CHECKPOINT, changing
+from peftkit_server.validation import read_body
 from tests.helpers.call_templates import TEMPLATES
 from tests.helpers.full_disk import Full
 from tests.helpers.jobs import (
@@ -327,7 +327,7 @@ def test_bodies_are_checked_off_the_loop(shared, monkeypatch):
             asyncio.get_running_loop()
         return read_body(data, kind)
 
-    monkeypatch.setattr(pages, "read_body", read)
+    monkeypatch.setattr(api, "read_body", read)
     assert shared.post(JOBS, content=b"{}").status_code == 400
 
 
