@@ -162,6 +162,12 @@ class Store:
         body: dict[str, Any] = json.loads(row[0])
         return body
 
+    def existing(self, kind: str, id: str) -> dict[str, Any]:
+        """Return a document that exists, of any owner."""
+        document = self.get(kind, id)
+        assert document is not None
+        return document
+
     def owner(self, kind: str, id: str) -> str:
         """Return the owner of a document that exists."""
         query = "SELECT owner FROM documents WHERE kind = ? AND id = ?"
