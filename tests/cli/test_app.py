@@ -118,10 +118,9 @@ def test_every_command_has_help_that_loads_no_torch_and_comes_soon():
     "args", ["train NAME", "runs NAME", "chat NAME", "export NAME --to ollama", "plan NAME"]
 )
 def test_a_name_that_is_too_long_is_a_usage_error(args, peftkit):
-    done = peftkit(*args.replace("NAME", "x" * 300).split())
-    assert (done.code, done.out) == (2, "")
-    assert "is too long for this file system" in done.err
-    assert "traceback" not in done.err
+    errors = peftkit(*args.replace("NAME", "x" * 300).split()).refusal()
+    assert "is too long for this file system" in errors
+    assert "traceback" not in errors
 
 
 @pytest.mark.parametrize(
@@ -137,11 +136,10 @@ def test_a_name_that_is_too_long_is_a_usage_error(args, peftkit):
     ],
 )
 def test_a_wrong_command_line_is_one_message(args, message, peftkit):
-    done = peftkit(*args)
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("UsageError: ")
-    assert message in done.err
-    assert done.err.splitlines()[-1].startswith("  See: peftkit")
+    errors = peftkit(*args).refusal()
+    assert errors.startswith("UsageError: ")
+    assert message in errors
+    assert errors.splitlines()[-1].startswith("  See: peftkit")
 
 
 def test_version_is_the_installed_one(peftkit):
@@ -215,9 +213,7 @@ def test_recipes_are_listed_shown_and_copied(peftkit, tmp_path):
 )
 def test_recipes_refuse_errors(args, message, peftkit, tmp_path):
     (tmp_path / "taken.yaml").write_text("mine")
-    done = peftkit("recipes", *args)
-    assert (done.code, done.out) == (2, "")
-    assert message in done.err
+    assert message in peftkit("recipes", *args).refusal()
     assert (tmp_path / "taken.yaml").read_text() == "mine"
 
 

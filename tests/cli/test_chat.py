@@ -72,8 +72,7 @@ def test_adapters_are_switched_by_name(peftkit, options, answers, monkeypatch):
         *(ASKED, "/adapter sql", ASKED, "/base", ASKED, "/reset"),  # each with its own history
         *("/adapter", ASKED, "/reset", "/adapter jsn", ASKED, "/base x", "/quit", ASKED),
     )
-    done = peftkit("chat", *options)
-    assert done.code == 0, done.err
+    done = peftkit("chat", *options).succeeded()
     replies = [answers[name] for name in ("json", "sql", "base", "sql", "sql")]
     assert done.out == "".join(f"{text}\n" for text in replies)
     assert "There is no adapter jsn. Did you mean 'json'?" in done.err
@@ -82,8 +81,7 @@ def test_adapters_are_switched_by_name(peftkit, options, answers, monkeypatch):
 
 def test_compare_lets_all_answer(peftkit, options, answers, monkeypatch):
     typed(monkeypatch, "/compare", f"/compare {ASKED}", "/reset", ASKED, "/compare")
-    done = peftkit("chat", *options)
-    assert done.code == 0, done.err
+    done = peftkit("chat", *options).succeeded()
     each = "".join(f"[{name}] {text}\n" for name, text in answers.items())
     assert done.out == each + f"{answers['json']}\n" + each
     assert "nothing to compare" in done.err
@@ -118,9 +116,7 @@ def test_each_conversation_continues_from_its_own_replies(two, answers, capsys):
     ],
 )
 def test_wrong_usage_exits_with_2(args, message, two, peftkit):
-    done = peftkit("chat", *(arg.format(**two) for arg in args))
-    assert (done.code, done.out) == (2, "")
-    assert message in done.err
+    assert message in peftkit("chat", *(arg.format(**two) for arg in args)).refusal()
 
 
 def test_tokens_that_a_bank_splits_are_told(peftkit, two, tmp_path, monkeypatch):

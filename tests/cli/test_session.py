@@ -51,9 +51,10 @@ def test_train_on_a_finished_run_requires_overwrite(project, peftkit):
     steps = ("--set", "train.max_steps=1", "--out", "a: run")
     assert peftkit("train", "recipe.yaml", *steps)[:2] == (0, "a: run\n")
     before = (project / "a: run" / "adapter_model.safetensors").read_bytes()
-    again = peftkit("train", "recipe.yaml", *steps, "--set", "train.seed=1")
-    assert (again.code, again.out) == (2, "")
-    assert "OutputError: " in again.err
+    assert (
+        "OutputError: "
+        in peftkit("train", "recipe.yaml", *steps, "--set", "train.seed=1").refusal()
+    )
     assert (project / "a: run" / "adapter_model.safetensors").read_bytes() == before
     over = peftkit("train", "recipe.yaml", *steps, "--set", "train.seed=1", "--overwrite")
     assert over.code == 0
@@ -64,10 +65,9 @@ def test_train_on_a_finished_run_requires_overwrite(project, peftkit):
 def test_resume_refuses_changes_that_are_not_allowed(project, peftkit):
     train = ("train", "recipe.yaml", "--set", "train.save_every=2")
     assert peftkit(*train, "--set", "train.max_steps=2").code == 0
-    refused = peftkit(*train, "--set", "train.max_steps=4", "--resume")
-    assert (refused.code, refused.out) == (2, "")
-    assert "--allow-changes train.max_steps" in refused.err
-    assert "peftkit train --from RUN" in refused.err
+    errors = peftkit(*train, "--set", "train.max_steps=4", "--resume").refusal()
+    assert "--allow-changes train.max_steps" in errors
+    assert "peftkit train --from RUN" in errors
     allowed = peftkit(
         *train, "--set", "train.max_steps=4", "--resume", "--allow-changes", "train.max_steps"
     )
@@ -87,9 +87,7 @@ def test_a_finished_run_gives_its_recipe_to_another(inside, tmp_path):
     assert "rank: 4" in kept
     assert "max_steps: 2" in kept
     for wrong in (("--from", "runs"), ("--from", "run/demo"), (), ("recipe.yaml", "--from", "x")):
-        refused = inside("train", *wrong)
-        assert (refused.code, refused.out) == (2, "")
-        assert "ConfigError: " in refused.err
+        assert "ConfigError: " in inside("train", *wrong).refusal()
 
 
 def test_check_shows_rows_as_the_loss_sees_them_without_writes(project, peftkit):
@@ -167,8 +165,7 @@ def test_chat_alternates_adapter_and_base(inside, monkeypatch):
         "never asked",
     ]  # fmt: skip
     monkeypatch.setattr("sys.stdin", StringIO("\n".join(lines)))
-    done = inside("chat", "runs/demo", "--max-new-tokens", 5)
-    assert done.code == 0, done.err
+    done = inside("chat", "runs/demo", "--max-new-tokens", 5).succeeded()
     first, bare, again = done.out.splitlines()
     assert first == again != bare
     assert "Did you mean '/base'?" in done.err
@@ -204,8 +201,7 @@ def test_a_chat_adapter_is_evaluated_on_texts(inside, trained, tmp_path):
     refused = inside("eval", "runs/demo", "--data", texts)
     assert refused.code == 2
     assert "--row-style" in refused.err
-    done = inside("eval", "runs/demo", "--data", texts, "--row-style", "--json")
-    assert done.code == 0, done.err
+    done = inside("eval", "runs/demo", "--data", texts, "--row-style", "--json").succeeded()
     assert json.loads(done.out)["num_tokens"] < 64  # the run's data.max_length
     assert trained_length(trained / "runs" / "demo") == 64
     assert trained_length(next((trained / "runs" / "demo" / "checkpoints").iterdir())) == 64
@@ -220,9 +216,7 @@ def test_transformers_loads_a_merged_model(inside, trained, tmp_path):
     with torch.no_grad():
         difference = merged(ids).logits - opened.base.model(ids).logits
     assert difference.abs().max() < 1e-4  # fp32, weights of order 0.2: rounding of the sums
-    taken = inside("merge", "runs/demo", "--out", tmp_path / "merged")
-    assert (taken.code, taken.out) == (2, "")
-    assert "OutputError: " in taken.err
+    assert "OutputError: " in inside("merge", "runs/demo", "--out", tmp_path / "merged").refusal()
 
 
 def test_inspect_tells_what_an_adapter_is(inside, model_folder):
@@ -315,10 +309,9 @@ def test_wrong_input_is_told_with_exit_code_2(wrong, project, peftkit):
 @pytest.mark.parametrize(("command", "out"), [("train", "eval.jsonl/run"), ("check", "eval.jsonl")])
 def test_an_invalid_output_folder_is_reported_before_loading(out, command, project, peftkit):
     before = (project / "eval.jsonl").read_bytes()
-    done = peftkit(command, "recipe.yaml", "--set", f"train.output_dir={out}")
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("OutputError: ")
-    assert out in done.err
+    errors = peftkit(command, "recipe.yaml", "--set", f"train.output_dir={out}").refusal()
+    assert errors.startswith("OutputError: ")
+    assert out in errors
     assert (project / "eval.jsonl").read_bytes() == before
 
 
@@ -341,10 +334,9 @@ def test_another_base_requires_force(inside, tmp_path, model_folder):
         torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(other)
     args = ("--prompt", ASKED, "--base", other)
-    refused = inside("generate", "runs/demo", *args)
-    assert (refused.code, refused.out) == (2, "")
-    assert "AdapterError: " in refused.err
-    assert "--force" in refused.err
+    errors = inside("generate", "runs/demo", *args).refusal()
+    assert "AdapterError: " in errors
+    assert "--force" in errors
     assert inside("generate", "runs/demo", *args, "--force").code == 0
 
 
@@ -354,9 +346,7 @@ def test_missing_tensors_or_pickles_refused(inside, trained, tmp_path):
     for name in ("adapter_config.json", "peftkit.json"):
         shutil.copy(trained / "runs" / "demo" / name, folder)
     for command in (("generate", folder, "--prompt", "a"), ("inspect", folder)):
-        done = inside(*command)
-        assert (done.code, done.out) == (2, "")
-        assert "adapter_model.safetensors" in done.err
+        assert "adapter_model.safetensors" in inside(*command).refusal()
     (folder / "adapter_model.bin").write_bytes(b"\x80\x04.")
     assert "safetensors" in inside("generate", folder, "--prompt", "a").err
 

@@ -22,6 +22,16 @@ class Done(NamedTuple):
     out: str
     err: str
 
+    def succeeded(self) -> "Done":
+        """Return itself, if the command succeeded."""
+        assert self.code == 0, self.err
+        return self
+
+    def refusal(self) -> str:
+        """Return the message of a command that refused its input and printed no data."""
+        assert (self.code, self.out) == (2, ""), self
+        return self.err
+
 
 Run = Callable[..., Done]
 

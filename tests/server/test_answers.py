@@ -18,7 +18,7 @@ pytest.importorskip("starlette", reason="the extra peftkit[serve] is not install
 from starlette.testclient import TestClient
 
 from peftkit_server import app, completions
-from tests.helpers.serving import HERE
+from tests.helpers.serving import HERE, refusal
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -62,9 +62,8 @@ def test_a_plain_adapter_is_prompted_as_trained(client, bank):
     (choice,) = client.post(CHAT, json=chat("two", "the lazy dog")).json()["choices"]
     assert choice["message"]["content"] == text
     turns = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
-    refused = client.post(CHAT, json={"model": "two", "messages": turns})
-    assert refused.status_code == 400
-    assert "trained on single prompts" in refused.json()["error"]["message"]
+    error = refusal(client.post(CHAT, json={"model": "two", "messages": turns}))
+    assert "trained on single prompts" in error["message"]
 
 
 def test_parts_of_text_and_the_developer_s_role_are_read(client):
@@ -274,9 +273,7 @@ def test_prompts_count_before_prefill(client, monkeypatch):
 
     monkeypatch.setattr(completions, "prompt_ids", never)
     body = {"model": "one", "prompt": ["a"] * 3, "n": 2}
-    refused = client.post(TEXT, json=body)
-    assert refused.status_code == 400
-    assert "6 completions" in refused.json()["error"]["message"]
+    assert "6 completions" in refusal(client.post(TEXT, json=body))["message"]
 
 
 def test_models_are_the_adapters_and_the_base(client):

@@ -45,6 +45,7 @@ from tests.helpers.jobs import (
     prompts,
     serving,
 )
+from tests.helpers.serving import refusal
 
 
 def said(folder: Path) -> str:
@@ -246,9 +247,8 @@ def test_a_reinforcement_job_learns_from_its_grader(served):
 def test_functions_of_clients_run_only_if_the_operator_allows_it(shared):
     number = len(shared.get(JOBS, params={"limit": 100}).json()["data"])
     body = {"model": "base", "training_file": shared.upload(prompts())}
-    refused = shared.post(JOBS, json={**body, "method": graded(FUNCTION)})
-    assert refused.status_code == 403
-    assert "--run-graders" in refused.json()["error"]["message"]
+    error = refusal(shared.post(JOBS, json={**body, "method": graded(FUNCTION)}), 403)
+    assert "--run-graders" in error["message"]
     assert len(shared.get(JOBS, params={"limit": 100}).json()["data"]) == number
     assert not [*shared.folder.rglob("*.py")]
 
@@ -509,9 +509,7 @@ def test_a_job_is_cancelled_at_its_next_step_or_before_it_begins(served):
         assert len(client.get("/v1/models").json()["data"]) == 2
         assert client.delete(f"{FILES}/{file}").status_code == 200
         for what in ("cancel", "pause", "resume"):
-            refused = client.post(f"{JOBS}/{first}/{what}")
-            assert refused.status_code == 400
-            assert "is cancelled" in refused.json()["error"]["message"]
+            assert "is cancelled" in refusal(client.post(f"{JOBS}/{first}/{what}"))["message"]
 
 
 def test_waiting_jobs_are_bounded(served):
@@ -520,9 +518,7 @@ def test_waiting_jobs_are_bounded(served):
         ids = [client.job(chats(), method=hyper())["id"] for _ in range(2)]
         assert gate.reached.wait(60)
         body = {"model": "base", "training_file": client.upload(chats())}
-        refused = client.post(JOBS, json=body)
-        assert refused.status_code == 429
-        assert refused.json()["error"]["code"] == "queue_full"
+        assert refusal(client.post(JOBS, json=body), 429)["code"] == "queue_full"
         for id in ids:
             client.post(f"{JOBS}/{id}/cancel")
         gate.go()
@@ -576,9 +572,8 @@ def test_unstored_failures_come_later(served, monkeypatch):
 def test_a_full_disk_is_a_server_error(client, monkeypatch):
     file, full = client.upload(chats()), Full(monkeypatch)
     full.is_full = True
-    refused = client.post(JOBS, json={"model": "base", "training_file": file})
-    assert refused.status_code == 503
-    assert refused.json()["error"]["type"] == "server_error"
+    error = refusal(client.post(JOBS, json={"model": "base", "training_file": file}), 503)
+    assert error["type"] == "server_error"
     full.is_full = False
     assert client.post(JOBS, json={"model": "base", "training_file": file}).status_code == 200
 
