@@ -197,8 +197,8 @@ def draft_recipe(file: str, task: str, model: str, memory: str) -> dict[str, Any
     named = drafts.usual_fields(task, summary)
     if named is None:
         named = drafts.longest_fields(summary)
-    draft = drafts.draft(summary, task, model, num_bytes, named=named)
-    return {"recipe": draft.text, "model": draft.model, "notice": draft.notice}
+    text, notice = drafts.draft(summary, task, model, num_bytes, named=named)
+    return {"recipe": text, "model": model, "notice": notice}
 
 
 def read_recipe(text: str) -> Any:

@@ -81,7 +81,6 @@ def test_inspect_reports_why_an_update_cannot_be_measured(adapters, peftkit, tmp
     config.write_text(
         config.read_text().replace('"init_lora_weights": true', '"init_lora_weights": "pissa"')
     )
-    done = peftkit("inspect", "a")
-    assert done.code == 0
+    done = peftkit("inspect", "a").succeeded()
     assert "No norms of the updates: " in done.err
     assert "init_lora_weights: pissa" in done.err

@@ -84,8 +84,7 @@ def test_a_pickle_error_names_a_safe_load(adapter, peftkit, monkeypatch):
 
 def test_serving_says_how_to_serve(adapter, peftkit):
     args = ("export", adapter, "--to", "peft", "--profile", "serving", "--out", "served")
-    done = peftkit(*args)
-    assert done.code == 0
+    done = peftkit(*args).succeeded()
     command = "vllm serve org/base --enable-lora --max-lora-rank 8 --lora-modules served=served"
     assert f"vLLM: {command}" in done.err
 

@@ -12,23 +12,26 @@ from peftkit.defaults import BATCHES, CONTRASTIVE_BATCHES, defaults_for
 from peftkit.recipe import Recipe, load
 from peftkit_cli.start.draft import Size, recipe_text
 from peftkit_cli.start.recipes import GOALS
-from peftkit_cli.start.survey import only_data_file, splits_of
+from peftkit_cli.start.survey import FieldFacts, Survey, only_data_file, splits_of
 from tests.helpers.command_line import Done, Run, turn
 from tests.helpers.folders import write_rows
 
 
-def written(folder: Path, task: str, **answers: Any) -> Recipe:
-    """Write the recipe of a task and of answers; load it."""
-    given = {"data": "rows.jsonl", "model": "org/m", "on_cpu": True, "fields": ["a"], **answers}
-    (folder / "recipe.yaml").write_text(recipe_text(task, **given), encoding="utf-8")
+def written(
+    folder: Path, task: str, width: int | None = None, *, on_cpu: bool = True, **facts: Any
+) -> Recipe:
+    """Write the recipe of a task, for rows of such facts; load it."""
+    given = {"where": "rows.jsonl", "fields": [FieldFacts("a", 9, 0, 0)], **facts}
+    text = recipe_text(Survey(**given), task, "org/m", Size(width), on_cpu=on_cpu)
+    (folder / "recipe.yaml").write_text(text, encoding="utf-8")
     return load(folder / "recipe.yaml")
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("task", GOALS)
 def test_every_recipe_is_valid_and_has_the_answers(task, on_cpu, tmp_path):
-    answers = {"data": "my: rows.jsonl", "on_cpu": on_cpu, "base": Size(576)}
-    recipe = written(tmp_path, task, num_rows=640, **answers)
+    facts = {"where": "my: rows.jsonl", "num_rows": 640}
+    recipe = written(tmp_path, task, 576, on_cpu=on_cpu, **facts)
     assert recipe.task.type == {"kto": "preference"}.get(task, task)
     assert (recipe.base.model, recipe.data.train) == ("org/m", "my: rows.jsonl")
     assert recipe.method.start_from is None
@@ -50,15 +53,15 @@ def test_every_recipe_is_valid_and_has_the_answers(task, on_cpu, tmp_path):
 
 @pytest.mark.parametrize(("fields", "anchor"), [(["messages"], 1.0), (["text"], None)])
 def test_conversations_are_trained_with_an_anchor(fields, anchor, tmp_path):
-    recipe = written(tmp_path, "causal_lm", num_rows=640, fields=fields)
+    facts = {"num_rows": 640, "fields": [FieldFacts(*fields, 640, 0, 0)]}
+    recipe = written(tmp_path, "causal_lm", **facts)
     assert recipe.task.anchor == anchor
     assert recipe.train.drift is not None
 
 
 @pytest.mark.parametrize(("num_rows", "share"), [(99, None), (100, 0.16), (200, 0.08), (400, 0.05)])
 def test_enough_rows_are_held_out_to_evaluate_on(num_rows, share, tmp_path):
-    answers = {"fields": ["messages"], "base": Size(576)}
-    assert written(tmp_path, "causal_lm", num_rows=num_rows, **answers).data.eval == share
+    assert written(tmp_path, "causal_lm", 576, num_rows=num_rows).data.eval == share
 
 
 def test_options_answer_the_questions(peftkit, tmp_path, model_folder):

@@ -56,8 +56,8 @@ def test_train_on_a_finished_run_requires_overwrite(project, peftkit):
         in peftkit("train", "recipe.yaml", *steps, "--set", "train.seed=1").refusal()
     )
     assert (project / "a: run" / "adapter_model.safetensors").read_bytes() == before
-    over = peftkit("train", "recipe.yaml", *steps, "--set", "train.seed=1", "--overwrite")
-    assert over.code == 0
+    again = (*steps, "--set", "train.seed=1", "--overwrite")
+    peftkit("train", "recipe.yaml", *again).succeeded()
     assert (project / "a: run" / "adapter_model.safetensors").read_bytes() != before
 
 
@@ -70,8 +70,7 @@ def test_resume_refuses_changes_that_are_not_allowed(project, peftkit):
     assert "peftkit train --from RUN" in errors
     allowed = peftkit(
         *train, "--set", "train.max_steps=4", "--resume", "--allow-changes", "train.max_steps"
-    )
-    assert allowed.code == 0, allowed.err
+    ).succeeded()
     assert "step 4/4" in allowed.err
     assert "step 2/4" not in allowed.err
 
@@ -92,8 +91,7 @@ def test_a_finished_run_gives_its_recipe_to_another(inside, tmp_path):
 
 def test_check_shows_rows_as_the_loss_sees_them_without_writes(project, peftkit):
     before = sorted(project.rglob("*"))
-    done = peftkit("check", "recipe.yaml")
-    assert done.code == 0
+    done = peftkit("check", "recipe.yaml").succeeded()
     assert (done.out + done.err).count("Ready to train") == 1
     title = next(line for line in done.out.splitlines() if line.startswith("train.jsonl:1"))
     assert title.endswith("as the loss sees it")
@@ -174,8 +172,7 @@ def test_chat_alternates_adapter_and_base(inside, monkeypatch):
 
 
 def test_eval_measures_and_speaks_json(inside):
-    done = inside("eval", "runs/demo", "--data", "eval.jsonl")
-    assert done.code == 0
+    done = inside("eval", "runs/demo", "--data", "eval.jsonl").succeeded()
     names = [line.split("  ")[0] for line in done.out.splitlines()]
     assert names == ["loss", "perplexity", "exact match", "tokens", "rows"]
     facts = json.loads(inside("eval", "runs/demo", "--data", "eval.jsonl", "--json").out)
@@ -233,8 +230,7 @@ def test_inspect_tells_what_an_adapter_is(inside, model_folder):
     assert facts["num_parameters"] == 2 * (q + v)
     paths = {group["modules"] for group in facts["modules"]}
     assert paths == {"model.layers.*.self_attn.q_proj", "model.layers.*.self_attn.v_proj"}
-    output = inside("inspect", "runs/demo/adapter_config.json")
-    assert output.code == 0
+    output = inside("inspect", "runs/demo/adapter_config.json").succeeded()
     assert "model.layers.*.self_attn.q_proj" in output.out
 
 
@@ -248,8 +244,7 @@ def test_inspect_tells_the_roles_of_a_model(inside, model_folder):
     }  # fmt: skip
     assert groups["embed"]["shape"] == "384 -> 32"
     assert groups["down"]["shape"] == "64 -> 32"
-    output = inside("inspect", model_folder)
-    assert output.code == 0
+    output = inside("inspect", model_folder).succeeded()
     assert "self_attn.q_proj" in output.out
 
 
