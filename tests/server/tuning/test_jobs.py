@@ -6,6 +6,7 @@ import csv
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -342,22 +343,26 @@ def test_a_body_that_is_none_is_refused(shared, data):
 # Jobs that are interrupted.
 
 
-def stopped_at(step: int, served: Served) -> tuple[str, Path]:
-    """Return the id and the folder of a job whose server ended after a step."""
+@contextmanager
+def held(served: Served, step: int) -> Iterator[tuple[Client, str, Gated]]:
+    """Serve a job that waits after a step; yield the client, the job's id and its gate."""
     gate = Gated(f"Step {step}/9")
     with served(say=gate.say) as client:
         id = client.job(chats(), method=hyper())["id"]
         assert gate.reached.wait(60)
+        yield client, id, gate
+
+
+def stopped_at(step: int, served: Served) -> tuple[str, Path]:
+    """Return the id and the folder of a job whose server ended after a step."""
+    with held(served, step) as (client, id, gate):
         gate.go(0.2)
     return id, client.folder / "jobs" / id
 
 
 @pytest.mark.parametrize("what", ["pause", "the server ends"])
 def test_an_interrupted_job_is_bit_equal(served, alone, what):
-    gate = Gated("Step 4/9")
-    with served(say=gate.say) as client:
-        id = client.job(chats(), method=hyper())["id"]
-        assert gate.reached.wait(60)
+    with held(served, 4) as (client, id, gate):
         if what == "pause":
             assert client.post(f"{JOBS}/{id}/pause").json()["status"] == "paused"
         gate.go(0.0 if what == "pause" else 0.2)  # while the server waits for the step
@@ -390,10 +395,7 @@ def test_an_interrupted_job_is_bit_equal(served, alone, what):
     ],
 )
 def test_jobs_resume_over_another_dtype(served, other, changes):
-    gate = Gated("Step 4/9")
-    with served(say=gate.say) as client:
-        id = client.job(chats(), method=hyper())["id"]
-        assert gate.reached.wait(60)
+    with held(served, 4) as (client, id, gate):
         waits = client.job(chats(), method=hyper(n_epochs=1))["id"]
         client.until(waits, "queued")
         gate.go(0.2)
@@ -485,10 +487,7 @@ def test_a_server_killed_around_a_checkpoint_resumes(served, alone):
 
 
 def test_a_job_is_cancelled_at_its_next_step_or_before_it_begins(served):
-    gate = Gated("Step 2/9")
-    with served(say=gate.say) as client:
-        first = client.job(chats(), method=hyper())["id"]
-        assert gate.reached.wait(60)
+    with held(served, 2) as (client, first, gate):
         second = client.job(chats(), method=hyper())["id"]
         client.until(second, "queued")
         for what in ("pause", "resume") * 3:
@@ -526,10 +525,8 @@ def test_waiting_jobs_are_bounded(served):
 
 
 def test_a_job_survives_a_full_disk(served, alone, monkeypatch):
-    full, gate = Full(monkeypatch), Gated("Step 5/9")
-    with served(say=gate.say) as client:
-        id = client.job(chats(), method=hyper())["id"]
-        assert gate.reached.wait(60)
+    full = Full(monkeypatch)
+    with held(served, 5) as (client, id, gate):
         waits = client.job(chats(), method=hyper(n_epochs=1))["id"]
         client.until(waits, "queued")
         gate.go(0.1)
@@ -580,10 +577,7 @@ def test_a_full_disk_is_a_server_error(client, monkeypatch):
 
 def test_a_job_keeps_its_start_adapter(served, monkeypatch):
     monkeypatch.setattr(progress, "MAX_CHECKPOINTS", 1)
-    gate = Gated("Step 5/9")
-    with served(say=gate.say) as client:
-        first = client.job(chats(), method=hyper())["id"]
-        assert gate.reached.wait(60)
+    with held(served, 5) as (client, first, gate):
         (kept,) = client.get(f"{JOBS}/{first}/checkpoints").json()["data"]
         model = kept["fine_tuned_model_checkpoint"]
         second = client.job(chats(), model=model, method=hyper(n_epochs=1))["id"]
