@@ -111,8 +111,7 @@ def _print_version(is_set: bool) -> None:
 def root(
     context: typer.Context,
     debug: Annotated[
-        bool,
-        typer.Option("--debug", envvar="PEFTKIT_DEBUG", help="Show tracebacks and warnings."),
+        bool, typer.Option("--debug", envvar="PEFTKIT_DEBUG", help="Show tracebacks and warnings.")
     ] = False,
     log_format: Annotated[
         LogFormat,

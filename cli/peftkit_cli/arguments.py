@@ -34,8 +34,7 @@ Force = Annotated[
 System = Annotated[
     str | None,
     typer.Option(
-        metavar="TEXT",
-        help='System prompt, instead of the one used in training; "" for none.',
+        metavar="TEXT", help='System prompt, instead of the one used in training; "" for none.'
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]

@@ -67,11 +67,7 @@ def serve(
             fix="Add --train DIR. Without it, the base is loaded as the adapters were trained.",
         )
     folders = named_adapters(runs if options is None else runs[1:])
-    from peftkit.inference.open_engine import (
-        cache_footprint,
-        generation_fallbacks,
-        tokens_that_fit,
-    )
+    from peftkit.inference.open_engine import cache_footprint, generation_fallbacks, tokens_that_fit
     from peftkit_cli.render import Renderer
     from peftkit_server.server import (
         predicting_tasks,
@@ -158,11 +154,7 @@ def _options(
 
     settings = from_dict(BaseConfig, {"model": model, "quantize": quantize}, "peftkit serve")
     return TrainingOptions(
-        folder=folder,
-        base=settings,
-        names=(model, *names),
-        allow_code=allow_code,
-        say=note,
+        folder=folder, base=settings, names=(model, *names), allow_code=allow_code, say=note
     )
 
 

@@ -232,11 +232,7 @@ def message(answer: Output) -> dict[str, Any]:
 def usage(answers: Sequence[Output], num_prompt: int) -> dict[str, int]:
     """Return the token counts of a request."""
     new = sum(answer.num_tokens for answer in answers)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": new,
-        "total_tokens": num_prompt + new,
-    }
+    return {"prompt_tokens": num_prompt, "completion_tokens": new, "total_tokens": num_prompt + new}
 
 
 async def whole_answers(

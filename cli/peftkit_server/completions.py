@@ -251,11 +251,7 @@ class ChatService:
         return await reply.respond(request, generations, queue, num_prompt, is_streamed=is_streamed)
 
     def _generations(
-        self,
-        parsed: ParsedRequest,
-        owner: str,
-        queue: OutputQueue,
-        loop: asyncio.AbstractEventLoop,
+        self, parsed: ParsedRequest, owner: str, queue: OutputQueue, loop: asyncio.AbstractEventLoop
     ) -> list[Generation]:
         body, adapter, style, prompts, calls, *_ = parsed
         copies, temperature = body.n or 1, body.temperature

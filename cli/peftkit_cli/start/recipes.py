@@ -60,9 +60,7 @@ class Goal:
 ENCODER = "all-minilm-l6-v2"
 GOALS = {
     "causal_lm": Goal(
-        "answer, chat, follow instructions, write text",
-        "chat-sft",
-        fields=("prompt", "completion"),
+        "answer, chat, follow instructions, write text", "chat-sft", fields=("prompt", "completion")
     ),
     "preference": Goal("prefer chosen over rejected answers (DPO)", "preference", compares=True),
     "kto": Goal("prefer answers labelled as good (KTO)", "kto", compares=True),

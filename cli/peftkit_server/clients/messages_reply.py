@@ -123,7 +123,4 @@ class MessagesReply(Reply):
         usage = {**self._message["usage"], "output_tokens": output.num_tokens}
         delta = {"stop_reason": reason, "stop_sequence": output.stop_text}
         self._message |= {**delta, "content": self._blocks, "usage": usage}
-        return [
-            {"type": "message_delta", "delta": delta, "usage": usage},
-            {"type": "message_stop"},
-        ]
+        return [{"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]

@@ -71,10 +71,7 @@ def make_predictor_app(
             ),
             *wrong_routes(predictor.endpoints),
         ],
-        middleware=[
-            Middleware(Gate, keys=keys),
-            Middleware(Intake, limits=service.limits),
-        ],
+        middleware=[Middleware(Gate, keys=keys), Middleware(Intake, limits=service.limits)],
         exception_handlers={PeftkitError: refuse, HTTPException: refuse_route},
     )
     app.state.threads = service.threads

@@ -42,11 +42,7 @@ def test_a_text(client, says):
 def test_the_order_of_events(client, says):
     says(f"<think>\nhm\n</think>\n\nI look. {call('sub', 2)}")
     whole = create(client, tools=TOOLS)
-    assert [item["type"] for item in whole["output"]] == [
-        "reasoning",
-        "message",
-        "function_call",
-    ]
+    assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call"]
     events = stream(client, tools=TOOLS)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     names = [event["type"].removeprefix("response.") for event in events]
