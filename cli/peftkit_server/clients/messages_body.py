@@ -234,11 +234,5 @@ class MessagesBody(CountBody):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
 
     def _sampling(self) -> dict[str, Any]:
-        return {
-            "max_tokens": self.max_tokens,
-            "stop": self.stop_sequences,
-            "stream": self.stream,
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-        }
+        same = {"max_tokens", "stream", "temperature", "top_k", "top_p"}
+        return {"stop": self.stop_sequences, **self.model_dump(include=same)}

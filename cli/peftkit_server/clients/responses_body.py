@@ -234,17 +234,14 @@ class ResponsesBody(NullIsUnset):
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         choice = self.tool_choice
         format = self.text.format if self.text else None
+        same = {"model", "parallel_tool_calls", "stream", "temperature", "top_p"}
         fields = {
-            "model": self.model,
+            **self.model_dump(include=same),
             "messages": [*system, *earlier, *self.turns()],
             "max_completion_tokens": self.max_output_tokens,
-            "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "response_format": format.plain() if format else None,
-            "stream": self.stream,
-            "temperature": self.temperature,
             "tool_choice": choice if choice is None or isinstance(choice, str) else choice.plain(),
             "tools": [tool.plain() for tool in self.tools or ()] or None,
-            "top_p": self.top_p,
         }
         return validated(fields, ChatBody)
