@@ -272,7 +272,7 @@ class ChatService:
                 temperature=self._limits.temperature if temperature is None else temperature,
                 top_p=body.top_p or 1.0,
                 seed=resolve_seed(body.seed),
-                top_k=body.num_likeliest,
+                top_k=max(body.top_k or 0, 0),  # 0: all tokens
                 stops=[*(calls.stops if calls else self._stops(style)), *body.stop_ids],
                 top_logprobs=body.num_top or 0,
                 min_p=body.min_p or 0.0,

@@ -137,6 +137,8 @@ class Body(_Unsupported, SamplingFields):
         *("prompt_cache_retention", "safety_identifier", "service_tier", "store"),
     )
     UNSUPPORTED = frozenset(_Unsupported.model_fields)
+    keeps_end: ClassVar[bool] = False
+    """Whether the reported tokens include the end token."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
@@ -177,19 +179,9 @@ class Body(_Unsupported, SamplingFields):
         return None
 
     @property
-    def keeps_end(self) -> bool:
-        """Whether the reported tokens include the end token."""
-        return False
-
-    @property
     def stop_ids(self) -> Sequence[int]:
         """End tokens in addition to the model's."""
         return ()
-
-    @property
-    def num_likeliest(self) -> int:
-        """Number of top tokens to sample from (top_k); 0: all tokens."""
-        return max(self.top_k or 0, 0)
 
     @property
     def wants_usage(self) -> bool:

@@ -9,8 +9,8 @@ import pytest
 from peftkit.errors import AdapterError, DataError, RunError
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.train.start import locked
-from peftkit_cli import about, app
-from tests.helpers.command_line import environment
+from peftkit_cli import about
+from tests.helpers.command_line import commands, environment
 
 COMMANDS: dict[str, list[str]] = {
     "quickstart": [],
@@ -82,18 +82,12 @@ COMMANDS: dict[str, list[str]] = {
 
 
 def test_commands_and_flags_are_frozen():
-    import typer
-
-    commands = {}
-    for name, command in typer.main.get_command(app.app).commands.items():
-        below = getattr(command, "commands", None)  # of a group
-        commands |= {f"{name} {n}": c for n, c in below.items()} if below else {name: command}
     names = {
-        command: [
+        name: [
             parameter.opts[0] if parameter.opts[0].startswith("--") else parameter.metavar
-            for parameter in commands[command].params
+            for parameter in command.params
         ]
-        for command in commands
+        for name, command in commands().items()
     }
     assert names == COMMANDS
 

@@ -1,7 +1,6 @@
 """`peftkit chat` with several adapters: named, switched, compared."""
 
 import shutil
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from peftkit.inference.bank import open_bank
 from peftkit.inference.generate import generate
 from peftkit.methods.lora import LoRA
 from tests.helpers.adapters import perturb
+from tests.helpers.command_line import typed
 
 ASKED = "what is the lazy?"
 
@@ -60,10 +60,6 @@ def answers(two: dict[str, Path]) -> dict[str, str]:
             )
     assert len(set(texts.values())) == 3
     return texts
-
-
-def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    monkeypatch.setattr("sys.stdin", StringIO("".join(line + "\n" for line in lines)))
 
 
 def test_adapters_are_switched_by_name(peftkit, options, answers, monkeypatch):

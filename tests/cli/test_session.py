@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from peftkit.figures import metric_name
 from peftkit.files.disk import LOCKS
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.generate import generate
-from tests.helpers.command_line import Run, start, turn
+from tests.helpers.command_line import Run, start, turn, typed
 from tests.helpers.folders import write_rows
 
 ASKED = "what is the lazy?"
@@ -151,9 +150,9 @@ def test_a_seed_repeats_a_sampled_completion(inside):
 
 def test_a_prompt_can_come_from_stdin(inside, monkeypatch):
     output = inside("generate", "runs/demo", "--prompt", ASKED).out
-    monkeypatch.setattr("sys.stdin", StringIO(ASKED + "\n"))
+    typed(monkeypatch, ASKED)
     assert inside("generate", "runs/demo", "--prompt", "-").out == output
-    monkeypatch.setattr("sys.stdin", StringIO(""))
+    typed(monkeypatch)
     assert inside("generate", "runs/demo", "--prompt", "-").code == 2
 
 
@@ -162,7 +161,7 @@ def test_chat_alternates_adapter_and_base(inside, monkeypatch):
         ASKED, "/base", ASKED, "/reset", "/adapter", ASKED, "/bas", "/help", "", "/quit",
         "never asked",
     ]  # fmt: skip
-    monkeypatch.setattr("sys.stdin", StringIO("\n".join(lines)))
+    typed(monkeypatch, *lines)
     done = inside("chat", "runs/demo", "--max-new-tokens", 5).succeeded()
     first, bare, again = done.out.splitlines()
     assert first == again != bare

@@ -1,7 +1,6 @@
 """One meaning of a conversation: chat and its like send what rows were learnt with."""
 
 import json
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM, CausalLMConfig
 from peftkit_cli.conversation import Conversation
 from tests.helpers.chat_templates import TEMPLATES
+from tests.helpers.command_line import typed
 from tests.helpers.folders import write_rows
 
 SYSTEM = 'You sell "foxes" 🦊.\nBe short.'
@@ -109,10 +109,6 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr("peftkit_cli.conversation.stream", stream)
     return prompts
-
-
-def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    monkeypatch.setattr("sys.stdin", StringIO("".join(line + "\n" for line in lines)))
 
 
 TURN = "<|im_start|>system\n"
