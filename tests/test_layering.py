@@ -98,11 +98,11 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
         "server/clients/",
         "server/predictions/bodies",
         "server/requests",
-        "server/sampling_fields",
         "server/tool_fields",
         "server/tokens",
         "server/tuning/",
         "server/tinker/bodies",
+        "server/validation",
     ),
     "yaml": ("config/", "cli/import_recipe"),  # there: files of other programs
     "PIL": ("data/media/",),  # the optional extra `images`; imported when called
@@ -112,7 +112,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "jiwer": ("tasks/metrics",),
     # the optional extra `serve`, with uvicorn; imported when called
     "starlette": ("server/", "studio/"),
-    "uvicorn": ("server/server", "server/predictions/server", "studio/server"),
+    "uvicorn": ("server/server", "studio/server"),
     "prometheus_client": ("server/metrics",),  # the optional extra `metrics`
     "google": ("server/tinker/wire",),  # protobuf: the optional extra `train-api`
     "llguidance": ("server/grammars",),  # the optional extra `json`; imported when called

@@ -23,10 +23,7 @@ if TYPE_CHECKING:
     from peftkit.inference.bank import AdapterBank
 
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum length of an answer.")]
-Temperature = Annotated[
-    float,
-    typer.Option(metavar="X", min=0.0, help="0: greedy; above: sample."),
-]
+Temperature = Annotated[float, typer.Option(metavar="X", min=0.0, help="0: greedy; above: sample.")]
 Seed = Annotated[int | None, typer.Option(metavar="N", help="Seed for sampling.")]
 
 

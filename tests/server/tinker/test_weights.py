@@ -252,14 +252,7 @@ def test_after_a_restart_saved_weights_are_there_and_lost_models_say_so(serve):
     assert model.send(b"").status_code == 400
     body = {"model_id": model.id, "seq_id": 9, "adam_params": {}}
     assert path in client.ask("optim_step", **body).text
-    refused = client.ask(
-        "asample",
-        sampling_session_id=lost["sampling_session_id"],
-        seq_id=0,
-        prompt={"chunks": [{"type": "encoded_text", "tokens": answer}]},
-        sampling_params={},
-    )
-    assert refused.status_code == 404
+    assert client.ask_sample(lost["sampling_session_id"], answer).status_code == 404
     assert train_steps(client.load(path, optimizer=True), 2) == expected
     assert [one["checkpoint_id"] for one in client.get("checkpoints")["checkpoints"]] == [
         "sampler_weights/y",
