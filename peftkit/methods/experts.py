@@ -103,7 +103,7 @@ class LoRAExperts(AdapterModule):
     def parts(self) -> dict[str, LoRAStack]:
         return {name: cast(LoRAStack, stack) for name, stack in self.stacks.items()}
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         if not self.enabled:
             return self.base(*args, **kwargs)
         adapted = {

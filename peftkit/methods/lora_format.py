@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from peftkit.errors import AdapterError
 from peftkit.files.strict_json import shown
-from peftkit.methods.base import AdapterModule
+from peftkit.methods.base import Modules
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_init import SUBTRACTED
 from peftkit.methods.lora_linear import LoRALinear
@@ -32,7 +32,7 @@ SCALES = ("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alph
 class LoRAFormat(PeftFormat[LoRA]):
     """LoRA on linear layers and on stacked experts."""
 
-    peft_type: ClassVar[str] = "LORA"
+    peft_type = "LORA"
     method_class: type[LoRA] = LoRA
     known_fields: ClassVar[Collection[str]] = (
         *TARGETS, *LAYERS, *SCALES, *IGNORED, "fan_in_fan_out", "target_parameters",
@@ -44,9 +44,7 @@ class LoRAFormat(PeftFormat[LoRA]):
     def method(self, fields: Mapping[str, Any]) -> LoRA:
         return self.method_class(**_settings(fields))
 
-    def fields(
-        self, method: LoRA, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> dict[str, Any]:
+    def fields(self, method: LoRA, model: nn.Module, modules: Modules) -> dict[str, Any]:
         from peftkit.methods.experts import LoRAExperts
 
         ranks, scalings = {}, {}
@@ -69,7 +67,7 @@ class LoRAFormat(PeftFormat[LoRA]):
     def with_missing(
         self,
         fields: Mapping[str, object],
-        modules: Mapping[str, AdapterModule],
+        modules: Modules,
         tensors: Mapping[str, Tensor],
     ) -> Mapping[str, Tensor]:
         """Add the initial values that PEFT's PiSSA and OLoRA subtract, computed from the base."""

@@ -86,7 +86,7 @@ class LoRALinear(AdapterModule):
             return torch.cat([self.lora_B, -self.initial_B], dim=1)
         return self.slice.spread_matrix(self.lora_B)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         if self.quantized is not None and self.enabled:
             return cast(Tensor, self.quantized(self, x))
         group = self.group if self.enabled and not (args or kwargs) else None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from peftkit.errors import AdapterError
 from peftkit.files.strict_json import shown
-from peftkit.methods.base import AdapterModule, Method
+from peftkit.methods.base import AdapterModule, Method, Modules
 
 M = TypeVar("M", bound=Method)
 
@@ -81,9 +81,7 @@ class PeftFormat(ABC, Generic[M]):
         }
         return self.method_class(**values)
 
-    def fields(
-        self, method: M, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> dict[str, Any]:
+    def fields(self, method: M, model: nn.Module, modules: Modules) -> dict[str, Any]:
         """Return the method's fields of adapter_config.json."""
         return {theirs: getattr(method, ours) for ours, theirs in self.settings.items()}
 
@@ -92,7 +90,7 @@ class PeftFormat(ABC, Generic[M]):
         return ""
 
     def to_file(
-        self, state: Mapping[str, Tensor], model: nn.Module, modules: Mapping[str, AdapterModule]
+        self, state: Mapping[str, Tensor], model: nn.Module, modules: Modules
     ) -> Mapping[str, Tensor]:
         """Convert the tensors of `Adapter.state()` to the tensors of the file."""
         return state
@@ -110,7 +108,7 @@ class PeftFormat(ABC, Generic[M]):
     def with_missing(
         self,
         fields: Mapping[str, object],
-        modules: Mapping[str, AdapterModule],
+        modules: Modules,
         tensors: Mapping[str, Tensor],
     ) -> Mapping[str, Tensor]:
         """Add the tensors that PEFT computes from the base when it loads a file."""
