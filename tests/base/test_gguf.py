@@ -8,9 +8,9 @@ import transformers
 from torch import nn
 
 from peftkit.base.build import build, cast
-from peftkit.base.fingerprint import fingerprint
 from peftkit.base.gguf_file import parsed_once
 from peftkit.base.locate import Location
+from peftkit.base.pack import fingerprint
 from peftkit.base.pretrained import quiet
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.request import request_of

@@ -11,9 +11,9 @@ import transformers
 from torch import nn
 
 from peftkit.base.build import build, cast, load_model
-from peftkit.base.fingerprint import fingerprint
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location
+from peftkit.base.pack import fingerprint
 from peftkit.base.request import BaseRequest, request_of
 from peftkit.errors import BaseError
 from peftkit.quant.audit import audit

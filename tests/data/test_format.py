@@ -8,8 +8,7 @@ import pytest
 
 from peftkit.data import messages
 from peftkit.data.examples import Completion, Conversation, Instruction, Text
-from peftkit.data.field_names import FieldNames
-from peftkit.data.format import ParsedRow, parse
+from peftkit.data.format import FieldNames, ParsedRow, parse
 from peftkit.data.records import Record
 from peftkit.errors import ConfigError, DataError
 from peftkit.tasks.tokens import CausalLMConfig

@@ -16,13 +16,14 @@ from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
-from peftkit.base.fingerprint import sample_positions, shown
 from peftkit.base.pack import (
     LoaderArguments,
     LoadingAborted,
     PackingConfig,
     PackingLoader,
     PackingQuantizer,
+    sample_positions,
+    shown,
 )
 from peftkit.base.pretrained import published
 from peftkit.base.published.checkpoint import PublishedCheckpoint, UnreadableError, scheme_of
