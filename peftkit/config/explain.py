@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from peftkit.config.lazy import LazyTable
 from peftkit.config.strict_yaml import Key, Problem, SourceLocation
 from peftkit.errors import did_you_mean
+from peftkit.files.strict_json import JsonMap
 
 _WORDS = {
     r"^Input tag .* expected tags:": "should be one of",
@@ -82,7 +83,7 @@ def problems_of(
     locations: Mapping[Key, SourceLocation],
 ) -> list[Problem]:
     """Translate pydantic's errors: one problem per key, with the location in the source."""
-    groups: dict[Key, list[Mapping[str, Any]]] = {}
+    groups: dict[Key, list[JsonMap]] = {}
     for detail in error.errors(include_url=False):
         groups.setdefault(_key(detail, data), []).append(detail)
     problems = []
@@ -112,7 +113,7 @@ def sections_of(field: FieldInfo) -> list[type[BaseModel]]:
     return [kind for kind in options if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
-def _key(detail: Mapping[str, Any], data: Any) -> Key:
+def _key(detail: JsonMap, data: Any) -> Key:
     key: Key = ()
     for part in detail["loc"]:
         inside: Any = data.__dict__ if isinstance(data, BaseModel) else data
@@ -124,7 +125,7 @@ def _key(detail: Mapping[str, Any], data: Any) -> Key:
     return (*key, "type") if detail["type"].startswith("union_tag") else key
 
 
-def _message(root: type[BaseModel], group: list[Mapping[str, Any]]) -> str:
+def _message(root: type[BaseModel], group: list[JsonMap]) -> str:
     """Merge the errors of one key (one per branch of a union) into one message."""
     first = group[0]
     kind, value = first["type"], first["input"]

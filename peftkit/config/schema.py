@@ -26,6 +26,7 @@ from peftkit.config.strict_yaml import (
     plain_value,
 )
 from peftkit.errors import ConfigError, first_few, neighbours
+from peftkit.files.strict_json import Json
 
 MAX_BYTES = 1_000_000
 SHORT = ("task",)
@@ -143,7 +144,7 @@ def dump_yaml(config: Config, *, only_set: bool = False) -> str:
     )
 
 
-def flat(value: object, prefix: str = "") -> dict[str, Any]:
+def flat(value: object, prefix: str = "") -> Json:
     """Flatten nested mappings, joining keys with dots."""
     if not isinstance(value, Mapping) or not value:
         return {prefix: value} if prefix else {}
@@ -175,7 +176,7 @@ def _items(value: Any) -> Iterator[Any]:
         yield from _items(item)
 
 
-def json_schema(cls: type[Config]) -> dict[str, Any]:
+def json_schema(cls: type[Config]) -> Json:
     """Return the JSON schema that editors use to complete and check a recipe."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

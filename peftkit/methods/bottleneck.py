@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.errors import AdapterError, TargetError, did_you_mean, first_few
+from peftkit.files.strict_json import JsonMap
 from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Handles, Method, Modules
 from peftkit.methods.peft_format import LAYERS, PeftFormat
 from peftkit.model import roles as table
@@ -186,7 +187,7 @@ class BottleneckFormat(PeftFormat[Bottleneck]):
     known_fields = ("target_modules",)
     absent_fields = ("bias", "fan_in_fan_out", *LAYERS)
 
-    def method(self, fields: Mapping[str, Any]) -> Bottleneck:
+    def method(self, fields: JsonMap) -> Bottleneck:
         missing = [name for name in self.settings if name not in fields]
         if missing:
             raise AdapterError(

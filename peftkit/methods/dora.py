@@ -8,11 +8,12 @@ the layer; `...` is any leading shape.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from peftkit.files.strict_json import Json
 from peftkit.kernels.lora import adapted_row_norms, add_lora
 from peftkit.methods.base import AdapterModule, Method, Modules
 from peftkit.methods.lora import LoRA
@@ -118,5 +119,5 @@ class DoRAFormat(LoRAFormat):
         ours = fields.get("peft_type") == self.peft_type and not trains_biases(fields)
         return ours and bool(fields.get("use_dora"))
 
-    def fields(self, method: LoRA, model: nn.Module, modules: Modules) -> dict[str, Any]:
+    def fields(self, method: LoRA, model: nn.Module, modules: Modules) -> Json:
         return super().fields(method, model, modules) | {"use_dora": True}

@@ -10,7 +10,7 @@ Shapes: `...` is any leading shape.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from peftkit.errors import AdapterError, TargetError
 from peftkit.files.safe_regex import fullmatches
-from peftkit.files.strict_json import shown
+from peftkit.files.strict_json import Json, JsonMap, shown
 from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method, Modules
 from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
 from peftkit.model.places import linear_shape
@@ -119,13 +119,13 @@ class IA3Format(PeftFormat[IA3]):
     absent_fields = ("bias", *LAYERS)
     subset_fields = (_FEEDFORWARD,)
 
-    def method(self, fields: Mapping[str, Any]) -> IA3:
+    def method(self, fields: JsonMap) -> IA3:
         targets = fields.get(_FEEDFORWARD)
         if targets is not None and not isinstance(targets, str | list):
             raise AdapterError("the adapter's config is not valid", found=shown(targets))
         return IA3(feedforward=targets if isinstance(targets, str) else tuple(targets or ()))
 
-    def fields(self, method: IA3, model: nn.Module, modules: Modules) -> dict[str, Any]:
+    def fields(self, method: IA3, model: nn.Module, modules: Modules) -> Json:
         return {"init_ia3_weights": True}
 
     def subset_of(self, module: AdapterModule) -> str:

@@ -13,12 +13,13 @@ Shapes: in, out features of a layer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from peftkit.errors import AdapterError, TargetError, did_you_mean
+from peftkit.files.strict_json import Json, JsonMap
 from peftkit.methods.base import ADAPTER_DTYPES, Method, Modules
 from peftkit.methods.lora_format import IGNORED, SCALES, trains_biases
 from peftkit.methods.modules_to_save import TunedModule
@@ -173,7 +174,7 @@ class BitFitFormat(PeftFormat[BitFit]):
     def describes(self, fields: Mapping[str, object]) -> bool:
         return super().describes(fields) and trains_biases(fields)
 
-    def fields(self, method: BitFit, model: nn.Module, modules: Modules) -> dict[str, Any]:
+    def fields(self, method: BitFit, model: nn.Module, modules: Modules) -> Json:
         carrier = _carrier(model, modules)
         return {
             "r": 1,
@@ -197,7 +198,7 @@ class BitFitFormat(PeftFormat[BitFit]):
 
     def from_file(
         self, fields: Mapping[str, object], tensors: Mapping[str, Tensor]
-    ) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+    ) -> tuple[JsonMap, Mapping[str, Tensor]]:
         pairs = [name for name in tensors if name.endswith((".lora_A.weight", ".lora_B.weight"))]
         if any(tensors[name].count_nonzero() for name in pairs if ".lora_B." in name):
             raise AdapterError(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from torch import Tensor, nn
 
 from peftkit.errors import AdapterError
-from peftkit.files.strict_json import shown
+from peftkit.files.strict_json import Json, JsonMap, shown
 from peftkit.methods.base import AdapterModule, Method, Modules
 
 M = TypeVar("M", bound=Method)
@@ -74,14 +74,14 @@ class PeftFormat(ABC, Generic[M]):
             )
         return self.method(fields)
 
-    def method(self, fields: Mapping[str, Any]) -> M:
+    def method(self, fields: JsonMap) -> M:
         """Return the method of a config whose fields are all supported."""
         values = {
             ours: fields[theirs] for ours, theirs in self.settings.items() if theirs in fields
         }
         return self.method_class(**values)
 
-    def fields(self, method: M, model: nn.Module, modules: Modules) -> dict[str, Any]:
+    def fields(self, method: M, model: nn.Module, modules: Modules) -> Json:
         """Return the method's fields of adapter_config.json."""
         return {theirs: getattr(method, ours) for ours, theirs in self.settings.items()}
 
@@ -97,7 +97,7 @@ class PeftFormat(ABC, Generic[M]):
 
     def from_file(
         self, fields: Mapping[str, object], tensors: Mapping[str, Tensor]
-    ) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+    ) -> tuple[JsonMap, Mapping[str, Tensor]]:
         """Undo `to_file`: return the config, and the tensors for `Adapter.load_state`.
 
         Raises:

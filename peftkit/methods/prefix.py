@@ -9,7 +9,7 @@ Shapes: B rows, V virtual tokens, L layers, K key-value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache
 
 from peftkit.errors import AdapterError, TargetError
+from peftkit.files.strict_json import Json, JsonMap
 from peftkit.forward.compat import cache_in, cache_name
 from peftkit.methods.base import Handles, Modules
 from peftkit.methods.virtual import (
@@ -125,10 +126,10 @@ class PrefixTuningFormat(VirtualFormat[PrefixTuning]):
         *VirtualFormat.known_fields, "init_weights", "encoder_hidden_size", "prefix_projection",
     )  # fmt: skip
 
-    def method(self, fields: Mapping[str, Any]) -> PrefixTuning:
+    def method(self, fields: JsonMap) -> PrefixTuning:
         return PrefixTuning(num_virtual_tokens=fields.get("num_virtual_tokens", 0))
 
-    def fields(self, method: PrefixTuning, model: nn.Module, modules: Modules) -> dict[str, Any]:
+    def fields(self, method: PrefixTuning, model: nn.Module, modules: Modules) -> Json:
         module = next(iter(modules.values()))
         assert isinstance(module, Prefix)
         layers, heads, size = module.shape

@@ -9,13 +9,13 @@ Shapes: B rows, T tokens, V virtual tokens, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from peftkit.errors import TargetError
+from peftkit.files.strict_json import Json, JsonMap
 from peftkit.forward.compat import arguments, cache_in, cache_name
 from peftkit.methods.base import Handles, Modules
 from peftkit.methods.virtual import (
@@ -97,7 +97,7 @@ class PromptTuningFormat(VirtualFormat[PromptTuning]):
         "tokenizer_name_or_path", "tokenizer_kwargs",
     )  # fmt: skip
 
-    def method(self, fields: Mapping[str, Any]) -> PromptTuning:
+    def method(self, fields: JsonMap) -> PromptTuning:
         copies: Any = fields.get("num_transformer_submodules")
         if copies is None:
             copies = 2 if fields.get("task_type") == "SEQ_2_SEQ_LM" else 1
@@ -107,7 +107,7 @@ class PromptTuningFormat(VirtualFormat[PromptTuning]):
             init="random" if fields.get("prompt_tuning_init") == "RANDOM" else "sampled",
         )
 
-    def fields(self, method: PromptTuning, model: nn.Module, modules: Modules) -> dict[str, Any]:
+    def fields(self, method: PromptTuning, model: nn.Module, modules: Modules) -> Json:
         module = next(iter(modules.values()))
         assert isinstance(module, Prompt)
         return {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from peftkit.adapter import Adapter, attach
 from peftkit.base.locate import locate
 from peftkit.errors import AdapterError, BaseError, TargetError, is_url
-from peftkit.files.strict_json import shown
+from peftkit.files.strict_json import JsonMap, shown
 from peftkit.formats.folders import CONFIG, NOTES, TENSORS
 from peftkit.formats.guard import check_safetensors, instead_of_pickle, read_json, read_tensors
 from peftkit.formats.peft.notes import Provenance, read_notes
@@ -56,7 +56,7 @@ class AdapterFile:
 
     folder: Path
     method: Method
-    fields: Mapping[str, Any]
+    fields: JsonMap
     provenance: Provenance
     made_here: bool
 

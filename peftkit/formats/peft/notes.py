@@ -18,13 +18,13 @@ from peftkit.config.schema import from_dict
 from peftkit.data.style import Style
 from peftkit.errors import AdapterError, PeftkitError
 from peftkit.files.disk import sha256_of, write_json
-from peftkit.files.strict_json import shown
+from peftkit.files.strict_json import Json, JsonMap, shown
 from peftkit.formats.folders import START
 from peftkit.formats.guard import read_json
 from peftkit.methods.base import Method
 from peftkit.methods.table import METHODS
 
-OLDEST_FIELDS: dict[str, Any] = {
+OLDEST_FIELDS: Json = {
     "auto_mapping": None,
     "bias": "none",
     "fan_in_fan_out": False,
@@ -65,11 +65,11 @@ class Provenance:
     revision: str | None = None
     fingerprint: str | None = None
     trunk: str | None = None
-    loading: Mapping[str, Any] = field(default_factory=dict)
+    loading: JsonMap = field(default_factory=dict)
     prompt_style: Style | None = None
     task_type: str | None = "CAUSAL_LM"
-    task: Mapping[str, Any] | None = None
-    plan: Mapping[str, Any] | None = None
+    task: JsonMap | None = None
+    plan: JsonMap | None = None
 
 
 def write_notes(
@@ -105,7 +105,7 @@ def write_notes(
 
 
 def read_notes(
-    path: Path, tensors: Path, config: Path, fields: Mapping[str, Any]
+    path: Path, tensors: Path, config: Path, fields: JsonMap
 ) -> tuple[Method, Provenance]:
     """Read peftkit.json, and compare the adapter's other files with it.
 
@@ -180,7 +180,7 @@ def read_notes(
     return method, origin
 
 
-def computing(fields: Mapping[str, object]) -> dict[str, Any]:
+def computing(fields: Mapping[str, object]) -> Json:
     """Return the fields of a config that affect what the tensors compute."""
     return {
         name: value
@@ -189,7 +189,7 @@ def computing(fields: Mapping[str, object]) -> dict[str, Any]:
     }
 
 
-def computing_origin(base: Mapping[str, object], style: Any) -> dict[str, Any]:
+def computing_origin(base: Mapping[str, object], style: Any) -> Json:
     """Return the settings of prompts and comparisons, without the base's name, which may change."""
     names = ("fingerprint", "trunk", "loading")
     return {"prompt_style": style, **{name: base.get(name) for name in names}}
