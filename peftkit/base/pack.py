@@ -294,11 +294,11 @@ class PackingConfig(QuantizationConfigMixin):
 
     method = METHOD
 
-    def __init__(self, loader: PackingLoader, conversions: list[Any] | None = None) -> None:
+    def __init__(self, loader: PackingLoader, conversions: list[object] | None = None) -> None:
         self.quant_method = self.method  # type: ignore[assignment]  # any registered name
         self.loader, self.conversions = loader, conversions
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PackingConfig:
+    def __deepcopy__(self, memo: dict[int, object]) -> PackingConfig:
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -319,7 +319,7 @@ class PackingQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: object) -> None:
         self.quantization_config.loader.begin(model)
 
-    def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
+    def update_weight_conversions(self, weight_conversions: object, model: nn.Module) -> Any:
         """Return the conversions of the files' tensors, which run before the loader."""
         conversions = self.quantization_config.conversions
         return weight_conversions if conversions is None else conversions

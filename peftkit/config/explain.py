@@ -79,7 +79,7 @@ _REMOVED = {
 def problems_of(
     root: type[BaseModel],
     error: ValidationError,
-    data: Any,
+    data: object,
     locations: Mapping[Key, SourceLocation],
 ) -> list[Problem]:
     """Translate pydantic's errors: one problem per key, with the location in the source."""
@@ -95,7 +95,7 @@ def problems_of(
     return problems
 
 
-def options_of(declared: Any) -> tuple[Any, ...]:
+def options_of(declared: object) -> tuple[Any, ...]:
     """Return the alternatives of a declared type, flattened: `int | None` gives (int, NoneType)."""
     origin = get_origin(declared)
     if origin is Annotated:
@@ -113,7 +113,7 @@ def sections_of(field: FieldInfo) -> list[type[BaseModel]]:
     return [kind for kind in options if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
-def _key(detail: JsonMap, data: Any) -> Key:
+def _key(detail: JsonMap, data: object) -> Key:
     key: Key = ()
     for part in detail["loc"]:
         inside: Any = data.__dict__ if isinstance(data, BaseModel) else data

@@ -61,7 +61,7 @@ class Config(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **values: object) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -163,11 +163,11 @@ def locations(config: Config, prefix: str = "") -> Iterator[tuple[str, str]]:
                 yield prefix + name, str(item)
 
 
-def _is_opened(declared: Any) -> bool:
+def _is_opened(declared: object) -> bool:
     return declared is OPENED or any(map(_is_opened, get_args(declared)))
 
 
-def _items(value: Any) -> Iterator[Any]:
+def _items(value: object) -> Iterator[Any]:
     inner = value.values() if isinstance(value, Mapping) else value
     if isinstance(inner, str) or not isinstance(inner, Iterable) or isinstance(inner, Config):
         yield value
@@ -264,7 +264,7 @@ def _config_error(source: str, problems: Iterable[Problem]) -> ConfigError:
     return error
 
 
-def _frozen(value: object, declared: Any) -> object:
+def _frozen(value: object, declared: object) -> object:
     """Convert lists to tuples, and strings to paths where the field accepts a Path but no str."""
     options = options_of(declared)
     if isinstance(value, list | tuple):

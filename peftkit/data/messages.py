@@ -173,7 +173,7 @@ def _messages(value: object, field: str) -> tuple[list[Message], list[bool]]:
     return [message for message, _ in parsed], [weight for _, weight in parsed]
 
 
-def _message(turn: Any, path: str) -> tuple[Message, bool]:
+def _message(turn: object, path: str) -> tuple[Message, bool]:
     if not isinstance(turn, Mapping):
         raise WrongField(path, f"expected an object, found {kind_of(turn)}")
     role_key, text_key = turn_keys(turn)
@@ -207,7 +207,7 @@ def turn_keys(turn: Mapping[str, object]) -> tuple[str, str]:
     return ("from", "value") if is_sharegpt else ("role", "content")
 
 
-def role_of(turn: Any) -> str:
+def role_of(turn: object) -> str:
     """Return the role of a row's turn by the templates' name, "" for an unknown role."""
     if not isinstance(turn, Mapping):
         return ""

@@ -181,7 +181,7 @@ def _joined_sources(sources: Sequence[str]) -> str:
     return " ".join(f"{name}:{','.join(line for *_, line in group)}" for name, group in groups)
 
 
-def padded(*rows: Any) -> int:
+def padded(*rows: object) -> int:
     """Return the padded length of these rows in one batch, at least 1.
 
     For an encoder-decoder, the longer side: it determines the size of matrix products.

@@ -104,7 +104,7 @@ def _nesting_exceeds(text: str, limit: int) -> bool:
     return False
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> Json:
+def _unique(pairs: list[tuple[str, object]]) -> Json:
     value = dict(pairs)
     if len(value) != len(pairs):
         duplicate = Counter(key for key, _ in pairs).most_common(1)[0][0]

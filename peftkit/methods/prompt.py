@@ -167,7 +167,7 @@ class _Hooks(StackInputs):
                 output[name] = self._without(output[name])
         return output
 
-    def _without(self, part: Any) -> Any:
+    def _without(self, part: object) -> Any:
         """Return hidden states of one layer, or of all, without the virtual tokens."""
         if isinstance(part, tuple):
             return tuple(self._without(each) for each in part)
@@ -175,7 +175,7 @@ class _Hooks(StackInputs):
             return part[:, self.prepended :]
         return part
 
-    def across(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: Inputs) -> Changed:
+    def across(self, decoder: nn.Module, args: tuple[object, ...], kwargs: Inputs) -> Changed:
         """Extend the decoder's mask over the encoder's output by the virtual tokens."""
         mask = kwargs.get("encoder_attention_mask")
         if not self.module.enabled or mask is None or mask.ndim != 2:

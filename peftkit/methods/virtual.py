@@ -145,7 +145,7 @@ class VirtualMethod(Method):
         return self.register_hooks(model, self.find_stack(model)[1], module)
 
     @abstractmethod
-    def register_hooks(self, model: nn.Module, stack: Any, module: VirtualTokens) -> Handles:
+    def register_hooks(self, model: nn.Module, stack: object, module: VirtualTokens) -> Handles:
         """Register the hooks that add the virtual tokens to the input."""
 
 
@@ -213,7 +213,7 @@ class StackInputs:
             inputs["position_ids"] = inputs["position_ids"] + num_virtual
         inputs.pop("cache_position", None)  # the stack computes the positions itself
 
-    def _check_mask(self, mask: Any, num_real: int) -> None:
+    def _check_mask(self, mask: object, num_real: int) -> None:
         problem = f"the virtual tokens cannot be added to this input of {type(self.stack).__name__}"
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             raise AdapterError(

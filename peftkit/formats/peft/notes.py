@@ -12,7 +12,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from peftkit.config.schema import from_dict
 from peftkit.data.style import Style
@@ -189,7 +188,7 @@ def computing(fields: Mapping[str, object]) -> Json:
     }
 
 
-def computing_origin(base: Mapping[str, object], style: Any) -> Json:
+def computing_origin(base: Mapping[str, object], style: object) -> Json:
     """Return the settings of prompts and comparisons, without the base's name, which may change."""
     names = ("fingerprint", "trunk", "loading")
     return {"prompt_style": style, **{name: base.get(name) for name in names}}

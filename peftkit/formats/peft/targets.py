@@ -157,7 +157,7 @@ def _stacks(places: Mapping[str, tuple[str, ...]]) -> set[str]:
     return {f"{path}.{name}" for path, names in places.items() for name in names}
 
 
-def check_targets(targets: Any, message: str, name: str = "target_modules") -> None:
+def check_targets(targets: object, message: str, name: str = "target_modules") -> None:
     """Check the type of `target_modules` or a similar field.
 
     Raises:
@@ -173,7 +173,7 @@ def check_targets(targets: Any, message: str, name: str = "target_modules") -> N
         )
 
 
-def targeted(paths: Iterable[str], targets: Any) -> list[str]:
+def targeted(paths: Iterable[str], targets: object) -> list[str]:
     """Return the paths that `target_modules` matches; none if it names no module ("all-linear").
 
     Raises:
