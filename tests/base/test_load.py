@@ -1,6 +1,5 @@
 """The base: found where it was said to be, loaded whole, and the same whatever it is loaded as."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from peftkit.errors import BaseError
 from peftkit.events import Event, Notice, Progress, Stage
 from tests.helpers.bases import logits
 from tests.helpers.families import ARCHITECTURES, tiny_tokenizer
+from tests.helpers.folders import change_json
 
 
 @pytest.fixture
@@ -28,8 +28,7 @@ def folder(tmp_path: Path, model_folder: Path) -> Path:
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    change_json(folder / "config.json", **changes)
 
 
 def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

@@ -19,7 +19,7 @@ from peftkit.errors import BaseError
 from peftkit.quant.audit import audit
 from peftkit.quant.quantize import quantize_model, tower_paths
 from peftkit.settings import BaseConfig
-from tests.helpers.bases import purpose_of, state_of
+from tests.helpers.bases import assert_same_state, purpose_of
 from tests.helpers.families import ARCHITECTURES
 
 CPU = torch.device("cpu")
@@ -59,11 +59,7 @@ def test_streamed_base_equals_one_that_was_loaded_whole(family, tmp_path):
         expected, identity = whole_then_quantised(request_of(settings, purpose, where, CPU))
         built = build(request_of(settings, purpose, where, CPU))
         assert built.fingerprint == identity
-        found, known = state_of(built.model), state_of(expected)
-        assert found.keys() == known.keys()
-        for name, tensor in known.items():
-            assert found[name].dtype == tensor.dtype, name
-            assert torch.equal(found[name], tensor), name
+        assert_same_state(built.model, expected)
         assert audit(built.model) == audit(expected)
         modules = {n: type(m).__name__ for n, m in expected.named_modules()}
         assert {n: type(m).__name__ for n, m in built.model.named_modules()} == modules

@@ -25,6 +25,7 @@ from peftkit.formats.serving import MAX_LORA_RANKS, check_serving, max_lora_rank
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from tests.helpers.adapters import logits, model_with_adapter
+from tests.helpers.folders import change_json
 
 
 def test_a_card_names_the_hub_id_and_the_rank(model_folder):
@@ -69,8 +70,7 @@ PATTERNS = LoRA(rank=4, alpha=8, rslora=True, rank_pattern={"o": 2, "layers.1.ml
 def change(folder: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> None:
     """Let a folder look as another tool could have written it."""
     (folder / "peftkit.json").unlink()
-    config = folder / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    change_json(folder / "adapter_config.json", **fields)
     file = folder / "adapter_model.safetensors"
     save_file(load_file(file) | tensors, file)
 

@@ -1,7 +1,6 @@
 """A merged model is an ordinary one that computes what base and adapter compute."""
 
 import copy
-import json
 import math
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.own_parameters import BitFit
 from peftkit.quant.quantize import quantize_model
 from tests.helpers.families import FAMILIES
+from tests.helpers.folders import change_json
 from tests.helpers.hybrids import HYBRIDS
 from tests.helpers.merging import METHODS, attach_perturbed, logits
 
@@ -205,9 +205,7 @@ def test_weights_not_trained_on_are_refused_unless_forced(saved):
 def test_an_adapter_that_names_no_base_wants_one(saved):
     saved()
     (saved.adapter / "peftkit.json").unlink()
-    config = saved.adapter / "adapter_config.json"
-    fields = json.loads(config.read_text()) | {"base_model_name_or_path": None}
-    config.write_text(json.dumps(fields))
+    change_json(saved.adapter / "adapter_config.json", base_model_name_or_path=None)
     with pytest.raises(AdapterError, match="does not name its base"):
         merge(saved.adapter, saved.out)
     merge(saved.adapter, saved.out, base=str(saved.base), verify=False)

@@ -26,6 +26,7 @@ from peftkit.methods.vera import VeRA
 from tests.helpers import grid, laws
 from tests.helpers.adapters import logits
 from tests.helpers.families import ARCHITECTURES, FAMILIES
+from tests.helpers.folders import change_json
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name
@@ -276,8 +277,7 @@ def test_a_config_that_contradicts_its_tensors_is_refused(change, message, base,
     adapter = attach(base, LoRA(rank=4, alpha=8, targets=("q", "v")))
     save_adapter(adapter, tmp_path)
     adapter.detach()
-    path = tmp_path / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    change_json(tmp_path / "adapter_config.json", **change)
     with pytest.raises(AdapterError, match=message):
         load_adapter(base, tmp_path)
     assert not any("lora" in name for name, _ in base.named_parameters())
