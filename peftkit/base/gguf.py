@@ -92,9 +92,8 @@ def _convert_into(target: Path, location: Location, on_event: Listener) -> None:
         with quiet():
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-        mode = (
-            (folder / "config.json").stat().st_mode
-        )  # safetensors writes files that only their owner can read
+        # safetensors writes files that only their owner can read
+        mode = (folder / "config.json").stat().st_mode
         for path in folder.iterdir():
             path.chmod(mode)
     on_event(Progress(doing, 4, 4))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import transformers
 from torch import Tensor
@@ -18,7 +17,7 @@ from peftkit.errors import BaseError
 from peftkit.events import Event, Notice, Progress, Stage
 from tests.helpers.bases import logits
 from tests.helpers.families import ARCHITECTURES, tiny_tokenizer
-from tests.helpers.folders import change_json
+from tests.helpers.folders import change_json, change_tensors
 
 
 @pytest.fixture
@@ -32,10 +31,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    path = folder / "model.safetensors"
-    tensors = safetensors.torch.load_file(path)
-    change(tensors)
-    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    change_tensors(folder / "model.safetensors", change)
 
 
 # ------------------------------------------------------------------- loading

@@ -1,7 +1,6 @@
 """Checkpoints that are quantised already: bits kept, dequantised alone, or refused by name."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -49,30 +48,21 @@ def test_repacked_weights_match_dequantised_ones_of_transformers(write, tmp_path
     assert not built.model.is_quantized
 
 
-def in_bitsandbytes(source: Path, folder: Path, **settings: Any) -> Any:
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        source,
-        quantization_config=transformers.BitsAndBytesConfig(**settings),
-        dtype=torch.float32,
-        device_map={"": "cpu"},
-    )
-    theirs.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return theirs
-
-
 @pytest.mark.parametrize(
     ("kind", "nested", "storage"), [("nf4", True, "bfloat16"), ("fp4", False, "uint8")]
 )
 def test_bits_of_bitsandbytes_are_taken_over(kind, nested, storage, model_folder, tmp_path):
-    in_bitsandbytes(
-        model_folder,
-        tmp_path,
+    config = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=kind,
         bnb_4bit_use_double_quant=nested,
         bnb_4bit_quant_storage=storage,
     )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        model_folder, quantization_config=config, dtype=torch.float32, device_map={"": "cpu"}
+    )
+    theirs.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
     base = load_base(str(tmp_path), dtype="fp32", device="cpu")
     files = safetensors.torch.load_file(tmp_path / "model.safetensors")
     packed = [name.removesuffix(".absmax") for name in files if name.endswith(".weight.absmax")]

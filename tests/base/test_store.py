@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import transformers
 
@@ -29,7 +28,7 @@ from peftkit.settings import BaseConfig
 from peftkit_cli.app import run
 from tests.helpers.bases import assert_same_state, purpose_of
 from tests.helpers.families import ARCHITECTURES
-from tests.helpers.folders import change_json
+from tests.helpers.folders import change_json, change_tensors
 
 CPU = torch.device("cpu")
 
@@ -98,9 +97,7 @@ def test_large_base_is_kept_and_a_small_one_only_when_asked(folder, cache, monke
 
 def change_base(folder: Path, kept: Path) -> None:
     path = folder / "model.safetensors"
-    tensors = safetensors.torch.load_file(path)
-    tensors["model.norm.weight"].mul_(2)
-    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    change_tensors(path, lambda tensors: tensors["model.norm.weight"].mul_(2))
     os.utime(path, ns=(1, 1))
 
 

@@ -186,10 +186,7 @@ def write_gguf(
         name = names.get_name(name, (".weight",))
         data, kind = packed(name, tensor.contiguous())
         writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 HALVES = {  # where a block has its float16 numbers

@@ -172,13 +172,6 @@ def test_merging_into_the_training_weights_on_request(saved, family, kind):
     assert f"dequantised {kind} weights of the base" in (saved.out / "README.md").read_text()
 
 
-def test_quantised_weights_are_refused_where_there_are_none(saved):
-    saved()
-    with pytest.raises(MergeError, match="no quantised weights to merge into"):
-        merge(saved.adapter, saved.out, from_quantized=True)
-    assert not saved.out.exists()
-
-
 def test_a_base_that_is_quantised_on_disk_is_merged_only_on_request(saved):
     saved()
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
@@ -249,13 +242,6 @@ def test_without_verification_nothing_is_loaded_and_the_card_says_so(saved):
     torch.testing.assert_close(logits(saved.merged()), saved.logits, atol=CLOSE, rtol=0)
 
 
-def test_an_adapter_that_was_never_trained_is_refused(saved):
-    saved(size=0.0)
-    with pytest.raises(MergeError, match="update is zero"):
-        merge(saved.adapter, saved.out)
-    assert not saved.out.exists()
-
-
 def test_an_update_lost_in_rounding_is_refused(saved):
     saved(dtype=torch.bfloat16, size=1e-9)
     with pytest.raises(MergeError, match="lost when it is rounded"):
@@ -263,19 +249,22 @@ def test_an_update_lost_in_rounding_is_refused(saved):
     merge(saved.adapter, saved.out, dtype="fp32", verify=False)
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_values_that_overflow_are_the_adapters_fault(saved, verify):
-    saved(size=1e25)
-    with pytest.raises(MergeError, match="so large") as error:
-        merge(saved.adapter, saved.out, verify=verify)
+@pytest.mark.parametrize(
+    ("made", "how", "message"),
+    [
+        ({}, {"from_quantized": True}, "no quantised weights to merge into"),
+        ({"size": 0.0}, {}, "update is zero"),
+        ({"size": 1e25}, {}, "so large"),
+        ({"size": 1e25}, {"verify": False}, "so large"),
+        ({"size": 1000.0}, {"dtype": "fp16", "verify": False}, "too large for float16"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(made, how, message, saved):
+    saved(**made)
+    with pytest.raises(MergeError, match=message) as error:
+        merge(saved.adapter, saved.out, **how)
     assert error.value.exit_code == 2
     assert not saved.out.exists()
-
-
-def test_weights_that_overflow_their_dtype_are_said_to(saved):
-    saved(size=1000.0)
-    with pytest.raises(MergeError, match="too large for float16"):
-        merge(saved.adapter, saved.out, dtype="fp16", verify=False)
 
 
 def test_a_folder_that_is_taken_is_left_alone(saved):

@@ -199,9 +199,8 @@ def schemes_of(settings: JsonMap) -> list[Scheme]:
                 schemes.append(scheme_of({**settings, "config_groups": {name: group}}))
     if settings.get("quant_method") == "auto-round":
         for path, overrides in (settings.get("extra_config") or {}).items():
-            if (
-                overrides.get("bits", settings.get("bits")) <= 8
-            ):  # layers with more bits are not quantised
+            # layers with more bits are not quantised
+            if overrides.get("bits", settings.get("bits")) <= 8:
                 schemes.append(scheme_of(settings, path))
     return list(dict.fromkeys(schemes))
 

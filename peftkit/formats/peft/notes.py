@@ -148,34 +148,30 @@ def read_notes(
             found=f"{error} is missing or of the wrong type",
             fix="Restore it, or delete it to load the folder as a plain PEFT adapter.",
         ) from error
+    changed = ""
     if settings_digest(spec, saved, origin.task) != settings:
+        changed = "settings, such as rank and alpha,"
+    elif digests.get("origin", computed) != computed:  # absent in files of earlier versions
+        changed = "prompt style, and of how the base is loaded,"
+    if changed:
         raise AdapterError(
             f"{path} was changed after the adapter was saved",
-            found="the sha256 of its settings, such as rank and alpha, differs from the recorded "
-            "one",
-            fix="Restore it; or delete it to load the folder with its adapter_config.json only.",
-        )
-    if digests.get("origin", computed) != computed:  # absent in files of earlier versions
-        raise AdapterError(
-            f"{path} was changed after the adapter was saved",
-            found="the sha256 of its prompt style, and of how the base is loaded, differs from the "
-            "recorded one",
+            found=f"the sha256 of its {changed} differs from the recorded one",
             fix="Restore it; or delete it to load the folder with its adapter_config.json only.",
         )
     check_config(config, fields, saved)
-    if sha256_of(tensors) != digest:
-        raise AdapterError(
-            f"{tensors} is not the file that was saved",
-            found=f"its sha256 differs from the one in {path.name}",
-            fix="Get it again; or delete peftkit.json to load it as a plain PEFT adapter.",
-        )
     start = tensors.with_name(START)
-    if START in digests and start.is_file() and sha256_of(start) != digests[START]:
-        raise AdapterError(
-            f"{start} is not the file that was saved",
-            found=f"its sha256 differs from the one in {path.name}",
-            fix="Get it again; or delete it to compare the adapter with the bare base.",
-        )
+    recorded = [(tensors, digest, "delete peftkit.json to load it as a plain PEFT adapter")]
+    if START in digests and start.is_file():
+        instead = "delete it to compare the adapter with the bare base"
+        recorded.append((start, digests[START], instead))
+    for file, expected, instead in recorded:
+        if sha256_of(file) != expected:
+            raise AdapterError(
+                f"{file} is not the file that was saved",
+                found=f"its sha256 differs from the one in {path.name}",
+                fix=f"Get it again; or {instead}.",
+            )
     return method, origin
 
 
