@@ -15,7 +15,7 @@ from peftkit.base.load import load_base
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import BaseError
 from peftkit.events import Event, Notice, Progress, Stage
-from tests.helpers.bases import logits
+from tests.helpers.adapters import logits
 from tests.helpers.families import ARCHITECTURES, tiny_tokenizer
 from tests.helpers.folders import change_json, change_tensors
 

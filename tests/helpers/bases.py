@@ -66,9 +66,3 @@ def in_mxfp4(folder: Path) -> None:
 
     write_changed(folder, "gpt_oss", replace)
     mark_quantized(folder, quant_method="mxfp4")
-
-
-def logits(model: nn.Module) -> Tensor:
-    ids = torch.arange(24).remainder(23).view(2, 12) + 3
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits

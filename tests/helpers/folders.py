@@ -15,6 +15,11 @@ def write_rows(file: Path, rows: Iterable[object]) -> str:
     return str(file)
 
 
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of all files of a model's folder."""
+    return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
+
+
 def change_tensors(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     """Change the tensors of a file in place."""
     tensors = load_file(path)

@@ -3,7 +3,6 @@
 import copy
 import math
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.own_parameters import BitFit
 from peftkit.quant.quantize import quantize_model
 from tests.helpers.families import FAMILIES
-from tests.helpers.folders import change_json
+from tests.helpers.folders import change_json, tensors_in
 from tests.helpers.hybrids import HYBRIDS
 from tests.helpers.merging import METHODS, attach_perturbed, logits
 
@@ -37,10 +36,6 @@ PAIRS = [("llama", method) for method in METHODS] + [
     ("gpt2", "lora"), ("gpt2", "ia3"), ("gpt2", "vera"), ("phi3", "dora"), ("mixtral", "lora"),
 ]  # fmt: skip
 """Every method; layers that are transposed, fused, of experts."""
-
-
-def weights(folder: Path) -> dict[str, Tensor]:
-    return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
 
 
 @pytest.mark.parametrize(("family", "method"), PAIRS)
@@ -62,7 +57,7 @@ def test_merged_equals_base_with_adapter(saved, family, method):
 def test_untouched_weights_and_files_are_those_of_the_base_bit_for_bit(saved):
     saved(method=LoRA(rank=4, targets=("q", "down")), dtype=torch.bfloat16, shard="20KB")
     merged = merge(saved.adapter, saved.out, verify=False)
-    before, after = weights(saved.base), weights(saved.out)
+    before, after = tensors_in(saved.base), tensors_in(saved.out)
     assert len(list(saved.out.glob("*.safetensors"))) > 2
     assert after.keys() == before.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -91,7 +86,7 @@ def test_added_tokens_without_training_stay_tokens(saved, spare_rows):
 def test_a_dtype_asked_for_is_that_of_the_whole_model(saved):
     saved(dtype=torch.bfloat16)
     merged = merge(saved.adapter, saved.out, dtype="fp16")
-    assert {tensor.dtype for tensor in weights(saved.out).values()} == {torch.float16}
+    assert {tensor.dtype for tensor in tensors_in(saved.out).values()} == {torch.float16}
     assert saved.merged().dtype == torch.float16
     assert merged.agreement is not None
     assert merged.agreement.top1 > 0.9
@@ -102,16 +97,16 @@ def test_tied_embeddings_stay_tied(saved):
     merge(saved.adapter, saved.out, verify=False)
     model: Any = saved.merged()
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert "lm_head.weight" not in weights(saved.out)
+    assert "lm_head.weight" not in tensors_in(saved.out)
 
 
 def test_a_base_saved_without_its_head_is_merged_over_its_files(saved):
     saved("gpt2")
     model = AutoModelForCausalLM.from_pretrained(saved.base)
     model.transformer.save_pretrained(saved.base)  # as gpt2 lies on the hub: "h.0.attn..."
-    assert "h.0.attn.c_attn.weight" in weights(saved.base)
+    assert "h.0.attn.c_attn.weight" in tensors_in(saved.base)
     merge(saved.adapter, saved.out)
-    assert "h.0.attn.c_attn.weight" in weights(saved.out)
+    assert "h.0.attn.c_attn.weight" in tensors_in(saved.out)
     torch.testing.assert_close(logits(saved.merged()), saved.logits, atol=CLOSE, rtol=0)
 
 
@@ -128,8 +123,8 @@ def test_both_ways_write_the_same_weights_bit_for_bit(saved, family, dtype, meth
     merge(saved.adapter, saved.out, dtype=dtype, verify=False)
     monkeypatch.setattr("peftkit.merging.merge.changes_of", lambda *args: None)
     merge(saved.adapter, saved.root / "whole", dtype=dtype, verify=False)
-    over_files, whole = weights(saved.out), weights(saved.root / "whole")
-    assert over_files.keys() == whole.keys() == weights(saved.base).keys()
+    over_files, whole = tensors_in(saved.out), tensors_in(saved.root / "whole")
+    assert over_files.keys() == whole.keys() == tensors_in(saved.base).keys()
     for name, tensor in over_files.items():
         assert tensor.dtype == whole[name].dtype
         assert torch.equal(tensor, whole[name]), name
@@ -140,7 +135,7 @@ def test_both_ways_write_the_same_weights_bit_for_bit(saved, family, dtype, meth
 @pytest.mark.parametrize("trouble", ["a name of no module", "quantised weights"])
 def test_fused_files_are_merged_in_memory(saved, trouble):
     saved()
-    stored = weights(saved.base)
+    stored = tensors_in(saved.base)
     name = "model.layers.1.mlp.up_proj.weight"
     if trouble == "quantised weights":
         stored[name] = torch.zeros(64 * 16, 1, dtype=torch.uint8)
@@ -153,10 +148,10 @@ def test_fused_files_are_merged_in_memory(saved, trouble):
     assert changes_of(file, shards, model, None, Tally()) is None
 
 
-def test_an_adapter_trained_over_4_bits_merges_into_the_original_weights(saved):
+def test_an_adapter_trained_over_4_bits_merges_into_the_original_tensors_in(saved):
     saved(quantize="nf4")
     merge(saved.adapter, saved.out, verify=False)
-    before, after = weights(saved.base), weights(saved.out)
+    before, after = tensors_in(saved.base), tensors_in(saved.out)
     name = "model.layers.0.self_attn.q_proj"
     adapter = load_file(saved.adapter / "adapter_model.safetensors")
     a, b = (adapter[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")

@@ -25,7 +25,7 @@ from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
-from tests.helpers.adapters import perturb
+from tests.helpers.adapters import logits, perturb
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.gguf_files import finish
 
@@ -152,14 +152,13 @@ def test_imported_it_loads_onto_the_base_and_computes_the_same(tmp_path):
     model.save_pretrained(tmp_path / "base")
     adapter = attach(model, LoRA(rank=4, alpha=8, targets=("q", "k", "up")))
     perturb(adapter.parameters())
-    ids = torch.arange(12)[None] + 3
-    expected = model(input_ids=ids).logits
+    expected = logits(model)
     save_adapter(adapter, tmp_path / "one")
     export_gguf(tmp_path / "one", tmp_path / "a.gguf", base=str(tmp_path / "base"))
     import_gguf(tmp_path / "a.gguf", tmp_path / "two", base=str(tmp_path / "base"))
     adapter.detach()
     load_adapter(model, tmp_path / "two")
-    assert torch.equal(model(input_ids=ids).logits, expected)
+    assert torch.equal(logits(model), expected)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.methods.own_parameters import LNTuning
 from peftkit.methods.vera import VeRA
 from tests.helpers import grid, laws
-from tests.helpers.adapters import logits
+from tests.helpers.adapters import logits, perturb
 from tests.helpers.families import ARCHITECTURES, FAMILIES
 from tests.helpers.folders import change_json
 
@@ -111,11 +111,7 @@ THEIRS_EXPERTS: dict[str, dict[str, Any]] = {
 
 def nudge(model: nn.Module) -> None:
     """Stand in for training: move every trainable value a little."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    perturb([p for p in model.parameters() if p.requires_grad], seed=7)
 
 
 @pytest.fixture
