@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from torch import nn
 
 from peftkit.data.generation import prompt_ids, stop_ids
-from peftkit.data.pack import IGNORE, Row
-from peftkit.data.row_text import last_answer, last_answer_span
+from peftkit.data.pack import IGNORE, Row, last_answer, last_answer_span
 from peftkit.events import Sample
 from peftkit.forward.batch_layout import BatchLayout
 from peftkit.tasks.base import Task

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from peftkit.config.lazy import LazyMap
 from peftkit.data.encode import DocumentEncoder
-from peftkit.data.field_names import FieldNames
-from peftkit.data.pack import PackedRows, Row, collate
-from peftkit.data.row_text import labelled_segments
+from peftkit.data.format import FieldNames
+from peftkit.data.pack import PackedRows, Row, collate, labelled_segments
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.lazy import LazyRows
 from peftkit.defaults import should_pack

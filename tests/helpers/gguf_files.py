@@ -18,6 +18,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from peftkit.base.locate import Location
+from peftkit.base.pretrained import quiet
 from peftkit.base.purpose import Purpose
 from peftkit.kernels.gguf_blocks import TYPES
 from tests.helpers.families import ARCHITECTURES, VOCAB, tiny_tokenizer
@@ -128,6 +129,18 @@ def write_random(folder: Path, architecture: str, auto_class: str) -> Location:
             writer.add_tensor(name, numbers)
     finish(writer)
     return where
+
+
+def dense_model(path: Path, auto_class: str = "AutoModelForCausalLM") -> Any:
+    """Return the model that transformers makes of a GGUF file, in float32."""
+    with quiet():
+        model = getattr(transformers, auto_class).from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            dtype=torch.float32,
+            quantization_config=transformers.GgufConfig(dequantize=True),
+        )
+    return model.requires_grad_(False).eval()
 
 
 def write_gguf(

@@ -7,7 +7,7 @@ whether a layer is quantised, the config determines its scheme (checkpoint.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -259,7 +259,7 @@ def some_values(codes: Codes, positions: Tensor) -> Tensor:
 
 def stacked_codes(
     experts: Mapping[str, Sequence[Codes]],
-    combined: Callable[[dict[str, Any]], Tensor],
+    combined: Callable[[dict[str, object]], Tensor],
     expected: torch.Size,
 ) -> Codes | None:
     """Return experts' weights as one stack of codes; None if they must be dequantised.

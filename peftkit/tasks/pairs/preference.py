@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from peftkit.data.encode import shared_system
-from peftkit.data.pack import IGNORE, Row, cut_document
+from peftkit.data.pack import IGNORE, Row, cut_document, labelled_segments
 from peftkit.data.preferences import (
     USELESS,
     Pair,
@@ -28,7 +28,6 @@ from peftkit.data.preferences import (
     read_verdicts,
 )
 from peftkit.data.records import Dropped, Record
-from peftkit.data.row_text import labelled_segments
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.encoder import EncodedRows
 from peftkit.data.rows.lazy import LazyRows

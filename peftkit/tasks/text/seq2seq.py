@@ -20,8 +20,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from peftkit.data.examples import Completion, Example, Instruction
-from peftkit.data.field_names import FieldNames
-from peftkit.data.format import ParsedRow, parse
+from peftkit.data.format import FieldNames, ParsedRow, parse
 from peftkit.data.pack import padded_rows
 from peftkit.data.records import Dropped, Record
 from peftkit.data.rows.columns import StoredRows
