@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peftkit.inference.call_formats import Call, dumped
-from peftkit.inference.call_style import CallStyle
-from peftkit.inference.calls import AnswerPiece
+from peftkit.inference.calls import AnswerPiece, CallStyle
 from peftkit.inference.engine import Completion
 
 

@@ -23,7 +23,7 @@ from peftkit.data.style import Style
 from peftkit.errors import PeftkitError
 from peftkit.forward.row_lengths import context_length
 from peftkit.inference.bank import AdapterBank
-from peftkit.inference.call_style import CallStyle
+from peftkit.inference.calls import CallStyle
 from peftkit.inference.engine import Limits as EngineLimits
 from peftkit.inference.engine import Request as EngineRequest
 from peftkit.inference.open_engine import generation_fallbacks, tokens_that_fit

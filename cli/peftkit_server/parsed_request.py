@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from peftkit.data.style import Style
-from peftkit.inference.call_style import CallStyle
+from peftkit.inference.calls import CallStyle
 from peftkit_server.answer_calls import AnswerCalls
 from peftkit_server.call_grammar import call_grammar
 from peftkit_server.clients.replies import EventReply

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from peftkit.inference.penalties import Penalties
+from peftkit.inference.sampling import Penalties
 
 MAX_BIASES = 1024
 TokenId = Annotated[str, Field(pattern=r"^(0|[1-9]\d{0,8})$")]

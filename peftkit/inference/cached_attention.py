@@ -71,28 +71,42 @@ class Prefill:
             states, and padding on the left only leaves those of an empty span unchanged.
 
     Attributes:
+        spans: The span of each row.
         columns: The columns of each row that are not padding.
+        tokens, positions: (B, T); zeros for padding.
         states: The states of the spans.
     """
 
     def __init__(self, chunks: Sequence[tuple[Span, int]], *, pads_left: bool = False) -> None:
         self._chunks = chunks
-        self._width = max(size for _, size in chunks)
-        starts = [self._width - size if pads_left else 0 for _, size in chunks]
+        self.spans = [span for span, _ in chunks]
+        width = max(size for _, size in chunks)
+        starts = [width - size if pads_left else 0 for _, size in chunks]
         self.columns = [
             slice(start, start + size) for start, (_, size) in zip(starts, chunks, strict=True)
         ]
-        self.states: PassStates = PrefillStates([span.states for span, _ in chunks])
+        self.tokens = torch.zeros(len(chunks), width, dtype=torch.long)
+        self.positions = torch.zeros_like(self.tokens)
+        for row, ((span, size), at) in enumerate(zip(chunks, self.columns, strict=True)):
+            new = span.tokens[span.filled : span.filled + size]
+            self.tokens[row, at] = torch.tensor(new)
+            self.positions[row, at] = torch.arange(span.end, span.end + size)
+        self.states: PassStates = PrefillStates([span.states for span in self.spans])
 
     @property
     def mask(self) -> Tensor | None:
         """The tokens that are not padding, (B, T), if some rows are padded on the left."""
         if not any(columns.start for columns in self.columns):
             return None
-        mask = torch.zeros(len(self.columns), self._width, dtype=torch.long)
+        mask = torch.zeros_like(self.tokens)
         for row, columns in enumerate(self.columns):
             mask[row, columns] = 1
         return mask
+
+    def advance(self) -> None:
+        """Note that the tokens are in the cache."""
+        for span, size in self._chunks:
+            span.filled += size
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         for row, ((span, _), at) in enumerate(zip(self._chunks, self.columns, strict=True)):
@@ -117,9 +131,21 @@ class Prefill:
 
 
 class Pass(Protocol):
-    """A forward pass, of which `CachedAttention` computes the attention."""
+    """A forward pass, of which `CachedAttention` computes the attention.
+
+    Attributes:
+        tokens, positions: (B, T).
+        mask: The tokens that are not padding (B, T); None: all.
+    """
 
     states: PassStates
+    tokens: Tensor
+
+    @property
+    def positions(self) -> Tensor: ...
+
+    @property
+    def mask(self) -> Tensor | None: ...
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store a layer's new keys and values (B, K, T, D)."""
@@ -169,6 +195,8 @@ class Decode:
         prefixes: The prefixes that rows read in place, with the indices of these rows.
     """
 
+    mask = None
+
     def __init__(self, blocks: Sequence[Block], device: torch.device) -> None:
         self.device = device
         ends = [0, *accumulate(block.num_slots for block in blocks)]
@@ -200,6 +228,10 @@ class Decode:
             if span not in self.prefixes:
                 self.prefixes[span] = self._slots.new_empty(len(readers))
             self.prefixes[span].copy_(torch.tensor(readers))
+
+    @property
+    def arenas(self) -> list[Arena]:
+        return [block.arena for block, _ in self._blocks]
 
     @property
     def positions(self) -> Tensor:
@@ -318,28 +350,20 @@ class CachedAttention(StateCache):
         config = model.config.get_text_config()
         return cls(config.num_hidden_layers, window_of(config))
 
-    def run(
-        self,
-        model: Any,
-        now: Pass,
-        ids: Tensor,
-        positions: Tensor,
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        """Run a model in which this attention is `registered`; return the logits (B, V).
+    def run(self, model: Any, now: Pass) -> Tensor:
+        """Run a model in which this attention is `registered`.
 
-        Args:
-            ids, positions: (B, T); the logits are those of the last column.
-            mask: See `Prefill.mask`.
+        Returns:
+            The logits (B, V) of the last column.
         """
-        device = model.device
-        self._positions = positions.to(device)
+        device, mask = model.device, now.mask
+        self._positions = now.positions.to(device)
         padding = {} if mask is None else {"attention_mask": mask.to(device)}
         self.now = now
         try:
             with now.states:
                 out = model(
-                    input_ids=ids.to(device),
+                    input_ids=now.tokens.to(device),
                     position_ids=self._positions,
                     use_cache=True,
                     logits_to_keep=1,

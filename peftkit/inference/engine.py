@@ -287,9 +287,9 @@ class Engine(ABC):
         return len(self._waiting)
 
     @property
-    @abstractmethod
     def num_running(self) -> int:
         """Number of completions in progress, prompts included."""
+        return len(self._running())
 
     def step(self) -> None:
         """Advance each completion by a token, or run a batch.

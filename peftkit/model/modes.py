@@ -1,4 +1,4 @@
-"""The mode of a model: training or evaluation, with or without its adapters, compiled or not."""
+"""The mode of a model: training or evaluation, with or without its wrappers, compiled or not."""
 
 from __future__ import annotations
 
@@ -66,3 +66,45 @@ def eager(model: nn.Module) -> Iterator[None]:
     finally:
         for module, call in compiled:
             module._compiled_call_impl = call
+
+
+Wrapped = list[tuple[nn.Module, str, FrozenWrapper]]
+"""Parent, name in the parent, and wrapper; the outer ones first."""
+
+
+def take_off(model: nn.Module) -> Wrapped:
+    """Replace all wrappers (adapter modules, a bank's layers) by their frozen modules.
+
+    Adapters that act through hooks, such as prompts, stay active.
+    """
+    removed: Wrapped = []
+    while wrappers := list(_outermost(model)):
+        for parent, name, wrapper in wrappers:
+            setattr(parent, name, wrapper.base)
+        removed += wrappers
+    return removed
+
+
+@contextmanager
+def lifted(model: nn.Module) -> Iterator[None]:
+    """Remove a model's wrappers within the context, which may install others."""
+    removed = take_off(model)
+    try:
+        yield
+    finally:
+        take_off(model)
+        for parent, name, wrapper in reversed(removed):
+            setattr(parent, name, wrapper)
+
+
+def _outermost(module: nn.Module) -> Iterator[tuple[nn.Module, str, FrozenWrapper]]:
+    """Yield the outermost wrappers; a shared module is yielded at each of its places."""
+    visited, waiting = {module}, [module]
+    while waiting:
+        parent = waiting.pop()
+        for name, child in parent.named_children():
+            if isinstance(child, FrozenWrapper):
+                yield parent, name, child
+            elif child not in visited:
+                visited.add(child)
+                waiting.append(child)

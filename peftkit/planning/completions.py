@@ -9,10 +9,10 @@ import torch
 
 from peftkit.base.skeleton import untraced
 from peftkit.execution.environment import GPU_SHARE, Environment
+from peftkit.inference.budget import Footprint, cache_tokens, estimated_footprint, measured
 from peftkit.inference.cache import slot_length
 from peftkit.inference.cached_attention import CachedAttention, registered
-from peftkit.inference.footprint import Footprint, measured
-from peftkit.inference.open_engine import cache_tokens, estimated_footprint, why_plain_class
+from peftkit.inference.open_engine import why_plain_class
 from peftkit.planning.step import skeleton_of
 from peftkit.recipe import Recipe
 

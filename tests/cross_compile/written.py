@@ -54,8 +54,7 @@ from peftkit.forward.blocks import Blocks
 from peftkit.kernels.gguf_blocks import TYPES
 from peftkit.kernels.packed import PackedFormat
 from peftkit.methods.lora import LoRA
-from peftkit.quant.copies import keep_copies
-from peftkit.quant.layers import Packing, QuantizedLinear
+from peftkit.quant.layers import Packing, QuantizedLinear, keep_copies
 from peftkit.quant.quantize import quantize_model
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.gguf_files import config_of_a_small_llama, random_rows

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from peftkit.inference.budget import CacheBudget
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Limits, Request
 from peftkit.inference.open_engine import open_engine, why_plain
@@ -18,6 +19,22 @@ TOKENIZER: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
 MOST_STEPS = 3000
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4
 """Keys and values of two layers with two heads of eight float32 numbers."""
+
+
+@pytest.mark.parametrize("state", [0, 3])
+def test_a_budget_counts_slots_at_their_final_lengths(state):
+    held, slots = 10, {128: (4, 96), 256: (1, 160)}
+    budget = CacheBudget(1000, state, held, slots, (96, 128, 160, 192))
+    assert budget.num_tokens == 10 + 4 * (128 + state) + 2 * (192 + state)
+    assert budget.shrunk().num_tokens == 10 + 2 * (128 + state) + 2 * (192 + state)
+    more = budget.plus(480, held=5)
+    assert more.num_tokens == budget.num_tokens + 5 + 480 + state
+    assert (budget.fits, more.fits, more._replace(limit=None).fits) == (True, False, True)
+    most = budget.max_slots(256, 200)
+    assert most is not None
+    for number, fits in ((most, True), (most + 1, False)):
+        grown = budget.num_tokens + (number - 2) * (200 + state)
+        assert (grown <= 1000) == fits
 
 
 def finished(engine: CachedEngine) -> bool:
@@ -92,8 +109,7 @@ def test_recorded_steps_keep_no_more(llama):
         assert why_plain(model, TOKENIZER) is None
         with CachedEngine(model, TOKENIZER, Limits(tokens=600)) as engine:
             most, num_running = most_allocated(engine, 0, 8)
-            assert engine.recorder is not None
-            assert engine.recorder.num_recorded > 1
+            assert engine.graphs.num_recorded > 1
     assert num_running > 2
     assert most <= 600 * BYTES_PER_TOKEN
 
@@ -103,7 +119,7 @@ def test_the_peak_of_a_card_is_that_of_the_limit_and_of_a_layer_that_grows():
         model: Any = FAMILIES["llama"]().eval().to("cuda")
         assert why_plain(model, TOKENIZER) is None
         with CachedEngine(model, TOKENIZER, Limits(tokens=1500, pass_tokens=16)) as engine:
-            engine.recorder = None
+            engine.graphs.records = False
             gc.collect()
             before = card.allocated
             card.reset()

@@ -8,8 +8,7 @@ import torch
 from peftkit.errors import DataError
 from peftkit.inference.engine import Request
 from peftkit.inference.open_engine import open_engine
-from peftkit.inference.penalties import Penalties
-from peftkit.inference.sampling import Sampling, SamplingTable
+from peftkit.inference.sampling import Penalties, Sampling, SamplingTable
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -110,11 +110,11 @@ def test_a_card_that_runs_out_answers_all():
         assert why_plain(model, tokenizer) is None
         told: list[int] = []
         with CachedEngine(model, tokenizer, on_fewer=told.append) as engine:
-            engine.recorder = None
+            engine.graphs.records = False
             expected = engine.answers(prompts, Sampling(6))
         card.memory = card.allocated + 60_000
         with CachedEngine(model, tokenizer, on_fewer=told.append) as engine:
-            engine.recorder = None
+            engine.graphs.records = False
             answers = engine.answers(prompts, Sampling(6))
     assert told
     assert [one.ids for (one,) in answers] == [one.ids for (one,) in expected]

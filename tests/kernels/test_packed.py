@@ -18,8 +18,13 @@ from peftkit.forward.blocks import Blocks
 from peftkit.kernels import packed
 from peftkit.kernels.packed import PackedFormat, recomputing, unpack
 from peftkit.methods.lora import LoRA
-from peftkit.quant.copies import keep_copies
-from peftkit.quant.layers import empty_packed, import_bitsandbytes, pack, packed_tensors
+from peftkit.quant.layers import (
+    empty_packed,
+    import_bitsandbytes,
+    keep_copies,
+    pack,
+    packed_tensors,
+)
 from peftkit.quant.quantize import quantize_model
 from tests.helpers.adapters import gradients as gradients_of
 from tests.helpers.families import FAMILIES

@@ -15,7 +15,7 @@ from peftkit.methods.bottleneck import Bottleneck
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.model.blocks import feed_forward_modules
-from peftkit.quant.copies import keep_copies
+from peftkit.quant.layers import keep_copies
 from peftkit.quant.quantize import quantize_model
 from tests.helpers.adapters import gradients as gradients_of
 from tests.helpers.adapters import perturb

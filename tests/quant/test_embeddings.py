@@ -17,9 +17,8 @@ from peftkit.execution.environment import gpu_of_size
 from peftkit.kernels import packed as kernel
 from peftkit.kernels.packed import slices_of, unpack, unpack_rows
 from peftkit.planning.memory import MemoryEstimator
-from peftkit.quant.embedding import QuantizedEmbedding
 from peftkit.quant.layers import QuantizedLinear, pack
-from peftkit.quant.quantize import quantize_model
+from peftkit.quant.quantize import QuantizedEmbedding, quantize_model
 from peftkit.recipe import Recipe
 from peftkit.settings import BaseConfig
 from tests.helpers.families import ARCHITECTURES, FURTHER, tiny_tokenizer

@@ -27,8 +27,7 @@ from peftkit.events import Listener, Notice, ScoredAnswer, ignore
 from peftkit.execution.plan import compute_dtype
 from peftkit.execution.signals import Interrupted
 from peftkit.figures import size
-from peftkit.forward.loss import unwrapped
-from peftkit.forward.shared_head import check_shared_head, divergence_of
+from peftkit.forward.loss import check_shared_head, divergence_of, unwrapped
 from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.kernels.device import free_bytes
 from peftkit.kernels.divergence import Divergence, DivergenceName
