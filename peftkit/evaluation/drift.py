@@ -37,7 +37,7 @@ from peftkit.forward.loss import (
 )
 from peftkit.inference.engine import AnswerTooLarge
 from peftkit.inference.generate import PromptFormat, own_answers
-from peftkit.kernels.divergence import Divergence
+from peftkit.kernels.cross_entropy import Divergence
 from peftkit.model.modes import evaluating
 from peftkit.settings import DriftConfig
 

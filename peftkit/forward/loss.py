@@ -26,8 +26,12 @@ from torch.nn import functional
 from peftkit.errors import AdapterError
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.noise import is_last_rounding
-from peftkit.kernels.cross_entropy import chunked_cross_entropy
-from peftkit.kernels.divergence import Divergence, chunked_divergence, reference_divergence
+from peftkit.kernels.cross_entropy import (
+    Divergence,
+    chunked_cross_entropy,
+    chunked_divergence,
+    reference_divergence,
+)
 from peftkit.model.places import is_linear, linear_shape, unwrap_adapter
 
 

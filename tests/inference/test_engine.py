@@ -191,9 +191,9 @@ def test_all_rows_wait_for_the_device_once_a_token(sampling):
             engine.step()
             waits = []
             while not engine.is_idle:
-                before, batch = len(card.waits), engine._batch
+                before, batch = len(card.waits), engine.graphs._batch
                 engine.step()
-                if engine._batch is batch:  # else its rows are told of to the device
+                if engine.graphs._batch is batch:  # else its rows are told of to the device
                     waits.append([w.where for w in card.waits[before:] if "graph" not in w.why])
     assert len(waits) > 5
     assert all(len(one) == 1 for one in waits), waits

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from peftkit.kernels.divergence import (
+from peftkit.kernels.cross_entropy import (
     Divergence,
     chunked_divergence,
     reference_divergence,

@@ -29,8 +29,8 @@ from peftkit.execution.signals import Interrupted
 from peftkit.figures import size
 from peftkit.forward.loss import check_shared_head, divergence_of, unwrapped
 from peftkit.inference.generate import ModelSampler, SampledAnswer
+from peftkit.kernels.cross_entropy import Divergence, DivergenceName
 from peftkit.kernels.device import free_bytes
-from peftkit.kernels.divergence import Divergence, DivergenceName
 from peftkit.model.modes import evaluating
 from peftkit.model.side_adapter import SideAdapter
 from peftkit.settings import CHAT
