@@ -11,21 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from peftkit.forward.attention import MaskKind, kind_of, window_of
+from peftkit.forward.attention import MaskKind, kind_of, registered, window_of
 from peftkit.forward.attention_kernels import PLAIN
-from peftkit.forward.compat import (
-    cache_name,
-    register_attention,
-    unregister_attention,
-    with_all_methods,
-)
+from peftkit.forward.compat import cache_name, with_all_methods
 from peftkit.inference.cache import Arena, Row, Span, joined, power_of_two
 from peftkit.inference.partial_attention import (
     PartialAttention,
@@ -36,8 +31,6 @@ from peftkit.inference.partial_attention import (
     partial_attention,
 )
 from peftkit.inference.states import DecodeStates, PassStates, PrefillStates, StateCache
-
-_numbers = count()
 
 
 class LayerMask:
@@ -343,7 +336,7 @@ class CachedAttention(StateCache):
         self._window = window
         self._layer: int | None = None
         self._positions: Tensor | None = None
-        self.scaled: set[nn.Module] = set()
+        self.scaled: set[Any] = set()
 
     @classmethod
     def of(cls, model: Any) -> CachedAttention:
@@ -351,7 +344,7 @@ class CachedAttention(StateCache):
         return cls(config.num_hidden_layers, window_of(config))
 
     def run(self, model: Any, now: Pass) -> Tensor:
-        """Run a model in which this attention is `registered`.
+        """Run a model in which this is the `cached_attention`.
 
         Returns:
             The logits (B, V) of the last column.
@@ -456,22 +449,16 @@ class _Layer(CacheLayerMixin):
 
 
 @contextmanager
-def registered(model: Any, attention: CachedAttention) -> Iterator[None]:
+def cached_attention(model: Any, attention: CachedAttention) -> Iterator[None]:
     """Use this attention in a model within the context."""
-    before, name = model.config._attn_implementation, f"peftkit_cached_{next(_numbers)}"
     scaled = [m for m in model.modules() if getattr(m, "attn_temperature_tuning", None)]
     attention.scaled = {layer for layer in scaled if not getattr(layer, "use_rope", True)}
-    values: list[tuple[Any, Any]] = [
-        (layer, layer.attn_temperature_tuning) for layer in attention.scaled
-    ]
-    for layer, _ in values:
-        layer.attn_temperature_tuning = False
-    register_attention(name, attention.attend, attention.mask)
-    model.set_attn_implementation(name)
+    values = [(layer, layer.attn_temperature_tuning) for layer in attention.scaled]
     try:
-        yield
+        for layer, _ in values:
+            layer.attn_temperature_tuning = False
+        with registered(model, attention.attend, attention.mask, in_all=True):
+            yield
     finally:
-        model.set_attn_implementation(before)
-        unregister_attention(name)
         for layer, value in values:
             layer.attn_temperature_tuning = value

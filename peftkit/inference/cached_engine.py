@@ -29,7 +29,7 @@ from peftkit.inference.cache import (
     slot_length,
     worth_sharing,
 )
-from peftkit.inference.cached_attention import CachedAttention, Decode, Prefill, registered
+from peftkit.inference.cached_attention import CachedAttention, Decode, Prefill, cached_attention
 from peftkit.inference.engine import FEWEST_TOKENS, Completion, Engine, Limits
 from peftkit.inference.ready import on_device
 from peftkit.inference.recorder import Graphs
@@ -101,7 +101,7 @@ class CachedEngine(Engine):
 
     def _prepare(self, stack: ExitStack) -> None:
         self._attention = CachedAttention.of(self.model)
-        stack.enter_context(registered(self.model, self._attention))
+        stack.enter_context(cached_attention(self.model, self._attention))
         # captured steps refer to the engine, and both would wait for a collection
         stack.callback(self.graphs.forget)
         if self._has_states and self.limits.tokens is not None:

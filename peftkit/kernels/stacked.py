@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from peftkit.kernels.block_scaled import KINDS
-from peftkit.kernels.packed import BLOCK, PackedFormat, absmax_of, unpack
+from peftkit.kernels.packed import BLOCK, PackedFormat, PackedWeight, absmax_of, unpack
 
 Group = tuple[int, ...]
 """Experts that are fetched together, in ascending order."""
@@ -190,8 +190,10 @@ class PackedExperts:
         scales = torch.cat([self._absmax[expert] for expert in group])
         if form.kind == "int8":
             scales = scales.view(*form.shape[:-1], 1)
-            return unpack(packed.view(torch.int8).view(form.shape), (scales,), form, self.dtype)
-        return unpack(packed.view(-1, 1), (scales,), form, self.dtype)
+            packed = packed.view(torch.int8).view(form.shape)
+        else:
+            packed = packed.view(-1, 1)
+        return unpack(PackedWeight(packed, (scales,), form), self.dtype)
 
 
 class PackedStack:

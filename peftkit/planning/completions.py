@@ -11,7 +11,7 @@ from peftkit.base.skeleton import untraced
 from peftkit.execution.environment import GPU_SHARE, Environment
 from peftkit.inference.budget import Footprint, cache_tokens, estimated_footprint, measured
 from peftkit.inference.cache import slot_length
-from peftkit.inference.cached_attention import CachedAttention, registered
+from peftkit.inference.cached_attention import CachedAttention, cached_attention
 from peftkit.inference.open_engine import why_plain_class
 from peftkit.planning.step import skeleton_of
 from peftkit.recipe import Recipe
@@ -57,5 +57,5 @@ def _measured(model: Any) -> Footprint:
     for module in model.modules():
         if hasattr(module, "is_transposed"):  # experts, whose sizes depend on data
             module.forward = lambda hidden, *_: torch.zeros_like(hidden)
-    with untraced(), registered(model, attention):
+    with untraced(), cached_attention(model, attention):
         return measured(model, attention)

@@ -31,6 +31,7 @@ from peftkit.kernels.packed import (
     BLOCK,
     NESTED_BLOCK,
     PackedFormat,
+    PackedWeight,
     pack_4bit,
     pack_absmax,
     pack_int8,
@@ -68,11 +69,15 @@ class Packing(nn.Module):
         """Absmax; with double quantisation also the absmax, code and offset of absmax."""
         return tuple(scale for scale in self._parameters.values() if scale is not None)
 
+    def weight(self, packed: Tensor) -> PackedWeight:
+        """Return packed data with its scales and format."""
+        return PackedWeight(packed, self.scales, self.form)
+
     def forward(self, packed: Tensor) -> Tensor:
         """Return the tensor in the compute dtype: the copy, or a new one."""
         if self.unpacked is not None:
             return self.unpacked
-        return unpack(packed, self.scales, self.form, self.dtype)
+        return unpack(self.weight(packed), self.dtype)
 
     def num_bytes(self, packed: Tensor) -> int:
         """Return the bytes of the packed data and its scales."""
@@ -228,7 +233,7 @@ class QuantizedLinear(nn.Module):
             return functional.linear(x, packing.unpacked, self.bias)
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else packing.dtype
-        return packed_linear(x, self.bias, self.packed, packing.scales, packing.form, dtype)
+        return packed_linear(x, self.bias, packing.weight(self.packed), dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"

@@ -279,7 +279,7 @@ class QuantizedEmbedding(nn.Embedding):
         if packing.unpacked is not None:
             rows = functional.embedding(input, packing.unpacked)
         else:
-            rows = unpack_rows(self.packed, packing.scales, packing.form, packing.dtype, input)
+            rows = unpack_rows(packing.weight(self.packed), packing.dtype, input)
         return rows if self.scale == 1.0 else rows * self.scale
 
 
