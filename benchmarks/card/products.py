@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,9 +110,7 @@ def _line(job: Job, weights: list[PackedWeight], rows: int) -> Line:
     return difference, *times, well
 
 
-def _seconds(
-    job: Job, run: Callable[[tuple[Any, ...]], object], weights: list[PackedWeight]
-) -> float:
+def _seconds(job: Job, run: Callable[[PackedWeight], object], weights: list[PackedWeight]) -> float:
     """Return the median seconds of a product, without launches from Python if it is recorded."""
     if job.device.type == "cuda":
         torch.cuda.synchronize(job.device)

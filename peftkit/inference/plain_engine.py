@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import takewhile
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,15 +71,27 @@ def _next_logits(model: Any, rows: Sequence[Sequence[int]], pad: int) -> Tensor:
     """Return the logits (B, NEW_TOKENS, V) of the next tokens of rows, with given tokens chosen."""
     ids, mask = padded_rows(rows, pad, left=True)
     forced = _Forced(ids.shape[1])
-    model.generate(
-        input_ids=ids.to(model.device),
-        attention_mask=mask.to(model.device),
-        generation_config=GenerationConfig(
-            do_sample=False, use_cache=True, max_new_tokens=NEW_TOKENS, pad_token_id=pad
-        ),
-        logits_processor=LogitsProcessorList([forced]),
-    )
+    _generate(model, {"input_ids": ids, "attention_mask": mask}, NEW_TOKENS, pad, forced)
     return torch.stack(forced.logits, 1)
+
+
+def _generate(
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    num_new: int,
+    pad: int,
+    choose: LogitsProcessor,
+    stops: Sequence[StoppingCriteria] = (),
+) -> None:
+    """Run `model.generate`; `choose` makes the next tokens the likeliest ones."""
+    model.generate(
+        **{name: value.to(model.device) for name, value in inputs.items()},
+        generation_config=GenerationConfig(
+            do_sample=False, use_cache=True, max_new_tokens=num_new, pad_token_id=pad
+        ),
+        logits_processor=LogitsProcessorList([choose]),
+        stopping_criteria=StoppingCriteriaList(stops),
+    )
 
 
 class _Forced(LogitsProcessor):
@@ -168,19 +180,9 @@ class PlainEngine(Engine):
         Args:
             inputs: The model's inputs, padded on the left: input_ids (B, T) and others.
         """
-        settings = GenerationConfig(
-            do_sample=False,
-            use_cache=True,
-            max_new_tokens=max(one.max_new_tokens - len(one.ids) for one in rows),
-            pad_token_id=self._pad or 0,
-        )
-        generate = cast(Callable[..., Tensor], self.model.generate)  # its decorators hide its type
-        generate(
-            **{name: value.to(self.model.device) for name, value in inputs.items()},
-            generation_config=settings,
-            logits_processor=LogitsProcessorList([_Choose(rows, self.model.device)]),
-            stopping_criteria=StoppingCriteriaList([_Ended(rows)]),
-        )
+        num_new = max(one.max_new_tokens - len(one.ids) for one in rows)
+        choose = _Choose(rows, self.model.device)
+        _generate(self.model, inputs, num_new, self._pad or 0, choose, [_Ended(rows)])
 
 
 class _Choose(LogitsProcessor):

@@ -31,8 +31,7 @@ from peftkit.forward.loss import check_shared_head, divergence_of, unwrapped
 from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.kernels.cross_entropy import Divergence, DivergenceName
 from peftkit.kernels.device import free_bytes
-from peftkit.model.modes import evaluating
-from peftkit.model.side_adapter import SideAdapter
+from peftkit.model.modes import SideAdapter, evaluating
 from peftkit.settings import CHAT
 from peftkit.tasks.base import mean_loss, over_batches
 from peftkit.tasks.distill.demonstrations import DemonstrationEncoder, DistillLoader

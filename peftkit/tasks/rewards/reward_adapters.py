@@ -14,7 +14,7 @@ from peftkit.data.pack import padded_rows
 from peftkit.data.style import Style
 from peftkit.errors import AdapterError
 from peftkit.forward.loss import accepted, target_rows, unwrapped
-from peftkit.model.side_adapter import SideAdapter
+from peftkit.model.modes import SideAdapter
 
 BATCH_SIZE = 16
 
