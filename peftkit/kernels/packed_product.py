@@ -8,6 +8,7 @@ fp4 have a product of bitsandbytes instead (packed.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,9 @@ from peftkit.kernels.block_scaled import KINDS
 from peftkit.kernels.checked import CheckedProduct
 from peftkit.kernels.fused import Launcher
 from peftkit.kernels.gguf_blocks import TYPES
-from peftkit.kernels.packed import PackedWeight
 
+Weight = tuple[Tensor, tuple[Tensor, ...], Any]
+"""A `packed.PackedWeight`; packed.py imports this file."""
 MOST_ROWS = 16
 """Rows of x: four at a time, so a weight is unpacked up to four times in registers. With more rows
 that takes longer than it saves memory traffic."""
@@ -44,7 +46,7 @@ CHECKED = CheckedProduct(
 """The products that were compared in this process."""
 
 
-def has_product(x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> bool:
+def has_product(x: Tensor, weight: Weight, dtype: torch.dtype) -> bool:
     """Return whether the kernels multiply x (..., in) with a packed weight."""
     packed, scales, form = weight
     if torch.compiler.is_compiling() or not x.is_cuda or form.kind in ("nf4", "fp4"):
@@ -67,7 +69,7 @@ def has_product(x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> bool:
 def product(
     x: Tensor,
     bias: Tensor | None,
-    weight: PackedWeight,
+    weight: Weight,
     dtype: torch.dtype,
     expected: Callable[[], Tensor],
 ) -> Tensor | None:
