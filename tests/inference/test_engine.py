@@ -17,8 +17,8 @@ from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from tests.helpers.bank import tiny_base, write_adapter
-from tests.helpers.families import EOS, FAMILIES
-from tests.helpers.generation import MODELS, greedy_tokens
+from tests.helpers.families import FAMILIES
+from tests.helpers.generation import MODELS, TOKENIZER, greedy_tokens
 from tests.simulated_gpu.simulation import simulated
 
 Tokenizer = PreTrainedTokenizerFast
@@ -183,8 +183,7 @@ def test_what_prompts_have_in_common():
 def test_all_rows_wait_for_the_device_once_a_token(sampling):
     with simulated() as card:
         model = FAMILIES["llama"]().eval().to("cuda")
-        tokenizer: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
-        with open_engine(model, tokenizer) as engine:
+        with open_engine(model, TOKENIZER) as engine:
             assert isinstance(engine, CachedEngine)
             for prompt in PROMPTS:
                 engine.submit(Request(prompt, sampling))

@@ -21,7 +21,7 @@ from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
 from tests.helpers.bank import tiny_base, write_adapter
 from tests.helpers.families import EOS, FAMILIES
-from tests.helpers.generation import MODELS
+from tests.helpers.generation import MODELS, TOKENIZER
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
 
@@ -35,7 +35,6 @@ class Words:
         return " ".join(map(str, ids))
 
 
-TOKENIZER: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
 LENGTHS = (12, 18, 9, 14, 16, 7, 11)
 PROMPTS = [[7 + n, 8, 9 + n] * (40 if n == 3 else 1) for n in range(len(LENGTHS))]
 SETTINGS = [Sampling(size, 0.0 if n % 2 else 1.0, seed=n) for n, size in enumerate(LENGTHS)]

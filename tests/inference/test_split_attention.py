@@ -22,12 +22,10 @@ from peftkit.inference.partial_attention import (
     partial_attention,
 )
 from peftkit.inference.sampling import Sampling
-from tests.helpers.families import EOS
-from tests.helpers.generation import MODELS
+from tests.helpers.generation import MODELS, TOKENIZER
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
 
-TOKENIZER: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
 PROMPTS = [[7 + n % 2, *range(20, 170), 8 + n] for n in range(5)]
 """Two prefixes, of three and two prompts."""
 LENGTHS = (14, 18, 13, 16, 24)

@@ -15,11 +15,10 @@ from peftkit.inference.engine import Request
 from peftkit.inference.open_engine import why_plain
 from peftkit.inference.plain_engine import PlainEngine
 from peftkit.inference.sampling import Sampling
-from tests.helpers.families import EOS, FAMILIES
+from tests.helpers.families import FAMILIES
+from tests.helpers.generation import TOKENIZER
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
-
-TOKENIZER: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
 
 
 def run(model: Any, *lengths: int) -> CachedEngine:

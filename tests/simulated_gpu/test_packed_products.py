@@ -17,12 +17,11 @@ from peftkit.kernels import packed, packed_product
 from peftkit.kernels.gguf_blocks import TYPES
 from peftkit.kernels.packed import PackedFormat, PackedWeight, packed_linear
 from peftkit.quant.layers import Packing, QuantizedLinear, import_bitsandbytes
-from tests.helpers.families import EOS
+from tests.helpers.generation import TOKENIZER
 from tests.helpers.gguf_files import config_of_a_small_llama, random_rows
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
 
-TOKENIZER: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
 KINDS = ("q4_k", "int4")
 PROMPTS = [[7, 8, 9], [11, 12]]
 
