@@ -44,11 +44,6 @@ ALIGNMENT = 16
 """
 
 
-def reference_cross_entropy(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
-    """Return the losses (n,) by definition."""
-    return functional.cross_entropy(head(hidden).float(), targets, reduction="none")
-
-
 def chunked_cross_entropy(
     hidden: Tensor,
     targets: Tensor,

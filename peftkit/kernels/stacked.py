@@ -46,21 +46,7 @@ class AdaptedStack:
 
     def __init__(self, weight: Tensor, a: Tensor, b: Tensor, *, flipped: bool) -> None:
         self.weight, self.a, self.b, self.flipped = weight, a, b, flipped
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the weight."""
-        return self.weight.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the weight."""
-        return self.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weight."""
-        return self.weight.device
+        self.shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
 
     def data_ptr(self) -> int:
         """Return the weight's address, whose alignment transformers checks."""

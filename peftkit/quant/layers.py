@@ -79,6 +79,11 @@ class Packing(nn.Module):
             return self.unpacked
         return unpack(self.weight(packed), self.dtype)
 
+    @property
+    def unpacked_bytes(self) -> int:
+        """Bytes of an unpacked copy."""
+        return self.form.shape.numel() * self.dtype.itemsize
+
     def num_bytes(self, packed: Tensor) -> int:
         """Return the bytes of the packed data and its scales."""
         return sum(t.numel() * t.element_size() for t in (packed, *self.scales))
@@ -272,7 +277,7 @@ def copies_kept(model: nn.Module, share: float) -> Iterator[None]:
     copied: list[Packing] = []
     try:
         for packed, packing in candidates:
-            bytes_left -= packing.form.shape.numel() * packing.dtype.itemsize
+            bytes_left -= packing.unpacked_bytes
             if bytes_left < 0:
                 break
             packing.unpacked = packing(packed)
@@ -297,7 +302,7 @@ def keep_copies(model: nn.Module, max_bytes: int | None = None) -> int:
     if max_bytes is None:
         max_bytes = int(COPY_SHARE * (free_bytes() or 0))
     tensors = list(packed_tensors(model))
-    total = sum(p.form.shape.numel() * p.dtype.itemsize for _, _, p in tensors)
+    total = sum(packing.unpacked_bytes for _, _, packing in tensors)
     fits = total <= max_bytes
     for _, packed, packing in tensors:
         packing.unpacked = None

@@ -168,9 +168,9 @@ def test_a_graph_does_not_keep_a_dropped_prefix(monkeypatch):
     spans: weakref.WeakSet[Span] = weakref.WeakSet()
 
     def watch(engine: CachedEngine) -> None:
-        spans.update(span for step in engine._steps.values() for span in step.decode.prefixes)
+        spans.update(span for step in engine.graphs._steps.values() for span in step.decode.prefixes)
         if engine.is_idle:
-            assert not any(step.decode.prefixes for step in engine._steps.values())
+            assert not any(step.decode.prefixes for step in engine.graphs._steps.values())
 
     with simulated():
         answers(MODELS["llama"]().eval().to("cuda"), watch)
