@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peftkit.forward.padding_free import num_common
 from peftkit.inference.states import SlotStates, States, copied
 
 Pair = tuple[Tensor, Tensor]
@@ -247,18 +248,6 @@ def joined(spans: Sequence[Span], layer: int, lengths: Sequence[int]) -> Pair:
         for n in (0, 1)
     )
     return keys, values
-
-
-def num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def worth_sharing(tokens: Sequence[int], others: Iterable[Sequence[int]]) -> tuple[int, int]:

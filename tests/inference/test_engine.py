@@ -8,8 +8,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from peftkit.adapter import attach
+from peftkit.forward.padding_free import num_common
 from peftkit.inference.bank import AdapterBank
-from peftkit.inference.cache import num_common, worth_sharing
+from peftkit.inference.cache import worth_sharing
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Completion, Limits, Request
 from peftkit.inference.open_engine import open_engine, why_plain

@@ -168,9 +168,9 @@ def test_a_graph_does_not_keep_a_dropped_prefix(monkeypatch):
     spans: weakref.WeakSet[Span] = weakref.WeakSet()
 
     def watch(engine: CachedEngine) -> None:
-        spans.update(span for step in engine.graphs._steps.values() for span in step.decode.prefixes)
-        if engine.is_idle:
-            assert not any(step.decode.prefixes for step in engine.graphs._steps.values())
+        prefixes = [step.decode.prefixes for step in engine.graphs._steps.values()]
+        spans.update(span for of_step in prefixes for span in of_step)
+        assert not (engine.is_idle and any(prefixes))
 
     with simulated():
         answers(MODELS["llama"]().eval().to("cuda"), watch)

@@ -20,7 +20,7 @@ from peftkit.data.generation import prompt_ids
 from peftkit.data.style import Style
 from peftkit.data.turns import Turns
 from peftkit.errors import ConfigError, RunError
-from peftkit.inference.cache import num_common
+from peftkit.forward.padding_free import num_common
 from peftkit.inference.call_formats import Call
 from peftkit.inference.calls import CallStyle, whole
 from peftkit.inference.dialogues import Wait, dialogues
