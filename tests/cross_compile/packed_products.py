@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from peftkit.kernels import block_scaled
 from peftkit.kernels import packed_product_kernels as kernels
 from peftkit.kernels.gguf_blocks import TYPES
 from peftkit.kernels.packed import PackedFormat, PackedWeight, pack_int8, unpack
 from peftkit.quant.layers import import_bitsandbytes
-from tests.cross_compile import interpreter  # noqa: F401
+from tests.cross_compile import interpreter, machine_code  # noqa: F401
 from tests.helpers.gguf_files import random_rows
 
 ROWS = 5
@@ -120,7 +113,6 @@ def compared() -> dict[str, tuple[int, float]]:
     return found
 
 
-READER = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 KINDS = (*TYPES, *block_scaled.KINDS, "int8")
 
 
@@ -153,16 +145,7 @@ def compiled(card: int, dtype: str) -> list[dict[str, int]]:
 def _resources(
     kernel: Any, types: dict[str, str], fixed: dict[str, Any], card: int
 ) -> dict[str, int]:
-    signature = {name: types[name] for name in kernel.arg_names}
-    aligned = [n for n, name in enumerate(signature) if name == "width" or "*" in signature[name]]
-    # arrays of torch begin at multiples of 16 bytes, which a launch sees
-    attributes = {(number,): [["tt.divisibility", 16]] for number in aligned}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
-    target = GPUTarget("cuda", card, 32)
-    made = triton.compile(source, target=target, options={"enable_fp_fusion": False})
+    arrays = [name for name in kernel.arg_names if name == "width" or "*" in types[name]]
+    made = machine_code.compiled(kernel, types, fixed, card, aligned=arrays, enable_fp_fusion=False)
     assert ".ftz" not in made.asm["ptx"]  # e4m3 and e2m1 values pass through subnormal ones
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(made.asm["cubin"])
-        command = [READER, "-res-usage", file.name]
-        shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return {n: int(size) for n, size in re.findall(r"(REG|STACK|LOCAL):(\d+)", shown)}
+    return machine_code.resources(made)
