@@ -230,8 +230,8 @@ def _run_tasks(opened: Opened, names: list[str], *, as_json: bool, **options: An
     from rich.console import Console
 
     from peftkit.files.disk import write_json
-    from peftkit.inference.harness import run_tasks
     from peftkit.report.history import TASKS, is_run
+    from peftkit_cli.harness import run_tasks
     from peftkit_cli.render import Renderer
 
     tables = Console(stderr=as_json, highlight=False)

@@ -19,7 +19,7 @@ from peftkit.data.generation import prompt_ids, stop_ids
 from peftkit.data.style import Style
 from peftkit.forward.row_lengths import context_length
 from peftkit.inference.bank import AdapterBank
-from peftkit.inference.call_style import CallStyle
+from peftkit.inference.calls import CallStyle
 from peftkit.inference.engine import Request as EngineRequest
 from peftkit.inference.open_engine import generation_fallbacks
 from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of

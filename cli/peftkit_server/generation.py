@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from peftkit.errors import RunError
 from peftkit.inference.call_formats import Call, dumped
-from peftkit.inference.call_style import CallStyle
-from peftkit.inference.calls import AnswerPiece
+from peftkit.inference.calls import AnswerPiece, CallStyle
 from peftkit.inference.engine import Completion, Request
 from peftkit.inference.generate import TextStream
 from peftkit.inference.sampling import Chosen

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from peftkit.inference.call_formats import CallFormat
-from peftkit.inference.penalties import Penalties
+from peftkit.inference.sampling import Penalties
 from peftkit_server.refusals import RequestError
 from peftkit_server.tool_fields import (
     MAX_TOOLS,

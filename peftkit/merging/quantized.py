@@ -27,8 +27,7 @@ from peftkit.files.strict_json import Json
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.open_adapter import task_of
 from peftkit.formats.peft.load import read_adapter
-from peftkit.kernels.fake_quantize import FORMATS, Coded, packed
-from peftkit.kernels.gptq import gptq
+from peftkit.kernels.fake_quantize import FORMATS, Coded, gptq, packed
 from peftkit.merging.advice import advice
 from peftkit.merging.merge import merge, new_model_folder
 from peftkit.model.modes import evaluating

@@ -25,8 +25,7 @@ from peftkit.kernels.stacked import AdaptedStack, NoProductError
 from peftkit.methods.base import AdapterModule
 from peftkit.methods.lora_init import Options, drawn
 from peftkit.model.places import is_transposed, stacked_shape
-from peftkit.model.row_slice import RowSlice
-from peftkit.model.targets import Site
+from peftkit.model.targets import RowSlice, Site
 
 
 class LoRAStack(nn.Module):

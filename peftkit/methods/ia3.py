@@ -22,8 +22,7 @@ from peftkit.files.strict_json import Json, JsonMap, shown
 from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method, Modules
 from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
 from peftkit.model.places import linear_shape
-from peftkit.model.row_slice import RowSlice
-from peftkit.model.targets import Site
+from peftkit.model.targets import RowSlice, Site
 
 _FEEDFORWARD = "feedforward_modules"
 _L = "ia3_l"

@@ -28,8 +28,7 @@ from peftkit.kernels.lora import Layer, add_lora, grouped_lora_linear, low_rank
 from peftkit.methods.base import AdapterModule
 from peftkit.methods.lora_init import SUBTRACTED, Options, drawn, of_weight
 from peftkit.model.places import find_places, linear_shape
-from peftkit.model.row_slice import RowSlice
-from peftkit.model.targets import Site
+from peftkit.model.targets import RowSlice, Site
 from peftkit.quant.layers import QuantizedLinear
 from peftkit.quant.weights import frozen_weight, weight_of
 

@@ -21,8 +21,7 @@ from torch.nn import functional
 from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method, Modules
 from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
 from peftkit.model.places import linear_shape
-from peftkit.model.row_slice import RowSlice
-from peftkit.model.targets import Site
+from peftkit.model.targets import RowSlice, Site
 
 _B, _D = "vera_lambda_b", "vera_lambda_d"
 

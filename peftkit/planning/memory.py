@@ -21,10 +21,10 @@ from peftkit.events import Listener, Notice
 from peftkit.execution.environment import GPU_SHARE, Environment
 from peftkit.execution.plan import Activations, ExecutionPlan, Placement, Shard, plan_of
 from peftkit.forward.row_lengths import context_length
+from peftkit.inference.budget import Footprint, cache_tokens, estimated_footprint, measured
 from peftkit.inference.cache import slot_length
-from peftkit.inference.cached_attention import CachedAttention, registered
-from peftkit.inference.footprint import Footprint, measured
-from peftkit.inference.open_engine import cache_tokens, estimated_footprint, why_plain_class
+from peftkit.inference.cached_attention import CachedAttention, cached_attention
+from peftkit.inference.open_engine import why_plain_class
 from peftkit.kernels.device import PRODUCTS_REACH, busy_tokens
 from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.planning.step import skeleton_of
@@ -392,7 +392,7 @@ def _measured_cache(model: Any) -> Footprint:
     for module in model.modules():
         if hasattr(module, "is_transposed"):  # experts, whose sizes depend on data
             module.forward = lambda hidden, *_: torch.zeros_like(hidden)
-    with untraced(), registered(model, attention):
+    with untraced(), cached_attention(model, attention):
         return measured(model, attention)
 
 

@@ -32,7 +32,7 @@ from peftkit.kernels.cross_entropy import ALIGNMENT, rows_of_chunk
 from peftkit.model.modes import begin_training
 from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.planning.counter import GPU_ROUNDING, Counter
-from peftkit.quant.copies import keep_copies
+from peftkit.quant.layers import keep_copies
 from peftkit.recipe import Recipe
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.retrieval.embedding import Pooled, pooled

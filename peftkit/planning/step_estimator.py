@@ -23,9 +23,14 @@ from peftkit.errors import PeftkitError
 from peftkit.execution.plan import Activations, activation_modes, plan_of
 from peftkit.forward.blocks import Blocks
 from peftkit.planning.counter import Counter
-from peftkit.planning.step import DatalessStep, StepCount, packed_model, skeleton_of, with_method
-from peftkit.quant.copies import COPY_SHARE
-from peftkit.quant.layers import packed_tensors
+from peftkit.planning.step import (
+    DatalessStep,
+    StepCount,
+    packed_model,
+    skeleton_of,
+    with_method,
+)
+from peftkit.quant.layers import COPY_SHARE, packed_tensors
 from peftkit.recipe import Recipe
 
 CATEGORIES = ("weights", "adapters", "gradients", "activations")

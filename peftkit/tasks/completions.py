@@ -16,7 +16,7 @@ from peftkit.tasks.base import Task
 from peftkit.tasks.metrics import exact_match
 
 if TYPE_CHECKING:
-    from peftkit.inference.own_answers import PromptFormat
+    from peftkit.inference.generate import PromptFormat
 
 MARGIN = 1.25
 """Longest completion, relative to the longest reference."""

@@ -19,7 +19,7 @@ from peftkit.tasks.base import Task
 from peftkit.tasks.batches import split_micro_batches
 
 if TYPE_CHECKING:
-    from peftkit.model.side_adapter import SideAdapter
+    from peftkit.model.modes import SideAdapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from peftkit.errors import BaseError
 from peftkit.events import Event, Notice
 from peftkit.execution.plan import ExecutionPlan, compute_dtype
 from peftkit.kernels.gguf_blocks import TYPES, row_bytes, unpack_gguf
-from peftkit.quant.embedding import QuantizedEmbedding
 from peftkit.quant.layers import packed_tensors
+from peftkit.quant.quantize import QuantizedEmbedding
 from peftkit.settings import BaseConfig
 from peftkit.tasks.row_loader import check_vocabulary
 from tests.helpers.families import VOCAB

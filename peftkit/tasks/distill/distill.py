@@ -27,13 +27,11 @@ from peftkit.events import Listener, Notice, ScoredAnswer, ignore
 from peftkit.execution.plan import compute_dtype
 from peftkit.execution.signals import Interrupted
 from peftkit.figures import size
-from peftkit.forward.loss import unwrapped
-from peftkit.forward.shared_head import check_shared_head, divergence_of
+from peftkit.forward.loss import check_shared_head, divergence_of, unwrapped
 from peftkit.inference.generate import ModelSampler, SampledAnswer
+from peftkit.kernels.cross_entropy import Divergence, DivergenceName
 from peftkit.kernels.device import free_bytes
-from peftkit.kernels.divergence import Divergence, DivergenceName
-from peftkit.model.modes import evaluating
-from peftkit.model.side_adapter import SideAdapter
+from peftkit.model.modes import SideAdapter, evaluating
 from peftkit.settings import CHAT
 from peftkit.tasks.base import mean_loss, over_batches
 from peftkit.tasks.distill.rows import (

@@ -26,7 +26,7 @@ from peftkit.execution.out_of_memory import NO_ROOM
 from peftkit.forward.batch_layout import BatchLayout
 from peftkit.forward.loss import unwrapped
 from peftkit.forward.probes import check_causal_answer
-from peftkit.inference.own_answers import PromptFormat
+from peftkit.inference.generate import PromptFormat
 from peftkit.model.blocks import is_sharded
 from peftkit.settings import CHAT, DataConfig
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, equal_parts
@@ -169,7 +169,7 @@ class MediaText(CompletingTask, TokenTask):
     ) -> list[list[int]]:
         """Return the token ids that follow each prompt; arguments as in `generate_ids`."""
         from peftkit.inference.engine import Completion, Request, log_fewer
-        from peftkit.inference.open_engine import PlainEngine
+        from peftkit.inference.plain_engine import PlainEngine
         from peftkit.inference.sampling import Sampling, seed_of
 
         sampling = Sampling(**settings, stops=self.encoder.stop_ids(self.rows.prompt_style))

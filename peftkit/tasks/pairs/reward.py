@@ -30,7 +30,7 @@ from peftkit.data.style import Style
 from peftkit.errors import AdapterError
 from peftkit.events import Listener, ignore
 from peftkit.forward.loss import accepted, target_rows, unwrapped
-from peftkit.model.side_adapter import SideAdapter
+from peftkit.model.modes import SideAdapter
 from peftkit.settings import CHAT
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import BATCH_SIZE, equal_parts

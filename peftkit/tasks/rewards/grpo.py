@@ -26,8 +26,7 @@ from peftkit.errors import AdapterError, ConfigError, PeftkitError
 from peftkit.events import Listener, Notice, ScoredAnswer, Stage, ignore
 from peftkit.forward.loss import unwrapped
 from peftkit.inference.generate import ModelSampler, SampledAnswer, answers_to
-from peftkit.model.modes import adapters_off, evaluating
-from peftkit.model.side_adapter import SideAdapter
+from peftkit.model.modes import SideAdapter, adapters_off, evaluating
 from peftkit.tasks.documents import DocumentTask, OnPolicy, Rollout
 from peftkit.tasks.metrics import exact_match
 from peftkit.tasks.pairs.reward import adapter_rewards

@@ -20,10 +20,9 @@ from peftkit.data.generation import prompt_ids
 from peftkit.data.style import Style
 from peftkit.data.turns import Turns
 from peftkit.errors import ConfigError, RunError
-from peftkit.inference.cache import num_common
+from peftkit.forward.padding_free import num_common
 from peftkit.inference.call_formats import Call
-from peftkit.inference.call_style import CallStyle
-from peftkit.inference.calls import whole
+from peftkit.inference.calls import CallStyle, whole
 from peftkit.inference.dialogues import Wait, dialogues
 from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.tasks.documents import drawn_seeds

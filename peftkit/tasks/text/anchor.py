@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from peftkit.data.general import ANCHORS
 from peftkit.data.pack import Row, cut_document
 from peftkit.events import Progress, Stage
-from peftkit.forward.shared_head import check_shared_head, divergence_of
-from peftkit.inference.own_answers import own_answers
-from peftkit.kernels.divergence import Divergence
+from peftkit.forward.loss import check_shared_head, divergence_of
+from peftkit.inference.generate import own_answers
+from peftkit.kernels.cross_entropy import Divergence
 from peftkit.model.modes import adapters_off, evaluating
 from peftkit.tasks.run_hooks import Reference, Run, RunHooks
 from peftkit.tasks.tokens import CausalLM

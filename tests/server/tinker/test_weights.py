@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
 from peftkit.formats.peft.load import load_adapter
-from peftkit.model.lift import take_off
+from peftkit.model.modes import take_off
 from peftkit_server import app
 from peftkit_server.tinker import weights, wire
 from tests.helpers.tinker import CE_DATA, MIXED_RANKS, train_steps

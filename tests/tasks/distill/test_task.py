@@ -20,7 +20,7 @@ from peftkit.formats.open_adapter import open_adapter, read_side_adapter
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.forward.loss import head_of
-from peftkit.kernels.divergence import Divergence, reference_divergence
+from peftkit.kernels.cross_entropy import Divergence, reference_divergence
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.tasks.distill.rows import Distilled

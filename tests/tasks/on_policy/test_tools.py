@@ -275,7 +275,7 @@ def calling() -> Iterator[None]:
     """Have the model end its turns soon, and each of them read as a call."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("peftkit.tasks.rewards.grpo_tools.whole", as_call)
-        patch.setattr("peftkit.inference.call_style.stop_ids", lambda *_: list(range(0, 384, 8)))
+        patch.setattr("peftkit.inference.calls.stop_ids", lambda *_: list(range(0, 384, 8)))
         yield
 
 
