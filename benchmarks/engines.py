@@ -25,7 +25,8 @@ from benchmarks.report import Spread, table
 from benchmarks.shapes import HYBRID_SIZES, HYBRIDS, Shape, build
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Engine, Limits, Request
-from peftkit.inference.open_engine import PlainEngine, why_plain
+from peftkit.inference.open_engine import why_plain
+from peftkit.inference.plain_engine import PlainEngine
 from peftkit.inference.sampling import Sampling
 
 _KIMI = {  # without experts

@@ -28,8 +28,7 @@ from peftkit.execution.plan import Activations
 from peftkit.execution.signals import StopRequest
 from peftkit.methods.lora import LoRA
 from peftkit.planning.step_estimator import StepEstimator
-from peftkit.quant.copies import keep_copies
-from peftkit.quant.layers import packed_tensors
+from peftkit.quant.layers import keep_copies, packed_tensors
 from peftkit.quant.quantize import quantize_model
 from peftkit.recipe import Recipe
 from peftkit.settings import BaseConfig, DataConfig, TrainConfig

@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from peftkit.figures import duration
-from peftkit.report.chart import Chart, Line, charts
+from peftkit.report.chart import Chart, Line, charts, text
 from peftkit.report.history import History, read_history
-from peftkit.report.html import text
 from peftkit.report.page import STYLE
 
 HERE = Path(__file__).parent

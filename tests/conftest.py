@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 # What a shell starts in the background ignores SIGINT, and so would all that tests start.
@@ -38,22 +38,27 @@ os.environ["ONEDNN_MAX_CPU_ISA"] = "ALL" if WITH_BF16 else "AVX512_CORE"
 if os.environ.get("PEFTKIT_REAL_CARD") != "1":
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
+# No test cuts the power. A run of a test flushes dozens of files, each in milliseconds.
+os.fsync = lambda descriptor: None
+
 import gc  # noqa: E402
+from functools import cache  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 import pytest  # noqa: E402 - the environment comes first
-import torch  # noqa: E402
-from transformers import PreTrainedModel, PreTrainedTokenizerFast  # noqa: E402
 
-from peftkit.base import request as base_request  # noqa: E402
-from tests.helpers.changed import changed_since, is_due  # noqa: E402
-from tests.helpers.families import FAMILIES, tiny_tokenizer  # noqa: E402
+from tests.helpers.changed import changed_since, is_due, is_left_out  # noqa: E402
 
-torch.set_num_threads(1)
+# xdist's first process, for which the others wait, only distributes tests: it imports no torch.
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+if WITH_BF16:
+    from peftkit.base import request as base_request
 
-if WITH_BF16 and not base_request.has_bf16_units():  # processes of their own look for themselves
-    base_request.CPUINFO = Path(_HOME.name, "cpuinfo")
-    base_request.CPUINFO.write_text("flags : avx512_bf16", encoding="utf-8")
+    if not base_request.has_bf16_units():  # processes of their own look for themselves
+        base_request.CPUINFO = Path(_HOME.name, "cpuinfo")
+        base_request.CPUINFO.write_text("flags : avx512_bf16", encoding="utf-8")
 
 
 @pytest.fixture(params=[False, True], ids=["without bf16 units", "with bf16 units"])
@@ -61,6 +66,8 @@ def bf16_units(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> bool:
     """Run a test as on a CPU without bf16 units, and as on one with them."""
+    from peftkit.base import request as base_request
+
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("flags : avx512f" + " avx512_bf16" * request.param, encoding="utf-8")
     monkeypatch.setattr(base_request, "CPUINFO", cpuinfo)
@@ -70,6 +77,8 @@ def bf16_units(
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
+    import torch
+
     torch.manual_seed(0)
 
 
@@ -88,22 +97,30 @@ def _processes_end_with_their_test() -> Iterator[None]:
 
 
 @pytest.fixture
-def llama() -> PreTrainedModel:
+def llama() -> "PreTrainedModel":
     """A tiny Llama with random weights, in eval mode: 2 layers, hidden size 32, 4 heads, 2 kv."""
+    from tests.helpers.families import FAMILIES
+
     return FAMILIES["llama"]().eval()
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> "PreTrainedTokenizerFast":
     """A real byte-level tokenizer with a ChatML template; its ids fit every tiny model."""
+    from tests.helpers.families import tiny_tokenizer
+
     return tiny_tokenizer()
 
 
 @pytest.fixture(scope="session")
 def model_folder(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: "PreTrainedTokenizerFast"
 ) -> Path:
     """A folder as on a hub: the tiny Llama in float32 and its tokenizer. Do not write into it."""
+    import torch
+
+    from tests.helpers.families import FAMILIES
+
     folder = tmp_path_factory.mktemp("tiny-llama")
     torch.manual_seed(0)
     FAMILIES["llama"]().save_pretrained(folder)
@@ -127,6 +144,13 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return None
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no test file that `--changed` leaves out as a whole."""
+    revision = config.getoption("changed")
+    changed = None if revision is None else changed_since(revision)
+    return True if changed is not None and is_left_out(collection_path, changed) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests that cover other files than those that changed since `--changed`."""
     revision = config.getoption("changed")
@@ -138,7 +162,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if due[item]]
 
 
-def pytest_collection_finish() -> None:
-    """Let garbage collection pass over the libraries: it then takes no second each time."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give the files that start processes to one worker: their server imports torch once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    @cache
+    def starts_processes(file: str) -> bool:
+        text = (config.rootpath / file).read_text(encoding="utf-8")
+        return "tests.helpers.children" in text or "tests.helpers.sharded" in text
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "processes" if starts_processes(file) else file
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Let garbage collection pass over libraries and tests: it then takes no second each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()

@@ -164,14 +164,13 @@ def _grown(job: Job, model: Any, rows: int, context: int, before: int) -> Line:
         assert isinstance(engine, CachedEngine)
         engine.ends = frozenset()
         found = _decode(engine, random_prompts(rows, context), job.new_tokens)
-        recorder, cache = engine.recorder, used_bytes(job) - before
-    graphs = 0 if recorder is None else recorder.num_recorded
-    able = "not recorded" if recorder is None else verdict(recorder.is_able)
+        graphs, cache = engine.graphs, used_bytes(job) - before
+    able = verdict(graphs.is_able) if graphs.records else "not recorded"
     peak = 0 if gpu is None else gpu.peak(job.device)
     well = found["tokens"] == rows * job.new_tokens and able != "NO"
     speed, memory = found["speed"], (f"{max(cache, 0) / 1e9:.3f}", f"{peak / 1e9:.2f}")
     figures = (f"{found['reading']:.2f}", f"{speed:.0f}", f"{speed / rows:.1f}")
-    return (*figures, str(graphs), able, *memory, verdict(well))
+    return (*figures, str(graphs.num_recorded), able, *memory, verdict(well))
 
 
 def engines(job: Job) -> Iterator[Line]:
@@ -189,14 +188,12 @@ def engines(job: Job) -> Iterator[Line]:
                 assert isinstance(engine, CachedEngine)
                 engine.ends = frozenset()
                 _decode(engine, random_prompts(rows, context), job.new_tokens)
-                inside, recorder = _allocated(job) - before, engine.recorder
+                inside, graphs = _allocated(job) - before, engine.graphs
             del engine
             left = _allocated(job) - before
-            graphs = 0 if recorder is None else recorder.num_recorded
-            is_able = recorder is None or recorder.is_able
-            well = verdict(left <= LEFT_BYTES and is_able)
+            well = verdict(left <= LEFT_BYTES and graphs.is_able)
             memory = (f"{inside / 1e6:.1f}", f"{left / 1e6:.1f}")
-            yield str(number), str(graphs), verdict(is_able), *memory, well
+            yield str(number), str(graphs.num_recorded), verdict(graphs.is_able), *memory, well
     finally:
         gc.enable()
 

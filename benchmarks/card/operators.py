@@ -208,9 +208,7 @@ def _packed_lines(job: Job, dtype: torch.dtype) -> Iterator[Line]:
                     partial(
                         packed_linear,
                         bias=None,
-                        packed=here,
-                        scales=packing.scales,
-                        form=packing.form,
+                        weight=packing.weight(here),
                         dtype=dtype,
                     ),
                     lambda x, unpacked=unpacked: x @ unpacked.T,

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from benchmarks.card.job import LIMITS, Job, Line, apart, judged, verdict
 from peftkit.execution.out_of_memory import one_line
 from peftkit.kernels import packed_product
 from peftkit.kernels.gguf_blocks import TYPES
-from peftkit.kernels.packed import PackedFormat, pack_int8, unpack
+from peftkit.kernels.packed import PackedFormat, PackedWeight, pack_int8, unpack
 from peftkit.quant.layers import import_bitsandbytes
 
 ROWS = (1, 4, packed_product.MOST_ROWS)
@@ -31,7 +30,7 @@ WEIGHTS_READ = 4
 REPEATS = 7
 
 
-def weight_of(kind: str, size: int, seed: int) -> tuple[Tensor, tuple[Tensor, ...], PackedFormat]:
+def weight_of(kind: str, size: int, seed: int) -> PackedWeight:
     """Return random codes (size, size) and scales of a kind, whose values are finite."""
     generator = torch.Generator().manual_seed(seed)
     shape = torch.Size((size, size))
@@ -47,23 +46,24 @@ def weight_of(kind: str, size: int, seed: int) -> tuple[Tensor, tuple[Tensor, ..
             codes[..., at : at + 2] = half[..., None].view(torch.uint8)
         if kind == "mxfp4_gguf":
             codes[..., 0] = 120
-        return codes.flatten(1), (), PackedFormat(kind, shape, block.values)
+        form = PackedFormat(kind, shape, block.values)
+        return PackedWeight(codes.flatten(1), (), form)
     if kind == "int8":
         values, scale = pack_int8(torch.randn(shape, generator=generator))
-        return values, (scale,), PackedFormat(kind, shape)
+        return PackedWeight(values, (scale,), PackedFormat(kind, shape))
     block_size = CODED[kind]
     form = PackedFormat(kind, shape, block_size, 128 if kind == "fp8" else 1)
     codes = random_bytes(size, size if kind in ("uint8", "fp8") else size // 2)
     grid = (-(-size // form.rows), -(-size // block_size))
     if kind == "mxfp4":
-        return codes, (torch.full(grid, 120, dtype=torch.uint8),), form
+        return PackedWeight(codes, (torch.full(grid, 120, dtype=torch.uint8),), form)
     if kind == "nvfp4":
-        return codes, (random_bytes(*grid) & 63, torch.tensor(0.01)), form
+        return PackedWeight(codes, (random_bytes(*grid) & 63, torch.tensor(0.01)), form)
     scale = torch.rand(grid, generator=generator) / 100
     if kind == "fp8":
-        return codes & 0xF7, (scale,), form  # without NaN
+        return PackedWeight(codes & 0xF7, (scale,), form)  # without NaN
     zero = random_bytes(*grid) & (15 if kind == "int4" else 255)
-    return codes, (scale.half(), zero), form
+    return PackedWeight(codes, (scale.half(), zero), form)
 
 
 def products(job: Job) -> Iterator[Line]:
@@ -73,7 +73,9 @@ def products(job: Job) -> Iterator[Line]:
     import_bitsandbytes()
     for kind in (*TYPES, *CODED, "int8"):
         weights = [
-            (codes.to(job.device), tuple(scale.to(job.device) for scale in scales), form)
+            PackedWeight(
+                codes.to(job.device), tuple(scale.to(job.device) for scale in scales), form
+            )
             for seed in range(WEIGHTS_READ)
             for codes, scales, form in (weight_of(kind, job.product_size, seed),)
         ]
@@ -86,20 +88,20 @@ def products(job: Job) -> Iterator[Line]:
         yield fallback.path, "", fallback.cause, "", "", "", verdict(False)
 
 
-def _line(job: Job, weights: list[tuple[Any, ...]], rows: int) -> Line:
+def _line(job: Job, weights: list[PackedWeight], rows: int) -> Line:
     x = torch.randn(rows, job.product_size, generator=torch.Generator().manual_seed(1))
     x = x.to(job.dtype).to(job.device)
 
-    def unpacking(weight: tuple[Any, ...]) -> Tensor:
-        return functional.linear(x, unpack(*weight, job.dtype))
+    def unpacking(weight: PackedWeight) -> Tensor:
+        return functional.linear(x, unpack(weight, job.dtype))
 
-    def product(weight: tuple[Any, ...]) -> Tensor | None:
-        return packed_product.product(x, None, *weight, job.dtype, partial(unpacking, weight))
+    def product(weight: PackedWeight) -> Tensor | None:
+        return packed_product.product(x, None, weight, job.dtype, partial(unpacking, weight))
 
     found = product(weights[0])
     if found is None:
         return "the kernel does not run, or is wrong", "", "", "", verdict(False)
-    exact = unpack(*weights[0], job.dtype).cpu().double()
+    exact = unpack(weights[0], job.dtype).cpu().double()
     difference, well = judged(apart(found, x.cpu().double() @ exact.T), LIMITS[job.dtype])
     seconds, others = (_seconds(job, run, weights) for run in (product, unpacking))
     codes, scales, _ = weights[0]
@@ -108,9 +110,7 @@ def _line(job: Job, weights: list[tuple[Any, ...]], rows: int) -> Line:
     return difference, *times, well
 
 
-def _seconds(
-    job: Job, run: Callable[[tuple[Any, ...]], object], weights: list[tuple[Any, ...]]
-) -> float:
+def _seconds(job: Job, run: Callable[[PackedWeight], object], weights: list[PackedWeight]) -> float:
     """Return the median seconds of a product, without launches from Python if it is recorded."""
     if job.device.type == "cuda":
         torch.cuda.synchronize(job.device)

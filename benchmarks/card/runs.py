@@ -144,8 +144,7 @@ def gradients_apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> floa
 def _engine(model: Any, rows: int, *, records: bool) -> Iterator[CachedEngine]:
     with open_engine(model, NO_END, Limits(rows=rows)) as engine:
         assert isinstance(engine, CachedEngine)
-        if not records:
-            engine.recorder = None
+        engine.graphs.records &= records
         yield engine
 
 
@@ -174,7 +173,7 @@ def decoding(job: Job) -> Iterator[Line]:
                 began = time.perf_counter()
                 texts.append(_answers(engine, prompts, new))
                 speeds.append(sum(new) / (time.perf_counter() - began))
-                graphs = 0 if engine.recorder is None else engine.recorder.num_recorded
+                graphs = engine.graphs.num_recorded
         pairs = [
             a == b
             for one, other in zip(*texts, strict=True)

@@ -21,7 +21,7 @@ from peftkit.base.request import request_of
 from peftkit.data.pack import Row
 from peftkit.events import Event, RunStarted, StepDone
 from peftkit.methods.lora import LoRA
-from peftkit.quant import copies
+from peftkit.quant import layers
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.tokens import CausalLM
@@ -91,7 +91,7 @@ def work(way: str, folder: Path, num_tokens: int) -> dict[str, float]:
         seconds: of the loading, or of the step. kept: bytes of the packed base.
         anonymous, files, store: peaks since the start of loading.
     """
-    copies.COPY_SHARE = 0.0  # no unpacked copies of weights
+    layers.COPY_SHARE = 0.0  # no unpacked copies of weights
     store.MIN_STORED_BYTES = 0
     with Watch() as watch:
         began = time.perf_counter()

@@ -20,7 +20,7 @@ from peftkit.data.pack import IGNORE, Row
 from peftkit.events import Event, Notice, StepDone
 from peftkit.formats.peft.load import load_adapter
 from peftkit.methods.lora import LoRA
-from peftkit.quant.copies import keep_copies
+from peftkit.quant.layers import keep_copies
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.text.masked_lm import MaskedLM, MaskedLMConfig

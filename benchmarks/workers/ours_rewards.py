@@ -46,11 +46,12 @@ def losses(job: dict[str, Any]) -> dict[str, Any]:
             for g in job["groups"]
         ]
         with task.training(base.model), torch.no_grad():
-            now = task.log_probs(base.model, task.collate(groups))["old"]
+            task.add_log_probs(base.model, groups, task.collate(groups))
+            batch = task.collate(groups)
+            now = batch["old"]
             noise = torch.randn(now.shape, generator=torch.Generator().manual_seed(2))
             old = now + APART * noise
-            task.remember(groups, {"old": old})
-            batch = task.collate(groups)
+            batch["old"] = old
             found[loss] = float(task.loss(base.model, batch)[0]) / task.num_targets(batch)
         found["old"] = old.tolist()
     return found

@@ -254,7 +254,7 @@ def environment() -> dict[str, Any]:
 
     from peftkit.figures import size
     from peftkit.forward.compiler import cpp_compiler
-    from peftkit.inference.fallbacks import fallbacks_here
+    from peftkit.inference.open_engine import fallbacks_here
 
     installed = {package.metadata["Name"]: package.version for package in distributions()}
     cards = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]

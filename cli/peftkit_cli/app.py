@@ -33,16 +33,14 @@ from peftkit_cli import (
     import_recipe,
     init,
     inspect,
-    json_log,
     merge,
     plan,
     runs,
     serving,
-    studio,
     talk,
     train,
 )
-from peftkit_cli.arguments import ResumeCommand, with_help
+from peftkit_cli.arguments import ResumeCommand, with_help, write_error
 
 
 class CommandsByPurpose(typer.core.TyperGroup):
@@ -94,7 +92,7 @@ app.command("inspect", rich_help_panel=INSPECT)(with_help(inspect.inspect))
 app.command(rich_help_panel=INSPECT)(with_help(data.data))
 app.command(rich_help_panel=INSPECT)(with_help(runs.report))
 app.command(rich_help_panel=INSPECT)(with_help(runs.runs))
-app.command(rich_help_panel=INSPECT)(with_help(studio.studio))
+app.command(rich_help_panel=INSPECT)(with_help(serving.studio))
 app.add_typer(about.base, name="base", rich_help_panel=INSPECT)
 app.add_typer(about.recipes, name="recipes", rich_help_panel=INSPECT)
 app.command(rich_help_panel=INSPECT)(with_help(about.env))
@@ -113,8 +111,7 @@ def _print_version(is_set: bool) -> None:
 def root(
     context: typer.Context,
     debug: Annotated[
-        bool,
-        typer.Option("--debug", envvar="PEFTKIT_DEBUG", help="Show tracebacks and warnings."),
+        bool, typer.Option("--debug", envvar="PEFTKIT_DEBUG", help="Show tracebacks and warnings.")
     ] = False,
     log_format: Annotated[
         LogFormat,
@@ -236,7 +233,7 @@ def _save_traceback(error: Exception) -> str:
 
 def _print_error(name: str, text: str, error: Exception | None = None) -> None:
     if logs_json():
-        json_log.write_error(name, error, text)
+        write_error(name, error, text)
         return
     rank = os.environ.get("RANK", "0")
     prefix = "" if rank == "0" else f"[rank {rank}] "

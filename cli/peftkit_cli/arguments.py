@@ -1,17 +1,20 @@
-"""Arguments that several commands share."""
+"""Arguments that several commands share, and their messages on stderr."""
 
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 import typer.core
 
-from peftkit_cli import json_log
+from peftkit.events import Event, as_line, event_line, logs_json
 
 Adapter = Annotated[
     str,
@@ -31,8 +34,7 @@ Force = Annotated[
 System = Annotated[
     str | None,
     typer.Option(
-        metavar="TEXT",
-        help='System prompt, instead of the one used in training; "" for none.',
+        metavar="TEXT", help='System prompt, instead of the one used in training; "" for none.'
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
@@ -109,5 +111,26 @@ def with_help(command: Callable[..., None]) -> Callable[..., None]:
 
 def note(text: str) -> None:
     """Print a line to stderr; stdout is for data."""
-    if not json_log.write_note(text):
+    if logs_json():
+        _write(as_line("Note", {"text": text}))
+    else:
         typer.echo(text, err=True)
+
+
+def _write(line: str) -> None:
+    """Write a line of `--log-format json`, or nothing if the reader of stderr has gone."""
+    with suppress(OSError):
+        sys.stderr.write(line)
+        sys.stderr.flush()
+
+
+def write_event(event: Event) -> None:
+    """Write an event of `peftkit.events`, as one line of JSON."""
+    _write(event_line(event))
+
+
+def write_error(kind: str, error: Exception | None, text: str) -> None:
+    """Write an error as the event Error: its class, and of peftkit's errors the three parts."""
+    parts = {name: getattr(error, name, "") for name in ("problem", "found", "fix")}
+    fields = parts if parts["problem"] else {"problem": text, "found": "", "fix": ""}
+    _write(as_line("Error", {"kind": kind, "rank": int(os.environ.get("RANK", "0")), **fields}))

@@ -9,8 +9,7 @@ from typing import Any
 from peftkit.data.style import Style
 from peftkit.errors import ConfigError
 from peftkit.inference.call_formats import Call
-from peftkit.inference.call_style import CallStyle
-from peftkit.inference.calls import Reader
+from peftkit.inference.calls import CallStyle, Reader
 from peftkit.tasks.user_code import UserCode, called, tool_schemas
 from peftkit_cli.arguments import note
 

@@ -48,10 +48,7 @@ def voices_of(source: Opened | AdapterBank) -> dict[str, Voice]:
     """Return the adapters, then the base; the single adapter of `Opened` is named "adapter"."""
     if isinstance(source, Opened):
         style = source.style
-        return {
-            "adapter": Voice(style, nullcontext),
-            BASE: Voice(style, source.adapter.disabled),
-        }
+        return {"adapter": Voice(style, nullcontext), BASE: Voice(style, source.adapter.disabled)}
 
     def voice(name: str | None) -> Voice:
         return Voice(source.style(name), lambda: source.use(name))

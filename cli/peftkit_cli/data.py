@@ -87,10 +87,7 @@ def _show(summary: Survey) -> None:
     no_task = "none: the rows are invalid"
     if not summary.wrong:
         no_task = "none for these fields; name two: peftkit init --fields INPUT,TARGET"
-    lines = [
-        ("rows", f"{summary.num_rows:,}"),
-        ("format", summary.format or "none of causal_lm's"),
-    ]
+    lines = [("rows", f"{summary.num_rows:,}"), ("format", summary.format or "none of causal_lm's")]
     if summary.mixed:
         lines.append(("mixed", f"{summary.mixed}; all rows must have one format"))
     if summary.wrong:

@@ -23,7 +23,7 @@ from peftkit_cli.start.draft import (
     usual_fields,
     usual_model,
 )
-from peftkit_cli.start.goals import GOALS
+from peftkit_cli.start.recipes import GOALS
 
 if TYPE_CHECKING:
     from peftkit_cli.start.survey import Survey
@@ -81,10 +81,10 @@ def init(
     )
     default = usual_model(task, on_gpu=bool(num_bytes))
     model = _answer(model, "--model", "Which base model?", str, default or None)
-    drafted = draft(summary, task, model, num_bytes, held_out=held_out, named=named)
-    if drafted.notice:
-        note(f"note: {drafted.notice}")
-    write_recipe(out, drafted.text)
+    text, notice = draft(summary, task, model, num_bytes, held_out=held_out, named=named)
+    if notice:
+        note(f"note: {notice}")
+    write_recipe(out, text)
     typer.echo(out)
     if summary.num_rows < FEW and GOALS[task].by_rules:
         note(f"note: {summary.num_rows:,} rows are few; a few hundred are a good start.")

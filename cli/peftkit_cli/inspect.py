@@ -88,16 +88,12 @@ def inspect(what: str, as_json: Json = False) -> None:
         facts, groups, methods = model_facts(what)
     updates, reason = _updates(path) if facts["kind"] == "adapter" else ([], "")
     if as_json:
-        lists = {"modules": [asdict(group) for group in groups]}
-        if facts["kind"] == "adapter":
-            lists["updates"] = [asdict(update) for update in updates]
-        else:
-            lists["methods"] = [asdict(method) for method in methods]
+        last = {"updates": updates} if facts["kind"] == "adapter" else {"methods": methods}
+        tables: dict[str, Sequence[Any]] = {"modules": groups, **last}
+        lists = {name: [asdict(row) for row in rows] for name, rows in tables.items()}
         typer.echo(json.dumps({**facts, **lists}, indent=2))
     else:
-        show(facts, groups)
-        show_updates(updates)
-        show_methods(methods, facts["num_parameters"])
+        show(facts, groups, updates, methods)
     if reason:
         note(reason)
 
@@ -250,8 +246,13 @@ def starred(path: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
-def show(facts: Mapping[str, Any], groups: Sequence[Group]) -> None:
-    """Print the facts as lines and the groups as a table, on stdout."""
+def show(
+    facts: Mapping[str, Any],
+    groups: Sequence[Group],
+    updates: Sequence[RoleUpdate],
+    methods: Sequence[MethodFacts],
+) -> None:
+    """Print the facts as lines, and the rest as tables, on stdout."""
     from peftkit.figures import count, size
     from peftkit_cli.render import print_table
 
@@ -265,6 +266,17 @@ def show(facts: Mapping[str, Any], groups: Sequence[Group]) -> None:
     rows = [(g.role, g.modules, str(g.count), g.shape, count(g.parameters)) for g in groups]
     first = "role" if facts["kind"] == "model" else "tensor"
     print_table("", (first, "modules", "count", "shape", "parameters"), rows)
+    if updates:
+        columns = ("role", "layers", "norm of the update", "rank", "effective rank")
+        rows = [
+            (u.role, str(u.num_layers), f"{u.norm:.4g}", str(u.rank), f"{u.effective_rank:.1f}")
+            for u in updates
+        ]
+        print_table("", columns, rows)
+    if methods:
+        title = "Methods, each with its defaults"
+        names = ("method", "trains", "merges", "starts as the base", "read by", "")
+        print_table(title, names, method_rows(methods, facts["num_parameters"]))
 
 
 def _text(value: object) -> str:
@@ -275,29 +287,6 @@ def _text(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {inner}" for key, inner in value.items() if inner is not None)
     return str(value)
-
-
-def show_updates(updates: Sequence[RoleUpdate]) -> None:
-    """Print a table of the updates of an adapter, on stdout."""
-    from peftkit_cli.render import print_table
-
-    if updates:
-        columns = ("role", "layers", "norm of the update", "rank", "effective rank")
-        rows = [
-            (u.role, str(u.num_layers), f"{u.norm:.4g}", str(u.rank), f"{u.effective_rank:.1f}")
-            for u in updates
-        ]
-        print_table("", columns, rows)
-
-
-def show_methods(methods: Sequence[MethodFacts], num_parameters: int) -> None:
-    """Print the number of parameters that each method would train, on stdout."""
-    from peftkit_cli.render import print_table
-
-    if methods:
-        columns = ("method", "trains", "merges", "starts as the base", "read by", "")
-        rows = method_rows(methods, num_parameters)
-        print_table("Methods, each with its defaults", columns, rows)
 
 
 def method_rows(methods: Sequence[MethodFacts], num_parameters: int) -> list[tuple[str, ...]]:

@@ -20,7 +20,7 @@ from rich.text import Text
 from peftkit import events
 from peftkit.events import Event, Listener, logs_json
 from peftkit.figures import count, duration, loss_name, metric, metric_name, size
-from peftkit_cli import json_log
+from peftkit_cli.arguments import write_event
 
 STEP_METRICS = ("accuracy", "margin", "reward", "entropy")  # metrics.jsonl has all
 PLAIN_LINES = 40  # approximate number of step lines in a log
@@ -80,7 +80,7 @@ def json_listener(tables: Console | None, *, quiet: bool) -> Listener:
         if tables is not None and isinstance(event, events.Table):
             show_table(tables, event)
         elif not quiet or isinstance(event, events.Notice):
-            json_log.on_event(event)
+            write_event(event)
 
     return on_event
 

@@ -1,11 +1,11 @@
-"""`peftkit serve`: an OpenAI-compatible HTTP server for adapters."""
+"""`peftkit serve`, an OpenAI-compatible server for adapters; `peftkit studio`, a page for runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -67,14 +67,17 @@ def serve(
             fix="Add --train DIR. Without it, the base is loaded as the adapters were trained.",
         )
     folders = named_adapters(runs if options is None else runs[1:])
-    from peftkit.inference.open_engine import (
-        cache_footprint,
-        generation_fallbacks,
-        tokens_that_fit,
-    )
+    from peftkit.inference.open_engine import cache_footprint, generation_fallbacks, tokens_that_fit
     from peftkit_cli.render import Renderer
-    from peftkit_server.predictions.server import predicting_tasks, serve_predictor
-    from peftkit_server.server import serve_adapters, vllm_command
+    from peftkit_server.server import (
+        predicting_tasks,
+        serve_adapters,
+        serve_predictor,
+        vllm_command,
+    )
+
+    common: dict[str, Any] = {"host": host, "port": port, "key": api_key or (), "force": force}
+    common |= {"max_waiting": max_waiting, "limit": limit or ()}
 
     def announce_predictor(url: str, name: str, endpoints: Sequence[str]) -> None:
         screen.close()  # nothing to show while serving
@@ -86,12 +89,7 @@ def serve(
             serve_predictor(
                 folders,
                 base,
-                host=host,
-                port=port,
-                key=api_key or (),
-                max_waiting=max_waiting,
-                limit=limit or (),
-                force=force,
+                **common,
                 on_event=screen.enter_context(Renderer(transient=True)),
                 on_ready=announce_predictor,
             )
@@ -126,15 +124,10 @@ def serve(
         serve_adapters(
             folders,
             base,
-            host=host,
-            port=port,
-            key=api_key or (),
+            **common,
             max_batch=max_batch,
-            max_waiting=max_waiting,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
-            limit=limit or (),
-            force=force,
             training=options,
             on_event=on_event,
             on_ready=announce,
@@ -161,9 +154,52 @@ def _options(
 
     settings = from_dict(BaseConfig, {"model": model, "quantize": quantize}, "peftkit serve")
     return TrainingOptions(
-        folder=folder,
-        base=settings,
-        names=(model, *names),
-        allow_code=allow_code,
-        say=note,
+        folder=folder, base=settings, names=(model, *names), allow_code=allow_code, say=note
+    )
+
+
+def studio(
+    folder: Annotated[Path, typer.Argument()] = Path("."),
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8100,
+    api_key: Annotated[list[str] | None, typer.Option(envvar="PEFTKIT_API_KEY")] = None,
+    models: list[Path] | None = None,
+    run_code: bool = False,
+    urls: bool = False,
+    open_browser: Annotated[bool, typer.Option("--open")] = False,
+) -> None:
+    """Serve a page to start, watch and compare runs, and to chat. Prints its address.
+
+    Args:
+        folder ([DIR]): Folder of data/, recipes/ and runs/.
+        host (HOST): Address to listen on.
+        port (N): 0 picks a free port.
+        api_key (KEY): Key of the page. Default: a random key, which the printed address contains.
+        models (DIR): Another folder whose files recipes may name. Repeatable.
+        run_code: Start recipes that name Python functions.
+        urls: Let recipes name URLs, with the credentials of this shell.
+        open_browser: Open the page in a browser.
+    """
+    for path in (folder, *(models or ())):
+        if not path.is_dir():
+            raise ConfigError(f"there is no folder '{path}'.", fix="Create it, or name another.")
+    from peftkit_studio.server import serve_studio
+
+    def announce(url: str) -> None:
+        typer.echo(url)
+        note("Ctrl-C stops the page. Runs continue.")
+        if open_browser:
+            import webbrowser
+
+            webbrowser.open(url)
+
+    serve_studio(
+        folder,
+        host=host,
+        port=port,
+        keys=api_key or (),
+        models=models or (),
+        run_code=run_code,
+        open_urls=urls,
+        on_ready=announce,
     )

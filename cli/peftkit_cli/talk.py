@@ -23,10 +23,7 @@ if TYPE_CHECKING:
     from peftkit.inference.bank import AdapterBank
 
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum length of an answer.")]
-Temperature = Annotated[
-    float,
-    typer.Option(metavar="X", min=0.0, help="0: greedy; above: sample."),
-]
+Temperature = Annotated[float, typer.Option(metavar="X", min=0.0, help="0: greedy; above: sample.")]
 Seed = Annotated[int | None, typer.Option(metavar="N", help="Seed for sampling.")]
 
 
@@ -233,8 +230,8 @@ def _run_tasks(opened: Opened, names: list[str], *, as_json: bool, **options: An
     from rich.console import Console
 
     from peftkit.files.disk import write_json
-    from peftkit.inference.harness import run_tasks
     from peftkit.report.history import TASKS, is_run
+    from peftkit_cli.harness import run_tasks
     from peftkit_cli.render import Renderer
 
     tables = Console(stderr=as_json, highlight=False)

@@ -6,39 +6,116 @@ import asyncio
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from peftkit.errors import PeftkitError, RunError
 from peftkit.inference.sampling import Chosen
-from peftkit_server.answer_calls import call_fields
-from peftkit_server.generation import Generation, Output
+from peftkit_server.generation import Generation, Output, call_fields
 from peftkit_server.refusals import RequestError, error_fields
 from peftkit_server.threads import disconnected
 
 OutputQueue = asyncio.Queue[tuple[int, Output | Exception]]
 """Outputs of the completions of one request, each with the index of its completion."""
+Event = dict[str, Any] | None
+"""A server-sent event; `type`, if any, is also its name. None: the end of OpenAI's streams."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyFormat:
-    """The response format of one request: chat completions, or text completions.
+class Reply(ABC):
+    """The response to one request, as a state machine that each output advances."""
+
+    @abstractmethod
+    def start(self, num_prompt: int) -> Sequence[Event]:
+        """Return the events before the first output.
+
+        Args:
+            num_prompt: Tokens of all prompts.
+        """
+
+    @abstractmethod
+    def take(self, index: int, output: Output) -> Sequence[Event]:
+        """Return the events of new output of a completion; its last output has a reason."""
+
+    @abstractmethod
+    def failed(self, error: PeftkitError) -> Sequence[Event]:
+        """Return the events of an error after the stream has begun."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
+        """Return the response with whole completions."""
+
+    async def respond(
+        self,
+        request: Request,
+        generations: Sequence[Generation],
+        queue: OutputQueue,
+        num_prompt: int,
+        *,
+        is_streamed: bool,
+    ) -> Response:
+        """Return the HTTP response; a stream reports errors after its first event as events."""
+        if is_streamed:
+            return StreamingResponse(
+                self._streamed(generations, queue, num_prompt),
+                media_type="text/event-stream",
+                headers={"Cache-Control": "no-cache"},
+            )
+        answers = await whole_answers(request, generations, queue)
+        return JSONResponse(self.whole(answers, num_prompt))
+
+    async def _streamed(
+        self, generations: Sequence[Generation], queue: OutputQueue, num_prompt: int
+    ) -> AsyncIterator[str]:
+        num_running = len(generations)
+        try:
+            for event in self.start(num_prompt):
+                yield _text(event)
+            while num_running:
+                index, output = await queue.get()
+                if isinstance(output, Output):
+                    events = self.take(index, output)
+                    num_running -= output.reason is not None
+                else:
+                    error = output if isinstance(output, PeftkitError) else RunError(str(output))
+                    events, num_running = self.failed(error), 0
+                for event in events:
+                    yield _text(event)
+        finally:
+            for generation in generations:
+                generation.cancel()
+
+
+def _text(event: Event) -> str:
+    if event is None:
+        return "data: [DONE]\n\n"
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{name}data: {json.dumps(event, ensure_ascii=False)}\n\n"
+
+
+@dataclass
+class OpenAIReply(Reply):
+    """Chat completions, or text completions.
 
     Attributes:
+        num_choices: Number of completions.
         token_bytes: Returns the UTF-8 bytes of a token, perhaps part of a character; None: unknown.
         fingerprint: Identifies the base, as `system_fingerprint`.
         wants_usage: Whether a stream ends with token counts; its other chunks have null.
         num_top: Number of top tokens to report with each token; None: no log-probabilities.
         is_named: Whether the client named the tool to call; the finish reason is then "stop".
         num_calls: Number of calls of each completion that a stream has sent.
+        ended: Last outputs of the completions that have ended.
     """
 
     is_chat: bool
     model: str
+    num_choices: int
     token_text: Callable[[int], str]
     token_bytes: Callable[[int], bytes | None]
     fingerprint: str
@@ -46,25 +123,24 @@ class ReplyFormat:
     num_top: int | None = None
     is_named: bool = False
     num_calls: dict[int, int] = field(default_factory=dict)
+    ended: list[Output] = field(default_factory=list)
+    num_prompt: int = 0
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
-        """Return the response with whole completions."""
         choices = [
             self._choice(index, "message", message(answer), answer)
             for index, answer in enumerate(answers)
         ]
         return self._object(choices, False) | {"usage": usage(answers, num_prompt)}
 
-    def first_chunks(self, index: int) -> list[dict[str, Any]]:
-        """Return the chunks before the first text: in a chat, the role."""
-        delta = {"role": "assistant", "content": ""}
-        choice = self._choice(index, "delta", delta, Output(""))
-        return [self._object([choice], True)] if self.is_chat else []
+    def start(self, num_prompt: int) -> list[Event]:
+        self.num_prompt, delta = num_prompt, {"role": "assistant", "content": ""}
+        choices = (self._choice(n, "delta", delta, Output("")) for n in range(self.num_choices))
+        return [self._object([choice], True) for choice in choices if self.is_chat]
 
-    def chunks(self, index: int, output: Output) -> list[dict[str, Any]]:
-        """Return the chunks of new output: text, reasoning, calls and the finish reason."""
+    def take(self, index: int, output: Output) -> list[Event]:
         deltas: list[tuple[dict[str, Any], Output]] = []
         if output.text or output.chosen:
             deltas.append(({"content": output.text}, Output(output.text, output.chosen)))
@@ -75,11 +151,19 @@ class ReplyFormat:
             deltas.append(({"tool_calls": [{"index": number, **call_fields(call)}]}, Output("")))
         if output.reason is not None:
             deltas.append(({}, Output("", (), output.reason)))
-        return [self._object([self._choice(index, "delta", *delta)], True) for delta in deltas]
+            self.ended.append(output)
+        events: list[Event] = [
+            self._object([self._choice(index, "delta", *delta)], True) for delta in deltas
+        ]
+        if len(self.ended) == self.num_choices:
+            if self.wants_usage:
+                counts = usage(self.ended, self.num_prompt)
+                events.append(self._object([], True) | {"usage": counts})
+            events.append(None)
+        return events
 
-    def usage_chunk(self, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
-        """Return the chunk with the token counts."""
-        return self._object([], True) | {"usage": usage(answers, num_prompt)}
+    def failed(self, error: PeftkitError) -> list[Event]:
+        return [error_fields(error)]
 
     def _choice(
         self, index: int, key: str, turn: Mapping[str, Any], output: Output
@@ -148,16 +232,7 @@ def message(answer: Output) -> dict[str, Any]:
 def usage(answers: Sequence[Output], num_prompt: int) -> dict[str, int]:
     """Return the token counts of a request."""
     new = sum(answer.num_tokens for answer in answers)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": new,
-        "total_tokens": num_prompt + new,
-    }
-
-
-def event(fields: Mapping[str, Any] | None) -> str:
-    """Return a server-sent event; None: the last event."""
-    return f"data: {'[DONE]' if fields is None else json.dumps(fields, ensure_ascii=False)}\n\n"
+    return {"prompt_tokens": num_prompt, "completion_tokens": new, "total_tokens": num_prompt + new}
 
 
 async def whole_answers(
@@ -191,32 +266,3 @@ async def whole_answers(
         )
         for parts in outputs
     ]
-
-
-async def streamed(
-    form: ReplyFormat,
-    generations: Sequence[Generation],
-    queue: OutputQueue,
-    num_prompt: int,
-) -> AsyncIterator[str]:
-    """Yield the events of a streamed response; errors after the first event are events, too."""
-    ended: list[Output] = []
-    try:
-        for index in range(len(generations)):
-            for chunk in form.first_chunks(index):
-                yield event(chunk)
-        while len(ended) < len(generations):
-            index, output = await queue.get()
-            if isinstance(output, Exception):
-                error = output if isinstance(output, PeftkitError) else RunError(str(output))
-                yield event(error_fields(error))
-                return
-            for chunk in form.chunks(index, output):
-                yield event(chunk)
-            ended += [output] if output.reason else []
-        if form.wants_usage:
-            yield event(form.usage_chunk(ended, num_prompt))
-        yield event(None)
-    finally:
-        for generation in generations:
-            generation.cancel()

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peftkit.data.chat import special_texts
-from peftkit.inference.call_style import CallStyle
-from peftkit.inference.calls import PROBE, PROBE_ID, written_probe
+from peftkit.inference.calls import PROBE, PROBE_ID, CallStyle, written_probe
 
 NO_ARGUMENTS: Mapping[str, Any] = {
     "type": "object",

@@ -1,22 +1,71 @@
-"""One completion of a request: its settings, the output sent to its client, and its state."""
+"""One completion of a request: its settings, its tool calls, its output, and its state."""
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from peftkit.errors import RunError
-from peftkit.inference.call_formats import Call
-from peftkit.inference.calls import AnswerPiece
+from peftkit.inference.call_formats import Call, dumped
+from peftkit.inference.calls import AnswerPiece, CallStyle
 from peftkit.inference.engine import Completion, Request
 from peftkit.inference.generate import TextStream
 from peftkit.inference.sampling import Chosen
-from peftkit_server.answer_calls import AnswerCalls
 
 _LOG = logging.getLogger(__name__)
+
+
+class AnswerCalls:
+    """Streaming parser of the tool calls of one completion.
+
+    Args:
+        prompt: Token ids before the completion.
+        tools: Tools in the format of chat templates.
+        is_single: Whether the completion ends after one call.
+    """
+
+    def __init__(
+        self,
+        style: CallStyle,
+        prompt: Sequence[int],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        is_single: bool,
+    ) -> None:
+        self._reader = style.reader(prompt, tools)
+        self._special, self._is_single = style.special, is_single
+
+    def take(self, text: str, completion: Completion) -> AnswerPiece:
+        """Parse new text; return its complete text, reasoning and calls.
+
+        Args:
+            text: New text of the completion, with special tokens.
+        """
+        parts: list[AnswerPiece] = []
+        for part in self._reader.feed(text, over=completion.ended_by is not None):
+            if part.calls and self._is_single:
+                parts.append(part._replace(calls=part.calls[:1]))
+                completion.finish("stop")
+                break
+            parts.append(part)
+        return AnswerPiece(
+            self._special.sub("", "".join(part.text for part in parts)),
+            "".join(part.thought for part in parts),
+            tuple(call for part in parts for call in part.calls),
+        )
+
+
+def call_fields(call: Call) -> dict[str, Any]:
+    """Return a call in OpenAI's format, with an id of nine letters and digits for templates."""
+    return {
+        "id": call.id or uuid.uuid4().hex[:9],
+        "type": "function",
+        "function": {"name": call.name, "arguments": dumped(call)},
+    }
 
 
 @dataclass(frozen=True, slots=True)

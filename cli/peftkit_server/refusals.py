@@ -6,12 +6,17 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from starlette.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from peftkit.errors import OutputError, PeftkitError
+from peftkit_server.endpoints import COMPLETING, PREDICTING
 
 
 class RequestError(PeftkitError):
@@ -101,3 +106,32 @@ def refusal(error: PeftkitError) -> JSONResponse:
         429: {"Retry-After": "1"},
     }
     return JSONResponse(error_fields(error), status, headers.get(status))
+
+
+async def refuse(request: Request, error: Exception) -> Response:
+    """Return the response for an error of the package."""
+    assert isinstance(error, PeftkitError)
+    return refusal(error)
+
+
+async def refuse_route(request: Request, error: Exception) -> Response:
+    """Return the response for an unknown path or method."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path} is not supported: {error.detail}."
+    return refusal(RequestError(message, status=error.status_code))
+
+
+def wrong_routes(supported: Sequence[str]) -> list[Route]:
+    """Return routes for the paths of other models, which report the supported paths."""
+    predicting = {path for each in PREDICTING.values() for path in each}
+    paths = (*COMPLETING, *sorted(predicting))
+
+    async def respond(request: Request) -> Response:
+        raise RequestError(
+            f"the models of this server do not support {request.url.path}.",
+            fix=f"Use {', '.join(supported)}.",
+            code="unsupported_endpoint",
+            param="model",
+        )
+
+    return [Route(path, respond, methods=["POST"]) for path in paths if path not in supported]

@@ -1,22 +1,20 @@
 """Request bodies of OpenAI's completion endpoints, validated field by field.
 
 Unsupported fields are an error that names them; the server ignores only fields that do not affect
-completions. Source: OpenAI's API reference, /v1/completions and /v1/chat/completions.
+completions. Source: OpenAI's API reference, /v1/completions and /v1/chat/completions; vLLM
+for min_p, top_k and repetition_penalty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from peftkit.errors import did_you_mean, first_few
-from peftkit.files.strict_json import parse_json
 from peftkit.inference.call_formats import CallFormat
-from peftkit_server.clients.fields import Strict, check_schema
+from peftkit.inference.sampling import Penalties
 from peftkit_server.refusals import RequestError
-from peftkit_server.sampling_fields import SamplingFields
 from peftkit_server.tool_fields import (
     MAX_TOOLS,
     Tool,
@@ -26,34 +24,30 @@ from peftkit_server.tool_fields import (
     closed,
     with_calls,
 )
+from peftkit_server.validation import NullIsUnset, Strict, check_schema
 
 MAX_TOKENS = 1 << 20
 StopText = Annotated[str, Field(max_length=256)]
 """A stop text; its length is limited because the server searches for it at each token."""
-MAX_ERRORS = 100
-"""Invalid fields of a request that are reported individually."""
+MAX_BIASES = 1024
+TokenId = Annotated[str, Field(pattern=r"^(0|[1-9]\d{0,8})$")]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class _Part(_Strict):
+class _Part(Strict):
     type: Annotated[str, Field(pattern="^text$")]
     text: str
 
 
-class _Message(Strict):
+class _Message(NullIsUnset):
     role: Annotated[str, Field(pattern="^(system|developer|user|assistant|tool)$")]
     content: str | Annotated[list[_Part], Field(fail_fast=True)] = ""
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    # fields of responses that clients send back; they do not affect completions
+    # fields of responses that clients send back
+    IGNORED = ("parsed", "provider_specific_fields")
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    parsed: Any = None
-    provider_specific_fields: Any = None
     refusal: Annotated[str, Field(max_length=0)] | None = None
 
     @model_validator(mode="after")
@@ -76,7 +70,7 @@ class _Message(Strict):
         return {"role": self.role, "content": text, **non_null}
 
 
-class _StreamOptions(_Strict):
+class _StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
@@ -87,7 +81,7 @@ def _refuse(value: Any) -> Any:
     return value
 
 
-class _Unsupported(_Strict):
+class _Unsupported(Strict):
     """Unsupported fields; only their default values are accepted."""
 
     audio: Annotated[Any, AfterValidator(_refuse)] = None
@@ -102,24 +96,49 @@ class _Unsupported(_Strict):
     web_search_options: Annotated[Any, AfterValidator(_refuse)] = None
 
 
-class _Ignored(_Strict):
-    """Fields that do not affect completions."""
+class SamplingFields(Strict):
+    """Settings of the sampling of each token; None: the server's default."""
 
-    metadata: Any = None
-    prediction: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    store: Any = None
-    user: Any = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)
+        ]
+        | None
+    ) = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """Numbers to add to the logits of tokens."""
+        return {int(token): value for token, value in (self.logit_bias or {}).items() if value}
+
+    @property
+    def penalties(self) -> Penalties | None:
+        """Changes to the logits; None: none."""
+        penalties = Penalties(
+            repetition=self.repetition_penalty or 1.0,
+            frequency=self.frequency_penalty or 0.0,
+            presence=self.presence_penalty or 0.0,
+            bias=self.biases,
+        )
+        return None if penalties == Penalties() else penalties
 
 
-class Body(_Unsupported, _Ignored, SamplingFields):
+class Body(_Unsupported, SamplingFields):
     """Fields of chat and text completions; None: the server's default."""
 
-    UNSUPPORTED: ClassVar[frozenset[str]] = frozenset(_Unsupported.model_fields)
+    IGNORED: ClassVar[Sequence[str]] = (
+        *("metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "user"),
+        *("prompt_cache_retention", "safety_identifier", "service_tier", "store"),
+    )
+    UNSUPPORTED = frozenset(_Unsupported.model_fields)
+    keeps_end: ClassVar[bool] = False
+    """Whether the reported tokens include the end token."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
@@ -160,19 +179,9 @@ class Body(_Unsupported, _Ignored, SamplingFields):
         return None
 
     @property
-    def keeps_end(self) -> bool:
-        """Whether the reported tokens include the end token."""
-        return False
-
-    @property
     def stop_ids(self) -> Sequence[int]:
         """End tokens in addition to the model's."""
         return ()
-
-    @property
-    def num_likeliest(self) -> int:
-        """Number of top tokens to sample from (top_k); 0: all tokens."""
-        return max(self.top_k or 0, 0)
 
     @property
     def wants_usage(self) -> bool:
@@ -185,14 +194,14 @@ class Body(_Unsupported, _Ignored, SamplingFields):
         return self.max_tokens
 
 
-class _JsonSchema(_Strict):
+class _JsonSchema(Strict):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
 
-class _ResponseFormat(_Strict):
+class _ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _JsonSchema | None = None
 
@@ -304,63 +313,3 @@ class TextBody(Body):
         if prompt and isinstance(prompt[0], int):
             return [prompt]
         return prompt  # type: ignore[return-value]
-
-
-B = TypeVar("B", bound=BaseModel)
-
-
-def read_body(data: bytes, kind: type[B]) -> B:
-    """Return the validated body of a request.
-
-    Raises:
-        RequestError: The body is not a JSON object, or a field is missing, invalid, unknown or
-            unsupported.
-    """
-    fields = parse_json(data, "the request's body cannot be read.", error=RequestError)
-    return validated(fields, kind)
-
-
-def validated(fields: Any, kind: type[B]) -> B:
-    """Return the fields of a request as a body.
-
-    Raises:
-        RequestError: A field is missing, invalid, unknown or unsupported.
-    """
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as problem:
-        raise _request_error(problem, kind) from None
-
-
-def errors_of(problem: ValidationError) -> list[Any]:
-    """Return the errors of a request's fields.
-
-    Raises:
-        RequestError: There are more than `MAX_ERRORS`.
-    """
-    if (number := problem.error_count()) > MAX_ERRORS:
-        raise RequestError("the request has invalid fields.", found=f"There are {number:,} errors.")
-    return problem.errors(include_url=False, include_input=False, include_context=False)
-
-
-def _request_error(problem: ValidationError, kind: type[BaseModel]) -> RequestError:
-    lines: dict[str, None] = {}
-    unsupported: frozenset[str] = getattr(kind, "UNSUPPORTED", frozenset())
-    errors = errors_of(problem)
-    fields = [str(error["loc"][0]) if error["loc"] else "" for error in errors]
-    for field, error in zip(fields, errors, strict=True):
-        # pydantic adds the types of a union's branches: keep fields and indices only
-        path = [part for part in error["loc"] if isinstance(part, int) or part.isidentifier()]
-        message = error["msg"]
-        if field in unsupported:
-            message = "this server does not support the field; remove it."
-        elif error["type"] == "extra_forbidden":
-            hint = did_you_mean(field, kind.model_fields) if len(path) == 1 else ""
-            message = f"unknown field. {hint}"
-        lines[f"{'.'.join(map(str, path))}: {message}".rstrip()] = None
-    return RequestError(
-        "the request has invalid fields.",
-        found=first_few(lines, 5),
-        param=fields[0] or None,
-        code="unsupported_parameter" if fields[0] in unsupported else None,
-    )

@@ -16,8 +16,13 @@ from peftkit.base.load import load_base
 from peftkit.base.new_tokens import notify_split_tokens
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, ignore
+from peftkit.formats.find_adapter import adapter_folder
+from peftkit.formats.open_adapter import open_adapter, task_of
+from peftkit.formats.peft.load import read_adapter
 from peftkit.formats.serving import check_serving, served_rank, vllm_serve
 from peftkit.inference.bank import AdapterBank, open_bank, read_files, report_other_bases
+from peftkit_server.endpoints import PREDICTING
+from peftkit_server.limits import Limits, parse_limits
 from peftkit_server.listening import listening, require_extra
 
 if TYPE_CHECKING:
@@ -79,7 +84,6 @@ def serve_adapters(
     import uvicorn
 
     from peftkit_server.app import make_app
-    from peftkit_server.limits import Limits, parse_limits
     from peftkit_server.models import BARE
 
     limits = Limits(
@@ -113,9 +117,70 @@ def serve_adapters(
             access_log=False,
             timeout_graceful_shutdown=5,
         )
-        address = f"[{host}]" if ":" in host else host
-        on_ready(f"http://{address}:{listener.getsockname()[1]}", bank)
+        on_ready(_url(host, listener), bank)
         server_of(config, app.state.worker, trains=training is not None).run(sockets=[listener])
+
+
+def predicting_tasks(adapters: Mapping[str, str | Path]) -> list[str]:
+    """Return the tasks of adapters that embed, rank or classify texts, or transcribe audio."""
+    tasks = []
+    for path in adapters.values():
+        with suppress(AdapterError):  # `serve_adapters` reports it, after the host and the limits
+            tasks.append(task_of(read_adapter(adapter_folder(path))).type)
+    return [task for task in tasks if task in PREDICTING]
+
+
+def serve_predictor(
+    adapters: Mapping[str, str | Path],
+    base: str | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    key: str | Sequence[str] | None = None,
+    max_waiting: int | None = None,
+    limit: Sequence[str] = (),
+    force: bool = False,
+    on_event: Listener = ignore,
+    on_ready: Callable[[str, str, Sequence[str]], None] = lambda url, name, endpoints: None,
+) -> None:
+    """Serve an adapter that predicts; arguments and errors are as in `serve_adapters`.
+
+    Args:
+        adapters: One folder by its model name.
+        on_ready: Called with the server's address, the model's name and its endpoints.
+
+    Raises:
+        ConfigError: There are several adapters.
+    """
+    keys = checked_keys(key, host)
+    import uvicorn
+
+    from peftkit_server.predictions.app import make_predictor_app
+    from peftkit_server.predictions.predictor import Predictor
+
+    if len(adapters) != 1:
+        raise ConfigError(
+            "cannot serve several adapters here.",
+            found=f"At least one of {', '.join(adapters)} predicts instead of completing prompts.",
+            fix="Start a server for each adapter that embeds, ranks or classifies texts.",
+        )
+    ((name, folder),) = adapters.items()
+    waiting = {} if max_waiting is None else {"max_waiting": max_waiting}
+    limits = Limits(**waiting, **parse_limits(limit))
+    with listening(host, port) as listener:
+        opened = open_adapter(folder, base, force=force, on_event=on_event)
+        predictor = Predictor(opened)
+        app = make_predictor_app(predictor, name, keys=keys, limits=limits)
+        config = uvicorn.Config(
+            app, http=protocol(limits.head_seconds), log_level="warning", access_log=False
+        )
+        on_ready(_url(host, listener), name, predictor.endpoints)
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    address = f"[{host}]" if ":" in host else host
+    return f"http://{address}:{listener.getsockname()[1]}"
 
 
 def checked_keys(key: str | Sequence[str] | None, host: str) -> list[str]:

@@ -139,14 +139,13 @@ class Store:
     ) -> None:
         """Write a document; replace an older one of the same kind and id."""
         values = kind, id, owner, parent, json.dumps(body)
-        with self.lock:
-            self._run(
-                "INSERT INTO documents (kind, id, owner, parent, body, digest) "
-                "VALUES (?, ?, ?, ?, ?, ?) "
-                "ON CONFLICT (kind, id) DO UPDATE SET owner = excluded.owner, "
-                "parent = excluded.parent, body = excluded.body, digest = excluded.digest",
-                (*values, _digest(*values)),
-            )
+        self._run(
+            "INSERT INTO documents (kind, id, owner, parent, body, digest) "
+            "VALUES (?, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (kind, id) DO UPDATE SET owner = excluded.owner, "
+            "parent = excluded.parent, body = excluded.body, digest = excluded.digest",
+            (*values, _digest(*values)),
+        )
 
     def get(self, kind: str, id: str, owner: str | None = None) -> dict[str, Any] | None:
         """Return a document; None: it does not exist, or has another owner.
@@ -155,18 +154,22 @@ class Store:
             owner: None: any owner.
         """
         query = "SELECT body, owner FROM documents WHERE kind = ? AND id = ?"
-        with self.lock:
-            row = self._run(query, (kind, id)).fetchone()
-        if row is None or owner not in (None, row[1]):
+        rows = self._run(query, (kind, id))
+        if not rows or owner not in (None, rows[0][1]):
             return None
-        body: dict[str, Any] = json.loads(row[0])
+        body: dict[str, Any] = json.loads(rows[0][0])
         return body
+
+    def existing(self, kind: str, id: str) -> dict[str, Any]:
+        """Return a document that exists, of any owner."""
+        document = self.get(kind, id)
+        assert document is not None
+        return document
 
     def owner(self, kind: str, id: str) -> str:
         """Return the owner of a document that exists."""
         query = "SELECT owner FROM documents WHERE kind = ? AND id = ?"
-        with self.lock:
-            return str(self._run(query, (kind, id)).fetchone()[0])
+        return str(self._run(query, (kind, id))[0][0])
 
     def all(
         self, kind: str, owner: str | None = None, parent: str | None = None
@@ -176,34 +179,28 @@ class Store:
         for column, value in (("owner", owner), ("parent", parent)):
             if value is not None:
                 query, values = f"{query} AND {column} = ?", [*values, value]
-        with self.lock:
-            rows = self._run(f"{query} ORDER BY number", values).fetchall()
-        return [json.loads(body) for (body,) in rows]
+        return [json.loads(body) for (body,) in self._run(f"{query} ORDER BY number", values)]
 
     def count(self, kinds: Sequence[str], owner: str) -> int:
         """Return the number of an owner's documents of some kinds."""
         marks = ", ".join("?" * len(kinds))
         query = f"SELECT COUNT(*) FROM documents WHERE kind IN ({marks}) AND owner = ?"
-        with self.lock:
-            return int(self._run(query, (*kinds, owner)).fetchone()[0])
+        return int(self._run(query, (*kinds, owner))[0][0])
 
     def total(self, kind: str, owner: str, field: str) -> int:
         """Return the sum of a numeric field over an owner's documents of a kind."""
         query = "SELECT SUM(json_extract(body, ?)) FROM documents WHERE kind = ? AND owner = ?"
-        with self.lock:
-            return int(self._run(query, (f"$.{field}", kind, owner)).fetchone()[0] or 0)
+        return int(self._run(query, (f"$.{field}", kind, owner))[0][0] or 0)
 
     def delete_oldest(self, kind: str, owner: str, number: int) -> None:
         """Remove an owner's oldest documents of a kind."""
         oldest = "SELECT number FROM documents WHERE kind = ? AND owner = ? ORDER BY number LIMIT ?"
-        with self.lock:
-            query = f"DELETE FROM documents WHERE number IN ({oldest})"
-            self._run(query, (kind, owner, number))
+        query = f"DELETE FROM documents WHERE number IN ({oldest})"
+        self._run(query, (kind, owner, number))
 
     def delete(self, kind: str, id: str) -> None:
         """Remove a document if it exists."""
-        with self.lock:
-            self._run("DELETE FROM documents WHERE kind = ? AND id = ?", (kind, id))
+        self._run("DELETE FROM documents WHERE kind = ? AND id = ?", (kind, id))
 
     def discard(self, documents: Sequence[tuple[str, str]], remove: Callable[[], None]) -> None:
         """Remove documents, by kind and id, and then their files; on a full disk, files first.
@@ -228,20 +225,19 @@ class Store:
     def append(self, parent: str, body: dict[str, Any]) -> None:
         """Add an entry to the journal of a document."""
         values = parent, json.dumps(body)
-        with self.lock:
-            query = "INSERT INTO entries (parent, body, digest) VALUES (?, ?, ?)"
-            self._run(query, (*values, _digest(*values)))
+        query = "INSERT INTO entries (parent, body, digest) VALUES (?, ?, ?)"
+        self._run(query, (*values, _digest(*values)))
 
     def entries(self, parent: str) -> list[dict[str, Any]]:
         """Return the journal of a document, oldest entry first."""
         query = "SELECT body FROM entries WHERE parent = ? ORDER BY number"
-        with self.lock:
-            rows = self._run(query, (parent,)).fetchall()
-        return [json.loads(body) for (body,) in rows]
+        return [json.loads(body) for (body,) in self._run(query, (parent,))]
 
-    def _run(self, query: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
+    def _run(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
+        """Return the rows of a query."""
         try:
-            return self._database.execute(query, values)
+            with self.lock:
+                return self._database.execute(query, values).fetchall()
         except sqlite3.OperationalError as problem:  # other sqlite errors are bugs
             raise StoreError(
                 "the server cannot store its state.",

@@ -26,17 +26,16 @@ _SETTINGS = "sampling_params"
 class TokenBody(Body):
     """A request to /inference/v1/generate, with `sampling_params` moved to the top level."""
 
+    IGNORED = (
+        *(*Body.IGNORED, "cache_salt", "priority", "request_id", "routed_experts_prompt_start"),
+        *("skip_special_tokens", "spaces_between_special_tokens"),
+    )
+    keeps_end = True
     token_ids: Annotated[list[int], Field(min_length=1, fail_fast=True)]
     temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
     stream: Literal[False] | None = None
-    cache_salt: Any = None
-    priority: Any = None
-    request_id: Any = None
-    routed_experts_prompt_start: Any = None
-    skip_special_tokens: Any = None
-    spaces_between_special_tokens: Any = None
 
     @model_validator(mode="before")
     @classmethod
@@ -57,10 +56,6 @@ class TokenBody(Body):
     def num_top(self) -> int:
         """Responses always include the log-probability of each token, without top tokens."""
         return 0
-
-    @property
-    def keeps_end(self) -> bool:
-        return True
 
     @property
     def stop_ids(self) -> Sequence[int]:

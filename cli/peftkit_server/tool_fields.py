@@ -10,21 +10,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from peftkit.inference.call_formats import Call, CallFormat
+from peftkit_server.validation import Strict
 
 MAX_TOOLS = 128
 TEMPLATE_ID = re.compile(r"[a-zA-Z0-9]{9}")
 """Call ids that every chat template accepts; Mistral's templates refuse others."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class _CalledFunction(_Strict):
+class _CalledFunction(Strict):
     name: str
     arguments: str
-    parsed_arguments: Any = None
-    """Added by OpenAI's client; ignored."""
+    IGNORED = ("parsed_arguments",)  # added by OpenAI's client
 
     @field_validator("arguments")
     @classmethod
@@ -34,7 +30,7 @@ class _CalledFunction(_Strict):
         return text
 
 
-class ToolCall(_Strict):
+class ToolCall(Strict):
     """A call in an earlier assistant message."""
 
     id: Annotated[str, Field(min_length=1)]
@@ -82,7 +78,7 @@ class _Function(BaseModel):
         return schema
 
 
-class Tool(_Strict):
+class Tool(Strict):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -123,23 +119,23 @@ def closed(schema: Any) -> Any:
     return out
 
 
-class _NamedFunction(_Strict):
+class _NamedFunction(Strict):
     name: str
 
 
-class NamedTool(_Strict):
+class NamedTool(Strict):
     """`tool_choice`: a named tool."""
 
     type: Literal["function"]
     function: _NamedFunction
 
 
-class _AllowedTools(_Strict):
+class _AllowedTools(Strict):
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-class AllowedTools(_Strict):
+class AllowedTools(Strict):
     """`tool_choice`: a subset of the tools."""
 
     type: Literal["allowed_tools"]
@@ -149,7 +145,7 @@ class AllowedTools(_Strict):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
-class ToolUse(_Strict):
+class ToolUse(Strict):
     """The tools of a request, and whether the model must call one.
 
     Attributes:

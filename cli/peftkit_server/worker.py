@@ -23,8 +23,7 @@ from peftkit.execution.signals import stop_here
 from peftkit.forward.attention import original_attention
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.engine import Limits, room_left
-from peftkit.model.lift import lifted
-from peftkit.model.modes import eager, evaluating
+from peftkit.model.modes import eager, evaluating, lifted
 from peftkit_server.batch import Batch
 from peftkit_server.generation import Generation
 from peftkit_server.refusals import RequestError

@@ -160,7 +160,7 @@ def warm_up() -> dict[str, Any]:
 def survey_file(file: str) -> dict[str, Any]:
     """Return the survey of a file, and the tasks that accept its rows."""
     from peftkit_cli.start.draft import suited_tasks
-    from peftkit_cli.start.goals import GOALS
+    from peftkit_cli.start.recipes import GOALS
     from peftkit_cli.start.survey import survey
 
     summary, no_task = survey(file), ""
@@ -197,8 +197,8 @@ def draft_recipe(file: str, task: str, model: str, memory: str) -> dict[str, Any
     named = drafts.usual_fields(task, summary)
     if named is None:
         named = drafts.longest_fields(summary)
-    draft = drafts.draft(summary, task, model, num_bytes, named=named)
-    return {"recipe": draft.text, "model": draft.model, "notice": draft.notice}
+    text, notice = drafts.draft(summary, task, model, num_bytes, named=named)
+    return {"recipe": text, "model": model, "notice": notice}
 
 
 def read_recipe(text: str) -> Any:

@@ -14,8 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftkit.base.fingerprint import fingerprint
-from peftkit.base.pack import LoadingAborted, PackingLoader, folder_arguments, kept_in_float32
+from peftkit.base.pack import (
+    LoadingAborted,
+    PackingLoader,
+    fingerprint,
+    folder_arguments,
+    kept_in_float32,
+)
 from peftkit.base.pretrained import download_progress, explained, published, quiet
 from peftkit.base.purpose import Purpose, head_modules
 from peftkit.base.request import BaseRequest
@@ -99,7 +104,7 @@ LOADERS = LazyTable[PackingLoader](
         "safetensors": "peftkit.base.pack:PackingLoader",
         "gguf": "peftkit.base.gguf:GGUFLoader",
         "codes": "peftkit.base.published.loader:CodesLoader",
-        "gguf blocks": "peftkit.base.published.gguf_blocks:BlocksLoader",
+        "gguf blocks": "peftkit.base.gguf:BlocksLoader",
     },
     "peftkit.loaders",
 )

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import modeling_gguf_pytorch_utils as transformers_gguf
 
 from peftkit.base.locate import Location
+from peftkit.files.strict_json import Json
 from peftkit.kernels.gguf_blocks import TYPES
 from peftkit.kernels.packed import PackedFormat
 from peftkit.model.places import is_conv1d
@@ -157,7 +158,7 @@ class Blocks(NamedTuple):
         return True
 
 
-def settings_of(location: Location, config: Any, auto_class: str) -> dict[str, Any] | None:
+def settings_of(location: Location, config: Any, auto_class: str) -> Json | None:
     """Return the `quantization_config` of a GGUF file, or None if it has no blocks.
 
     Its entry `types` maps the names of parameters that stay in blocks to their kinds.

@@ -90,7 +90,7 @@ def fast_reading() -> Iterator[Callable[[Any], ArrayReader]]:
                 ) from error
         return parsed[str(path)]
 
-    def load_checkpoint(path: Any, *args: object, **options: object) -> Any:
+    def load_checkpoint(path: object, *args: object, **options: object) -> Any:
         if args or options.get("return_tensors"):
             return plain["load_gguf_checkpoint"](path, *args, **options)
         if str(path) not in checkpoints:
@@ -98,7 +98,7 @@ def fast_reading() -> Iterator[Callable[[Any], ArrayReader]]:
         keys = checkpoints[str(path)]
         return {**keys, "config": copy.deepcopy(keys["config"])}  # callers change it
 
-    def convert(architecture: str, keys: dict[str, Any]) -> tuple[tokenizers.Tokenizer, Any]:
+    def convert(architecture: str, keys: dict[str, object]) -> tuple[tokenizers.Tokenizer, Any]:
         reader = next(iter(parsed.values()))
         return _convert_or_open(plain["convert_gguf_tokenizer"], reader, architecture, keys)
 

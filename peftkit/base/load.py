@@ -201,7 +201,7 @@ def _open(
 
         BlockStream(loaded.model, streams_to)
     elif sharing is None and not free_now(request.device).on_gpu:
-        from peftkit.quant.copies import keep_copies
+        from peftkit.quant.layers import keep_copies
 
         keep_copies(loaded.model)
     checkpoint = published_codes(request.config, settings)

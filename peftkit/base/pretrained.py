@@ -340,7 +340,7 @@ def download_progress(on_event: Listener) -> dict[str, Any]:
 
         monitor_interval = 0  # tqdm starts no monitor thread
 
-        def __init__(self, *args: Any, **more: Any) -> None:
+        def __init__(self, *args: object, **more: object) -> None:
             super().__init__(*args, **(more | {"file": io.StringIO(), "disable": False}))
 
         def display(self, *_: object, **__: object) -> bool:

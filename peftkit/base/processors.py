@@ -130,7 +130,7 @@ class UnreadVideos(PushToHubMixin):
 
     _auto_class = None
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, object]) -> None:
         self.settings = settings
 
     def to_dict(self) -> dict[str, Any]:

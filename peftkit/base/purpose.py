@@ -5,11 +5,12 @@ The task determines it before anything is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
+
+from peftkit.files.strict_json import JsonMap
 
 if TYPE_CHECKING:
     from peftkit.base.heads import ClassHead
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 Processor = Literal["tokenizer", "image_processor", "feature_extractor", "multimodal", "audio"]
 """multimodal: a processor of images and text, with a tokenizer; audio: a processor of audio and
 text; feature_extractor: of audio alone."""
-RopeScaling = Mapping[str, Any]
+RopeScaling = JsonMap
 """Fields of a config's `rope_parameters`: rope_type, factor, ..."""
 
 

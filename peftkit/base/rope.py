@@ -9,6 +9,7 @@ from typing import Any
 
 from peftkit.base.purpose import RopeScaling
 from peftkit.errors import BaseError, did_you_mean
+from peftkit.files.strict_json import Json
 
 STRETCHED = ("linear", "yarn", "llama3", "longrope")
 """Types whose `factor` multiplies the length of rows."""
@@ -68,7 +69,7 @@ def rope_notice(scaling: RopeScaling) -> str:
     """Return the notice for an adapter file that cannot hold its base's rope scaling."""
     kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
     original = scaling.get("original_max_position_embeddings")
-    others: dict[str, Any] = {"rope_parameters": dict(scaling)}
+    others: Json = {"rope_parameters": dict(scaling)}
     if original and isinstance(factor, int | float):
         others["max_position_embeddings"] = int(factor * original)
     text = (

@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -30,6 +29,7 @@ from peftkit.events import Listener, Notice
 from peftkit.figures import size
 from peftkit.files import disk
 from peftkit.files.disk import cache_folder, new_folder
+from peftkit.files.strict_json import Json
 from peftkit.files.tensors import specs_of, write_tensor_stream
 
 VERSION = 3
@@ -258,7 +258,7 @@ def without_data(model: nn.Module) -> str:
     return ""
 
 
-def _form(request: BaseRequest) -> dict[str, Any]:
+def _form(request: BaseRequest) -> Json:
     settings = request.settings
     embeddings = settings.quantize_embeddings
     return {
@@ -280,7 +280,7 @@ def _stamp(request: BaseRequest) -> dict[str, list[int]]:
     return {p.name: [(s := os.stat(p)).st_size, s.st_mtime_ns] for p in files if p.is_file()}
 
 
-def manifest_of(folder: Path) -> dict[str, Any]:
+def manifest_of(folder: Path) -> Json:
     """Read the manifest of a packed base.
 
     Raises:

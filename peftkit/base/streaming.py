@@ -236,9 +236,8 @@ class BlockStream:
         """Guess the next block: 1 for the following one, -1 for the preceding one (recompute)."""
         if self._last < 0 or abs(index - self._last) > 1:
             return 1
-        if (
-            index == self._last
-        ):  # the last block is recomputed, or a new pass begins after a backward pass
+        # the last block is recomputed, or a new pass begins after a backward pass
+        if index == self._last:
             return -1 if index == len(self._blocks) - 1 else 1
         return index - self._last
 

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from peftkit.config.lazy import LazyTable
 from peftkit.config.strict_yaml import Key, Problem, SourceLocation
 from peftkit.errors import did_you_mean
+from peftkit.files.strict_json import JsonMap
 
 _WORDS = {
     r"^Input tag .* expected tags:": "should be one of",
@@ -78,11 +79,11 @@ _REMOVED = {
 def problems_of(
     root: type[BaseModel],
     error: ValidationError,
-    data: Any,
+    data: object,
     locations: Mapping[Key, SourceLocation],
 ) -> list[Problem]:
     """Translate pydantic's errors: one problem per key, with the location in the source."""
-    groups: dict[Key, list[Mapping[str, Any]]] = {}
+    groups: dict[Key, list[JsonMap]] = {}
     for detail in error.errors(include_url=False):
         groups.setdefault(_key(detail, data), []).append(detail)
     problems = []
@@ -94,7 +95,7 @@ def problems_of(
     return problems
 
 
-def options_of(declared: Any) -> tuple[Any, ...]:
+def options_of(declared: object) -> tuple[Any, ...]:
     """Return the alternatives of a declared type, flattened: `int | None` gives (int, NoneType)."""
     origin = get_origin(declared)
     if origin is Annotated:
@@ -112,7 +113,7 @@ def sections_of(field: FieldInfo) -> list[type[BaseModel]]:
     return [kind for kind in options if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
-def _key(detail: Mapping[str, Any], data: Any) -> Key:
+def _key(detail: JsonMap, data: object) -> Key:
     key: Key = ()
     for part in detail["loc"]:
         inside: Any = data.__dict__ if isinstance(data, BaseModel) else data
@@ -124,7 +125,7 @@ def _key(detail: Mapping[str, Any], data: Any) -> Key:
     return (*key, "type") if detail["type"].startswith("union_tag") else key
 
 
-def _message(root: type[BaseModel], group: list[Mapping[str, Any]]) -> str:
+def _message(root: type[BaseModel], group: list[JsonMap]) -> str:
     """Merge the errors of one key (one per branch of a union) into one message."""
     first = group[0]
     kind, value = first["type"], first["input"]

@@ -26,6 +26,7 @@ from peftkit.config.strict_yaml import (
     plain_value,
 )
 from peftkit.errors import ConfigError, first_few, neighbours
+from peftkit.files.strict_json import Json
 
 MAX_BYTES = 1_000_000
 SHORT = ("task",)
@@ -60,7 +61,7 @@ class Config(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **values: object) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -143,7 +144,7 @@ def dump_yaml(config: Config, *, only_set: bool = False) -> str:
     )
 
 
-def flat(value: object, prefix: str = "") -> dict[str, Any]:
+def flat(value: object, prefix: str = "") -> Json:
     """Flatten nested mappings, joining keys with dots."""
     if not isinstance(value, Mapping) or not value:
         return {prefix: value} if prefix else {}
@@ -162,11 +163,11 @@ def locations(config: Config, prefix: str = "") -> Iterator[tuple[str, str]]:
                 yield prefix + name, str(item)
 
 
-def _is_opened(declared: Any) -> bool:
+def _is_opened(declared: object) -> bool:
     return declared is OPENED or any(map(_is_opened, get_args(declared)))
 
 
-def _items(value: Any) -> Iterator[Any]:
+def _items(value: object) -> Iterator[Any]:
     inner = value.values() if isinstance(value, Mapping) else value
     if isinstance(inner, str) or not isinstance(inner, Iterable) or isinstance(inner, Config):
         yield value
@@ -175,7 +176,7 @@ def _items(value: Any) -> Iterator[Any]:
         yield from _items(item)
 
 
-def json_schema(cls: type[Config]) -> dict[str, Any]:
+def json_schema(cls: type[Config]) -> Json:
     """Return the JSON schema that editors use to complete and check a recipe."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -263,7 +264,7 @@ def _config_error(source: str, problems: Iterable[Problem]) -> ConfigError:
     return error
 
 
-def _frozen(value: object, declared: Any) -> object:
+def _frozen(value: object, declared: object) -> object:
     """Convert lists to tuples, and strings to paths where the field accepts a Path but no str."""
     options = options_of(declared)
     if isinstance(value, list | tuple):

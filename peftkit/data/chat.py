@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from peftkit.data.chat_template import own_template
 from peftkit.data.examples import Conversation
-from peftkit.data.messages import Message, reasoning_of
+from peftkit.data.messages import Message, Tool, reasoning_of
 from peftkit.errors import DataError
 from peftkit.execution.signals import pause_point
 
@@ -94,7 +94,7 @@ class Chat:
     def render(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, object]],
+        tools: Sequence[Tool],
         source: str,
         *,
         generation: bool = False,

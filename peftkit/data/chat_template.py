@@ -11,6 +11,7 @@ from typing import Any
 
 from peftkit.errors import BaseError, DataError, did_you_mean
 from peftkit.files import disk
+from peftkit.files.strict_json import Json
 
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 MAX_CONFIG_BYTES = 64 << 20
@@ -112,7 +113,7 @@ def eos_in(folder: Path) -> str:
     return str(token.get("content", "") if isinstance(token, Mapping) else token or "")
 
 
-def read_tokenizer_config(path: Path) -> dict[str, Any]:
+def read_tokenizer_config(path: Path) -> Json:
     """Return a tokenizer's config, in which "no limit" may be a number beyond 64 bits; or {}.
 
     Raises:

@@ -10,11 +10,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from peftkit.data.chat import Chat, Rendered, Span, special_texts
 from peftkit.data.examples import Completion, Conversation, Example, Instruction, Text
-from peftkit.data.format import ParsedRow, parse
+from peftkit.data.format import FieldNames, ParsedRow, parse
 from peftkit.data.messages import system_of, without_reasoning
 from peftkit.data.pack import IGNORE, Row, cut_document
 from peftkit.data.records import Dropped, Record
@@ -23,9 +23,6 @@ from peftkit.data.style import ALPACA, ALPACA_INPUT, Style
 from peftkit.data.tokens import continuation, segmentwise, tokens, with_bos
 from peftkit.errors import DataError
 from peftkit.settings import FormatName
-
-if TYPE_CHECKING:
-    from peftkit.data.field_names import FieldNames
 
 
 class Encoder:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from peftkit.data.messages import (
     Message,
+    Tool,
     WrongField,
     kind_of,
     parse_tools,
@@ -36,9 +36,9 @@ class Conversation:
 
     messages: tuple[Message, ...]
     target_turns: tuple[int, ...]
-    tools: tuple[Mapping[str, Any], ...]
+    tools: tuple[Tool, ...]
     source: str
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,19 @@
 | text              | text (content)                                                   |
 
 messages.py converts messages of OpenAI and ShareGPT to the form that transformers' chat templates
-read; text_formats.py has the other formats.
+read.
 """
 
 from __future__ import annotations
 
+import re
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from peftkit.data.examples import (
     ANSWERS,
@@ -26,17 +30,78 @@ from peftkit.data.examples import (
     QUESTIONS,
     TEXTS,
     TURNS,
+    Completion,
+    Conversation,
     Example,
+    Instruction,
+    Text,
     conversation_of,
     first_of,
     with_parsed_cells,
 )
-from peftkit.data.messages import WrongField, parse_messages, unused_keys
+from peftkit.data.messages import (
+    WrongField,
+    completion_messages,
+    full_text,
+    parse_messages,
+    text_of,
+    text_or_number,
+    unused_keys,
+)
 from peftkit.data.records import Record
+from peftkit.errors import ConfigError, DataError, first_few
 from peftkit.settings import FormatName
 
-if TYPE_CHECKING:
-    from peftkit.data.field_names import FieldNames
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """Names of the fields with prompt and completion, given in a recipe.
+
+    Attributes:
+        settings: The recipe's keys that name them.
+    """
+
+    prompt: str
+    completion: str
+    settings: tuple[str, str]
+
+    @classmethod
+    def of(cls, **settings: str | None) -> FieldNames | None:
+        """Return the names that two settings give; None if both are None.
+
+        Raises:
+            ConfigError: Only one is None.
+        """
+        first, second = settings
+        prompt, completion = settings.values()
+        if prompt is not None and completion is not None:
+            return cls(prompt, completion, (f"task.{first}", f"task.{second}"))
+        if prompt is not None or completion is not None:
+            raise ConfigError(
+                f"{first} and {second} are named together or not at all.",
+                fix=f"Name both: {first}: question, {second}: answer.",
+            )
+        return None
+
+    def renamed(self, records: Sequence[Record], where: str) -> list[Record]:
+        """Return the records with these two fields only, named `prompt` and `completion`.
+
+        Raises:
+            DataError: A record lacks one of the fields.
+        """
+        needed = {self.prompt, self.completion}
+        lacking = [record for record in records if not needed <= record.fields.keys()]
+        if lacking:
+            raise DataError(
+                f"Cannot use {len(lacking)} of {len(records)} rows of {where}.",
+                found=f"{lacking[0].source} lacks '{self.prompt}' or '{self.completion}' "
+                f"({', '.join(self.settings)}); its fields: "
+                f"{', '.join(lacking[0].fields) or 'none'}.",
+                fix="Name fields that every row has.",
+            )
+        pairs = ((r.fields[self.prompt], r.fields[self.completion], r.source) for r in records)
+        return [Record({"prompt": p, "completion": c}, source) for p, c, source in pairs]
+
 
 Parsed = TypeVar("Parsed")
 
@@ -86,9 +151,7 @@ def parse(
     records = [with_usual_names(with_parsed_cells(record)) for record in records]
     format_name = detect(records[0].fields) if name == "auto" else name
     if format_name is None:
-        from peftkit.data.format_errors import unknown_fields
-
-        raise unknown_fields(records[0], where)
+        raise _unknown_fields(records[0], where)
     read = partial(_example, name=format_name, auto=name == "auto")
     examples, unused = read_each(records, read, format_name, where)
     return ParsedRow(format_name, tuple(examples), unused)
@@ -123,9 +186,7 @@ def read_each(
         except WrongField as problem:
             problems.append(f"{record.source}: {problem}")
     if problems:
-        from peftkit.data.format_errors import bad_rows
-
-        raise bad_rows(problems, len(records), what, where, fix)
+        raise _bad_rows(problems, len(records), what, where, fix)
     names = dict.fromkeys(name for record in records for name in record.fields)
     return parsed, (*[name for name in names if name not in used], *inner)
 
@@ -170,8 +231,6 @@ def _example(record: Record, name: FormatName, *, auto: bool) -> tuple[Example, 
         raise WrongField("", f"its fields ({listed}) {kind}; the first row is '{name}'")
     refuse_fields(fields, {**PREFERENCES, **MEDIA})
     if name not in ("messages", "sharegpt"):
-        from peftkit.data.text_formats import BUILDERS
-
         return BUILDERS[name](record)
     key = first_of(fields, TURNS)
     if key is None:
@@ -185,3 +244,104 @@ def refuse_fields(fields: Mapping[str, object], kinds: Mapping[str, str] = MEDIA
     for key, kind in kinds.items():
         if fields.get(key):
             raise WrongField(key, f"the row has {kind}, which this task cannot train on")
+
+
+MAX_LISTED = 5
+
+
+def _unknown_fields(record: Record, where: str) -> DataError:
+    """Return the error for a first row whose fields match no format."""
+    prompt, completion = [*record.fields, "question", "answer"][:2]
+    return DataError(
+        f"Cannot detect the format of {where}.",
+        found=f"{record.source} has the fields: {', '.join(record.fields) or 'none'}.",
+        fix="Accepted: messages; conversations; instruction + output (input); question + answer; "
+        "prompt + completion; text.\nOr name the fields with prompt and completion:\n"
+        f"--set 'task.prompt={prompt}' --set 'task.completion={completion}'",
+    )
+
+
+def _bad_rows(problems: Sequence[str], total: int, name: str, where: str, fix: str) -> DataError:
+    """Return the error that counts the unusable rows and lists the first few.
+
+    If there are more, a file in the folder for temporary files lists all of them.
+    """
+    listed = first_few(problems, MAX_LISTED)
+    if len(problems) > MAX_LISTED:
+        name_of_file = re.sub(r"[^\w.-]+", "-", Path(where).name) or "data"
+        prefix = f"peftkit-bad-rows-{name_of_file}-"
+        with (
+            suppress(OSError),
+            tempfile.NamedTemporaryFile(
+                "w", encoding="utf-8", errors="replace", prefix=prefix, suffix=".txt", delete=False
+            ) as file,
+        ):
+            file.write("\n".join(problems) + "\n")
+            listed += f"\nAll are listed in {file.name}"
+    return DataError(
+        f"Cannot use {len(problems)} of {total} rows of {where} (format '{name}').",
+        found=listed,
+        fix=fix,
+    )
+
+
+INPUTS = ("input", "context")
+
+
+def _instruction(record: Record) -> tuple[Example, set[str]]:
+    """Return an example of the format alpaca, and the names of the fields that it used."""
+    fields = record.fields
+    question = first_of(fields, QUESTIONS) or QUESTIONS[0]
+    answer = first_of(fields, [key for key in ANSWERS if key != question]) or ANSWERS[0]
+    context = first_of(fields, [key for key in INPUTS if key != question])
+    request, output = full_text(fields, question), text_or_number(fields, answer)
+    input_text = text_of(fields, context) if context and fields[context] is not None else ""
+    example = Instruction(request, input_text, output, record.source)
+    used = {question, answer, context or "", "system", "history"}
+    if not fields.get("system") and not fields.get("history"):
+        return example, used
+    turns: list[Any] = []
+    if fields.get("system"):
+        turns.append({"role": "system", "content": text_of(fields, "system")})
+    for number, pair in enumerate(fields.get("history") or []):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise WrongField(f"history[{number}]", "expected [question, answer]")
+        turns += [
+            {"role": role, "content": text}
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
+    turns += [
+        {"role": "user", "content": example.request},
+        {"role": "assistant", "content": output},
+    ]
+    messages, targets = parse_messages(turns, "history")
+    return Conversation(tuple(messages), tuple(targets), (), record.source), used
+
+
+def _completion(record: Record) -> tuple[Example, set[str]]:
+    """Return an example of the format prompt_completion, and the names of its fields."""
+    fields = record.fields
+    prompt = first_of(fields, ("prompt", *QUESTIONS)) or "prompt"
+    answer = first_of(fields, ("completion", *[key for key in ANSWERS if key != prompt]))
+    answer = answer or "completion"
+    used = {prompt, answer, "tools"}
+    if isinstance(fields.get(prompt), list):  # conversational: two lists of messages
+        messages, targets = completion_messages(fields, prompt, answer)
+        return conversation_of(record, messages, targets), {*used, *CONTEXT}
+    if fields.get("tools"):
+        raise WrongField("tools", "tools need messages; a plain prompt cannot hold them")
+    answer_text = text_or_number(fields, answer)
+    return Completion(text_of(fields, prompt), answer_text, record.source), used
+
+
+def _text(record: Record) -> tuple[Example, set[str]]:
+    """Return an example of the format text, and the name of its field."""
+    key = first_of(record.fields, TEXTS) or TEXTS[0]
+    return Text(text_of(record.fields, key), record.source), {key}
+
+
+BUILDERS: dict[FormatName, Callable[[Record], tuple[Example, set[str]]]] = {
+    "alpaca": _instruction,
+    "prompt_completion": _completion,
+    "text": _text,
+}

@@ -10,7 +10,7 @@ from peftkit.data.chat import Chat
 from peftkit.data.chat_template import own_template, with_system
 from peftkit.data.encode import Encoder, require_template
 from peftkit.data.examples import Instruction
-from peftkit.data.messages import Message
+from peftkit.data.messages import Message, Tool
 from peftkit.data.pack import IGNORE
 from peftkit.data.style import ALPACA, Style
 from peftkit.data.tokens import tokens, with_bos
@@ -26,8 +26,8 @@ def prompt_ids(
     tokenizer: Any,
     prompt: str | Sequence[Message],
     style: Style,
-    tools: Sequence[Mapping[str, Any]] = (),
-    variables: Mapping[str, Any] | None = None,
+    tools: Sequence[Tool] = (),
+    variables: Mapping[str, object] | None = None,
     limit: int | None = None,
 ) -> list[int]:
     """Return the tokens that generation starts from.

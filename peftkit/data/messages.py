@@ -15,6 +15,8 @@ from peftkit.data.readers import DECODER
 from peftkit.errors import did_you_mean
 
 Message = Mapping[str, Any]
+Tool = Mapping[str, Any]
+"""A function that the assistant may call: {"type": "function", "function": {name, ...}}."""
 MAX_CHARACTERS = 10_000_000
 """Limit for one text: a tokenizer needs about a second per million characters."""
 
@@ -138,7 +140,7 @@ def completion_messages(
     return [*context, *response], [len(context) + turn for turn in turns if weights[turn]]
 
 
-def parse_tools(value: object, field: str) -> list[Mapping[str, Any]]:
+def parse_tools(value: object, field: str) -> list[Tool]:
     """Return tools as [{"type": "function", "function": {name, ...}}], read from JSON or text."""
     if isinstance(value, str):
         value = _parse_json(value, field) if value.strip() else None
@@ -146,7 +148,7 @@ def parse_tools(value: object, field: str) -> list[Mapping[str, Any]]:
         return []
     if not isinstance(value, list):
         raise WrongField(field, f"expected a list of functions, found {kind_of(value)}")
-    tools: list[Mapping[str, Any]] = []
+    tools: list[Tool] = []
     for number, tool in enumerate(value):
         where = f"{field}[{number}]"
         if not isinstance(tool, Mapping):
@@ -171,7 +173,7 @@ def _messages(value: object, field: str) -> tuple[list[Message], list[bool]]:
     return [message for message, _ in parsed], [weight for _, weight in parsed]
 
 
-def _message(turn: Any, path: str) -> tuple[Message, bool]:
+def _message(turn: object, path: str) -> tuple[Message, bool]:
     if not isinstance(turn, Mapping):
         raise WrongField(path, f"expected an object, found {kind_of(turn)}")
     role_key, text_key = turn_keys(turn)
@@ -205,7 +207,7 @@ def turn_keys(turn: Mapping[str, object]) -> tuple[str, str]:
     return ("from", "value") if is_sharegpt else ("role", "content")
 
 
-def role_of(turn: Any) -> str:
+def role_of(turn: object) -> str:
     """Return the role of a row's turn by the templates' name, "" for an unknown role."""
     if not isinstance(turn, Mapping):
         return ""
@@ -297,12 +299,12 @@ def _content(turn: Mapping[str, object], key: str, path: str) -> str:
     return "".join(parts)
 
 
-def _calls(value: object, role: str, path: str) -> list[Mapping[str, Any]]:
+def _calls(value: object, role: str, path: str) -> list[Tool]:
     if role != "assistant":
         raise WrongField(path, f"only the assistant may call tools, found calls on {role}")
     if not isinstance(value, list):
         raise WrongField(path, f"expected a list, found {kind_of(value)}")
-    calls: list[Mapping[str, Any]] = []
+    calls: list[Tool] = []
     for number, call in enumerate(value):
         where = f"{path}[{number}]"
         function = call.get("function", call) if isinstance(call, Mapping) else None

@@ -6,7 +6,7 @@ Shapes: B rows, T tokens of the longest row, rounded up, n targets of the whole 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import accumulate, groupby, pairwise
@@ -181,7 +181,7 @@ def _joined_sources(sources: Sequence[str]) -> str:
     return " ".join(f"{name}:{','.join(line for *_, line in group)}" for name, group in groups)
 
 
-def padded(*rows: Any) -> int:
+def padded(*rows: object) -> int:
     """Return the padded length of these rows in one batch, at least 1.
 
     For an encoder-decoder, the longer side: it determines the size of matrix products.
@@ -193,6 +193,33 @@ def padded(*rows: Any) -> int:
 def rounded_up(length: int) -> int:
     """Return the padded length of a row of this length."""
     return -(-length // MULTIPLE) * MULTIPLE
+
+
+def last_answer_span(row: Row) -> tuple[int, int]:
+    """Return the token indices [start, stop) of a document's last response."""
+    stop = max(n for n, label in enumerate(row.labels) if label != IGNORE) + 1
+    start = stop
+    while start > 0 and row.labels[start - 1] != IGNORE:
+        start -= 1
+    return start, stop
+
+
+def last_answer(tokenizer: Any, row: Row) -> tuple[list[int], str]:
+    """Return the tokens before a document's last response, and the response's text."""
+    start, stop = last_answer_span(row)
+    answer = tokenizer.decode(row.input_ids[start:stop], skip_special_tokens=True)
+    return list(row.input_ids[:start]), str(answer)
+
+
+def labelled_segments(
+    row: Row, text: Callable[[list[int]], str], name: str
+) -> list[tuple[str, str]]:
+    """Return a row's text in segments (label, text): `name` for targets, "" for others."""
+    pairs = zip(row.input_ids, row.labels, strict=True)
+    return [
+        (name if is_target else "", text([token for token, _ in segment]))
+        for is_target, segment in groupby(pairs, key=lambda pair: pair[1] != IGNORE)
+    ]
 
 
 # ------------------------------------------------------------------- rows on demand

@@ -185,7 +185,7 @@ def _pair(record: Record) -> tuple[Pair, set[str]]:
     return _of_texts(record) if texts[0] else _of_conversations(record)
 
 
-def _is_prompt(turns: Any, fields: Mapping[str, object]) -> bool:
+def _is_prompt(turns: object, fields: Mapping[str, object]) -> bool:
     """Return whether a field holds the turns before both answers."""
     if not isinstance(turns, list) or not turns:
         return False

@@ -19,7 +19,7 @@ from peftkit.data.examples import (
     with_parsed_cells,
 )
 from peftkit.data.format import ParsedRow, parse
-from peftkit.data.messages import Message, role_of, turn_keys
+from peftkit.data.messages import Message, Tool, role_of, turn_keys
 from peftkit.data.records import Record
 from peftkit.errors import DataError
 from peftkit.settings import FormatName
@@ -41,9 +41,9 @@ class PromptExample:
 
     prompt: str | tuple[Message, ...]
     reference: str | None
-    tools: tuple[Mapping[str, Any], ...]
+    tools: tuple[Tool, ...]
     source: str
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -73,7 +73,7 @@ def _prompt(example: Example) -> PromptExample:
             fix="Give rows with a prompt, a question or messages.",
         )
     prompt: str | tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Tool, ...] = ()
     if isinstance(example, Conversation):
         last = max(n for n, turn in enumerate(example.messages) if turn["role"] == "assistant")
         prompt, tools = example.messages[:last], example.tools

@@ -387,7 +387,7 @@ def _without_nested_nulls(row: Fields) -> Fields:
 def _with_class_names(row: Fields, features: Mapping[str, object]) -> Fields:
     """Replace class numbers with their names; a number out of range stays."""
 
-    def name(value: Any, feature: Any) -> Any:
+    def name(value: object, feature: object) -> Any:
         if isinstance(value, list):
             return [name(item, getattr(feature, "feature", None)) for item in value]
         names = getattr(feature, "names", ())

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peftkit.data.chat import SENTINEL, Chat, special_texts
-from peftkit.data.messages import Message
+from peftkit.data.messages import Message, Tool
 from peftkit.data.tokens import tokens
 from peftkit.errors import DataError
 
@@ -31,7 +31,7 @@ class Turns:
     """
 
     def __init__(
-        self, tokenizer: Any, template: str | None, variables: Mapping[str, Any] | None = None
+        self, tokenizer: Any, template: str | None, variables: Mapping[str, object] | None = None
     ) -> None:
         self._tokenizer, self._variables = tokenizer, variables
         self._chat = Chat(tokenizer, template)
@@ -43,7 +43,7 @@ class Turns:
         self,
         replies: Sequence[Message],
         calls: Sequence[tuple[str, str]] = (),
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Tool] = (),
         *,
         generation: bool = True,
         ended_by: str | None = None,
@@ -84,7 +84,7 @@ class Turns:
             fix=_FIX,
         )
 
-    def check(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def check(self, tools: Sequence[Tool] = ()) -> None:
         """Check that appending the tokens of `after` equals rendering the whole conversation.
 
         The check renders two answers with replies of tools or, without tools, of the user. Earlier
@@ -146,7 +146,7 @@ class Turns:
     def _written(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, object]],
+        tools: Sequence[Tool],
         *,
         generation: bool,
     ) -> str:

@@ -28,15 +28,16 @@ from peftkit.events import Listener, Progress, ignore
 from peftkit.forward.loss import (
     Head,
     accepted,
+    changes_head,
+    divergence_of,
     head_of,
     target_logits,
     target_rows,
     token_log_probs,
 )
-from peftkit.forward.shared_head import changes_head, divergence_of
 from peftkit.inference.engine import AnswerTooLarge
-from peftkit.inference.own_answers import PromptFormat, own_answers
-from peftkit.kernels.divergence import Divergence
+from peftkit.inference.generate import PromptFormat, own_answers
+from peftkit.kernels.cross_entropy import Divergence
 from peftkit.model.modes import evaluating
 from peftkit.settings import DriftConfig
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from peftkit.base.load import Base
 from peftkit.config.strict_yaml import SourceLocation, parse
 from peftkit.data.style import Style
 from peftkit.errors import PeftkitError
 from peftkit.events import Listener, Notice, Progress, Sample, Stage, ignore
+from peftkit.execution.world import Rows
 from peftkit.formats.folders import RECIPE
 from peftkit.formats.open_adapter import read_side_adapter
 from peftkit.settings import DataConfig
@@ -112,13 +112,13 @@ def _rows(
     style: Style | None,
     on_event: Listener,
     max_length: int | None = None,
-) -> tuple[Task, Sequence[Any]]:
+) -> tuple[Task, Rows]:
     config = DataConfig(train=str(data), max_length=max_length, packing=False)
     built = task.on(base.model, base.processor, config, style=style, on_event=on_event)
     return built, built.load(str(data))
 
 
-def _answers(base: Base, task: Task, rows: Sequence[Any], on_event: Listener) -> list[Sample]:
+def _answers(base: Base, task: Task, rows: Rows, on_event: Listener) -> list[Sample]:
     assert isinstance(task, CompletingTask)
     on_event(Stage(f"Completing {len(rows)} rows"))
     return task.answers(

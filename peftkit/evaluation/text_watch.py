@@ -6,12 +6,13 @@ unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from peftkit.base.load import Base
 from peftkit.errors import DataError, RunError
 from peftkit.events import Listener, Notice, Sample, ignore
+from peftkit.execution.world import Rows
 from peftkit.inference.engine import AnswerTooLarge
 from peftkit.settings import TrainConfig
 from peftkit.tasks.completions import CompletingTask
@@ -39,7 +40,7 @@ class TextWatch:
         self,
         base: Base,
         task: CompletingTask,
-        rows: Sequence[Any],
+        rows: Rows,
         config: TrainConfig,
         metrics: Mapping[str, Metric] | None = None,
         on_event: Listener = ignore,
@@ -92,7 +93,7 @@ class TextWatch:
                 f"Cannot use {where}: {error.problem}", found=error.found, fix=error.fix
             ) from None
 
-    def _answers(self, rows: Sequence[Any], max_new_tokens: int | None) -> list[Sample]:
+    def _answers(self, rows: Rows, max_new_tokens: int | None) -> list[Sample]:
         """Return the completions of rows.
 
         Raises:

@@ -96,14 +96,14 @@ SEGMENTS = Segments()
 
 def gpu_fallbacks() -> list[Fallback]:
     """Return the GPUs of this machine that torch cannot use, and features that they lack."""
-    return [found for found in (_unused(), _too_old(), SEGMENTS.fallback) if found is not None]
+    found = (_too_old(), SEGMENTS.fallback) if torch.cuda.is_available() else (_unused(),)
+    return [fallback for fallback in found if fallback is not None]
 
 
 def _unused() -> Fallback | None:
     """Return the fallback of a machine whose GPU torch does not find."""
-    if torch.cuda.is_available() or torch.backends.mps.is_available():
-        return None
-    if any(os.environ.get(name) in ("", "-1") for name in HIDING):
+    is_hidden = any(os.environ.get(name) in ("", "-1") for name in HIDING)
+    if is_hidden or torch.backends.mps.is_available():
         return None
     cost = "The model runs on the CPU, tens of times slower."
     if torch.xpu.is_available():
@@ -134,7 +134,7 @@ def _unused() -> Fallback | None:
 
 def _too_old() -> Fallback | None:
     """Return the fallback of a CUDA GPU that is older than all architectures of this torch."""
-    if torch.version.hip is not None or not torch.cuda.is_available():
+    if torch.version.hip is not None:
         return None
     built = [int(match[1]) for name in torch.cuda.get_arch_list() if (match := _arch(name))]
     major, minor = torch.cuda.get_device_capability()

@@ -20,7 +20,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from peftkit.errors import (
     AdapterError,
@@ -30,7 +30,7 @@ from peftkit.errors import (
     RunError,
     first_few,
 )
-from peftkit.files.strict_json import parse_json
+from peftkit.files.strict_json import Json, parse_json
 
 ErrorType = type[PeftkitError]
 MAX_JSON_BYTES = 1 << 20
@@ -66,7 +66,7 @@ def sha256_of(path: Path) -> str:
 
 def read_json(
     path: Path, *, max_bytes: int = MAX_JSON_BYTES, error: ErrorType = AdapterError
-) -> dict[str, Any]:
+) -> Json:
     """Read a strict JSON object (see `parse_json`); raise `error` for anything else."""
     with open_regular(path, error=error) as file:
         data = file.read(max_bytes + 1)

@@ -268,7 +268,7 @@ def _call(message: str, error: Kind, act: Callable[[], T]) -> T:
         ) from problem
 
 
-def _ignoring_errors(act: Callable[[], Any]) -> bool:
+def _ignoring_errors(act: Callable[[], object]) -> bool:
     """Call a function of a store; return whether it succeeded."""
     try:
         act()

@@ -6,12 +6,16 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from peftkit.errors import AdapterError, PeftkitError
 
 MAX_DEPTH = 32
+Json = dict[str, Any]
+"""A JSON object."""
+JsonMap = Mapping[str, Any]
+"""A JSON object that is only read."""
 
 _BRACKETS = re.compile(r'\\.|["\[\]{}]', re.DOTALL)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -35,9 +39,7 @@ def strict_decoder(parse_int: Callable[[str], int]) -> json.JSONDecoder:
     )
 
 
-def parse_json(
-    data: bytes, message: str, *, error: type[PeftkitError] = AdapterError
-) -> dict[str, Any]:
+def parse_json(data: bytes, message: str, *, error: type[PeftkitError] = AdapterError) -> Json:
     """Parse a JSON object; on failure raise `error` with `message` as its first sentence.
 
     Refused: duplicate keys, NaN and Infinity, numbers outside the range of float64, integers beyond
@@ -102,7 +104,7 @@ def _nesting_exceeds(text: str, limit: int) -> bool:
     return False
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> Json:
     value = dict(pairs)
     if len(value) != len(pairs):
         duplicate = Counter(key for key, _ in pairs).most_common(1)[0][0]

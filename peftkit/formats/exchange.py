@@ -36,6 +36,7 @@ from peftkit.formats.folders import (
     TENSORS,
     TOKENIZER_FILES,
     check_free,
+    copy_files,
     new_adapter_folder,
 )
 from peftkit.formats.gguf.header import read_header
@@ -357,12 +358,9 @@ def _import_peft(
             if tokens := saved_tokens(foreign.folder):
                 grow(model, max(tokens) + 1)
             adapter = load_adapter(hollow(model), source)
-    if (foreign.folder / START).is_file():  # before save_adapter writes its digest into the notes
-        shutil.copyfile(foreign.folder / START, folder / START)
+    # START before save_adapter writes its digest into the notes
+    copy_files(foreign.folder, folder, (START, *TOKENIZER_FILES))
     save_adapter(adapter, folder, origin)
-    for name in TOKENIZER_FILES:
-        if (foreign.folder / name).is_file():
-            shutil.copyfile(foreign.folder / name, folder / name)
 
 
 def _moved(origin: Provenance, location: Location) -> Provenance:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -170,6 +170,13 @@ def set_aside(folder: Path) -> Path | None:
             fix="Move it manually, or train into another folder (--out DIR).",
         ) from problem
     return aside
+
+
+def copy_files(source: Path, folder: Path, names: Iterable[str] = TOKENIZER_FILES) -> None:
+    """Copy those of the files that exist; links are followed."""
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def _move(path: Path, folder: Path) -> None:

@@ -11,13 +11,12 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from peftkit.errors import AdapterError, first_few
 from peftkit.files import disk
-from peftkit.files.strict_json import shown
+from peftkit.files.strict_json import Json, shown
 from peftkit.files.tensors import Entry, Header, TensorFile, non_finite, open_tensors
 
 MAX_HEADER_BYTES = 8 << 20  # 60,000 tensors
@@ -127,7 +126,7 @@ def check_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
         )
 
 
-def read_json(path: Path, *, max_bytes: int = disk.MAX_JSON_BYTES) -> dict[str, Any]:
+def read_json(path: Path, *, max_bytes: int = disk.MAX_JSON_BYTES) -> Json:
     """Read an adapter's JSON file, strictly (`files.strict_json`); raises AdapterError."""
     kind = file_kind(path)
     if kind in _FIXES:

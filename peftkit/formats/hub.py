@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -45,6 +44,7 @@ from peftkit.formats.folders import (
     START,
     TENSORS,
     TOKENIZER_FILES,
+    copy_files,
     new_adapter_folder,
     parse_hub_id,
 )
@@ -182,9 +182,7 @@ def pull_adapter(
     out = Path(out).expanduser()
     with new_adapter_folder(out, force=force) as folder:
         fetched = fetch(name, on_event=on_event)
-        for file in FILES:
-            if (fetched.folder / file).is_file():
-                shutil.copyfile(fetched.folder / file, folder / file)  # follows the cache's link
+        copy_files(fetched.folder, folder, FILES)
         revision = parse_hub_id(name).revision
         record = {"hub_id": fetched.repo, "revision": revision, "commit": fetched.commit}
         write_json(record, folder / ORIGIN)

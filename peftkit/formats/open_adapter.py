@@ -31,7 +31,7 @@ from peftkit.formats.peft.load import AdapterFile, load_adapter, named_tensors, 
 from peftkit.formats.peft.low_rank import A, B, layers_of, read_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.base import Method
-from peftkit.model.side_adapter import SideAdapter
+from peftkit.model.modes import SideAdapter
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.table import TASKS
 from peftkit.tasks.tokens import CausalLMConfig

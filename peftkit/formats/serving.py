@@ -7,7 +7,6 @@ Source: vllm/lora/peft_helper.py, vllm/lora/utils.py, vllm/config/lora.py.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
@@ -25,6 +24,7 @@ from peftkit.formats.folders import (
     START,
     TENSORS,
     TOKENIZER_FILES,
+    copy_files,
     new_adapter_folder,
 )
 from peftkit.formats.guard import check_safetensors, read_json, read_tensors
@@ -109,9 +109,7 @@ def export_peft(
         else:
             cast = {name: tensor.to(wanted) for name, tensor in tensors.items()}
             write_tensors(cast, folder / TENSORS, {"format": "pt"})
-        for name in names:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+        copy_files(source, folder, names)
     return _served_by(file, served_rank(file.method), out, base)
 
 
@@ -131,9 +129,7 @@ def export_for_server(
             transposed=bool(file.fields.get("fan_in_fan_out")),
             dtype=DTYPES[dtype],
         )
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+        copy_files(source, folder)
     if stored := str(file.provenance.loading.get("stored", "")):
         on_event(Notice(served_over(stored)))
     return _served_by(file, rank, out, base)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from peftkit.errors import PeftkitError, RunError
 from peftkit.events import Listener, Stage
 from peftkit.files.remote import check_vacant, check_writable, upload
+from peftkit.files.strict_json import JsonMap
 from peftkit.formats.folders import ADAPTER_FILES, CONFIG, FINISHED, RECORDS
 
 HUB = "hf://"
 FILES = (*ADAPTER_FILES, CONFIG, *(name for name in RECORDS if name != FINISHED))
 
 
-def check_upload(url: str, settings: Mapping[str, Any]) -> None:
+def check_upload(url: str, settings: JsonMap) -> None:
     """Check before a run that it can be uploaded.
 
     Args:
@@ -36,13 +35,13 @@ def check_upload(url: str, settings: Mapping[str, Any]) -> None:
         check_vacant(url, FILES, FINISHED, partial(_is_same, settings))
 
 
-def _is_same(settings: Mapping[str, Any], mark: bytes) -> bool:
+def _is_same(settings: JsonMap, mark: bytes) -> bool:
     with suppress(ValueError, TypeError, KeyError):
         return bool(json.loads(mark)["settings"] == settings)
     return False
 
 
-def upload_run(folder: Path, url: str, record: Mapping[str, Any], on_event: Listener) -> None:
+def upload_run(folder: Path, url: str, record: JsonMap, on_event: Listener) -> None:
     """Upload the adapter and the records of a run, without checkpoints; `finished.json` is last.
 
     Raises:

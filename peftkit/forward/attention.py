@@ -242,7 +242,7 @@ def training_attention(
     is_replaced = _applies(model, documents) and (documents or plan.attention == "grouped")
     attention = previous or TrainingAttention(plan, limits_of(model).allow)
     try:
-        with _registered(model, attention) if is_replaced else nullcontext():
+        with _trained_with(model, attention) if is_replaced else nullcontext():
             yield attention if documents or is_replaced else None
     finally:
         attention.layout = None
@@ -251,23 +251,39 @@ def training_attention(
 
 
 @contextmanager
-def _registered(model: Any, attention: TrainingAttention) -> Iterator[None]:
-    """Replace the model's attention within the context."""
+def registered(
+    model: Any, attend: Callable[..., Any], mask: Callable[..., Any], *, in_all: bool
+) -> Iterator[None]:
+    """Use an attention function and its mask in a model within the context.
+
+    Args:
+        in_all: Whether submodels with another implementation use it too.
+    """
     before = _implementations(model.config)
-    outer = _original.get(model)
-    _original[model] = before
     names = (f"{PREFIX}attention" + (f"_{n}" if n else "") for n in range(len(_used_names) + 1))
     name = next(name for name in names if name not in _used_names)
     _used_names.add(name)
-    register_attention(name, attention.attend, attention.mask)
-    model.set_attn_implementation({k: name if v == before[""] else v for k, v in before.items()})
+    register_attention(name, attend, mask)
+    model.set_attn_implementation(
+        {key: name if in_all or old == before[""] else old for key, old in before.items()}
+    )
     try:
         yield
     finally:
-        _original[model] = outer or {}
         model.set_attn_implementation(before)
         unregister_attention(name)
         _used_names.discard(name)
+
+
+@contextmanager
+def _trained_with(model: Any, attention: TrainingAttention) -> Iterator[None]:
+    outer = _original.get(model)
+    _original[model] = _implementations(model.config)
+    try:
+        with registered(model, attention.attend, attention.mask, in_all=False):
+            yield
+    finally:
+        _original[model] = outer or {}
 
 
 @contextmanager

@@ -342,6 +342,11 @@ def _are_tiles_right(run: Any, module: nn.Module, x: Tensor, trained: list[Any])
     return not problem
 
 
+def input_bytes(args: tuple[object, ...], more: dict[str, object]) -> int:
+    """Return the bytes of a block's hidden states, by the arguments of its call; 0 without any."""
+    return next((x.nbytes for x in (*args, *more.values()) if isinstance(x, Tensor)), 0)
+
+
 def _block_of(run: Callable[..., Any]) -> Any:
     """Return the block of a forward function, which transformers binds in one of two ways."""
     bound = getattr(run, "args", None) or (getattr(run, "__self__", None),)

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Collection
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from types import FunctionType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -120,3 +121,12 @@ def without_renaming(function: Callable[..., Any]) -> Any:
     while getattr(function, "__globals__", {}).get("__name__") == "transformers.utils.deprecation":
         function = getattr(function, "__wrapped__")  # noqa: B009
     return function
+
+
+def with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
+    """Return a copy of a function of transformers in which a global name has another value."""
+    scope = {**function.__globals__, name: value}
+    parts = function.__name__, function.__defaults__, function.__closure__
+    ours = FunctionType(function.__code__, scope, *parts)
+    ours.__kwdefaults__ = function.__kwdefaults__
+    return ours

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import _disable_current_modes
 
-from peftkit.forward.compat import CACHE_NAMES, without_renaming
+from peftkit.forward.compat import CACHE_NAMES, with_global, without_renaming
 from peftkit.kernels.fused import ACTIVATIONS, Rotary, gated_product, rms_norm
 from peftkit.model.places import is_linear, unwrap_adapter
 from peftkit.model.roles import FFN_LEAVES
@@ -215,11 +215,7 @@ def _fused_rotation(module: nn.Module, name: str) -> Callable[..., Any] | None:
             return plain(query, key, cos, sin, *args, **kwargs)
         return Rotary.apply(query, cos, sin), Rotary.apply(key, cos, sin)
 
-    scope = {**unfused.__globals__, name: rotate}
-    rotating = FunctionType(
-        unfused.__code__, scope, name, unfused.__defaults__, unfused.__closure__
-    )
-    rotating.__kwdefaults__ = unfused.__kwdefaults__
+    rotating = with_global(unfused, name, rotate)
     renamed = set(CACHE_NAMES).difference(signature(unfused).parameters)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

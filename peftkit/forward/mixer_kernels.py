@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peftkit.forward.compat import with_global
 from peftkit.kernels.delta_rule import gated_delta_rule
 from peftkit.model.places import FrozenWrapper
 
@@ -58,9 +59,7 @@ def with_delta_rule(
         out = gated_delta_rule(query, key, value, g, beta, normalize=normalize, lengths=known)
         return out, None
 
-    scope = {**inner.__globals__, DELTA_RULE: replacement}
-    ours = FunctionType(inner.__code__, scope, "forward", inner.__defaults__, inner.__closure__)
-    ours.__kwdefaults__ = inner.__kwdefaults__
+    ours = with_global(inner, DELTA_RULE, replacement)
     names = inspect.signature(inner).parameters
 
     def with_rule(*args: object, **named: object) -> Any:

@@ -18,7 +18,7 @@ tokens that change their experts. A gradient may differ by MARGIN times as much.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from statistics import median
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.execution.plan import compute_dtype
+from peftkit.kernels.checked import relative_difference
 from peftkit.model.modes import eager
 
 FACTOR = 2.0
@@ -108,23 +109,26 @@ def is_noise(sizes: tuple[float, float], noise: tuple[float, float], share: floa
 
 def is_last_rounding(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """Return whether two results of one product differ by their rounding to a dtype alone."""
-    (error, _), (size, _) = (
-        sizes_of([found], [one]) for one in (expected, torch.zeros_like(found))
-    )
-    return error <= FACTOR * step_of(dtype) * 3**-0.5 * size
+    return relative_difference(found, expected) <= FACTOR * step_of(dtype) * 3**-0.5
 
 
 def rounded(model: nn.Module, compute: Callable[[], Result]) -> Iterator[Result]:
     """Yield the results of a computation with different random roundings in a model's modules."""
     for draw in range(DRAWS):
-        with _rounding(model, draw):
+        with eager(model), rounding(model.modules(), draw):  # compiled code has no hooks
             result = compute()
         yield result
 
 
 @contextmanager
-def _rounding(model: nn.Module, draw: int) -> Iterator[None]:
-    """Move the first output of each module at random within the context."""
+def rounding(modules: Iterable[nn.Module], draw: int, step: float | None = None) -> Iterator[None]:
+    """Move the first output of each module at random within the context.
+
+    Args:
+        draw: The seed.
+        step: Largest relative change; by default a rounding to the output's dtype. Under autocast
+            it is a rounding to autocast's dtype.
+    """
     generator = torch.Generator().manual_seed(draw)
 
     def move(_: nn.Module, __: object, output: Any) -> Any:
@@ -134,15 +138,19 @@ def _rounding(model: nn.Module, draw: int) -> Iterator[None]:
             return output
         share = torch.rand(output.shape, generator=generator).to(output.device)
         wide = output.to(torch.promote_types(output.dtype, torch.float32))
-        return (wide * (1 + step_of(output.dtype) * (2 * share - 1))).to(output.dtype)
+        kind = output.device.type
+        if torch.is_autocast_enabled(kind):
+            size = step_of(torch.get_autocast_dtype(kind))
+        else:
+            size = step_of(output.dtype) if step is None else step
+        return (wide * (1 + size * (2 * share - 1))).to(output.dtype)
 
-    with eager(model):  # compiled code has no hooks
-        handles = [module.register_forward_hook(move) for module in model.modules()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    handles = [module.register_forward_hook(move) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 MARGIN = 8.0
@@ -182,31 +190,9 @@ def difference_of(found: Figures, expected: Figures, noisy: Figures) -> str:
 
 
 def _distances(figures: Figures, reference: Figures) -> dict[str, float]:
-    """Return the norm of each difference, relative to the norm of the reference."""
-    distances = {}
-    for name, wanted in reference.items():
-        difference, norm = float((figures[name] - wanted).norm()), float(wanted.norm())
-        distances[name] = difference / norm if norm else difference and float("inf")
-    return distances
+    return {name: relative_difference(figures[name], reference[name]) for name in reference}
 
 
-@contextmanager
-def blocks_rounded(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Multiply the output of each block by 1 + eps u within the context."""
-    generator = torch.Generator().manual_seed(0)  # dropout draws from the global ones
-
-    def perturb(block: nn.Module, args: Any, out: Any) -> Any:
-        hidden = out if isinstance(out, Tensor) else out[0]
-        kind = hidden.device.type
-        is_mixed = torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if is_mixed else compute_dtype(model)
-        u = 2 * torch.rand(hidden.shape, generator=generator).to(hidden.device) - 1
-        hidden = hidden * (1 + torch.finfo(dtype).eps * u).to(hidden.dtype)
-        return hidden if isinstance(out, Tensor) else (hidden, *out[1:])
-
-    handles = [block.register_forward_hook(perturb) for block in blocks]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def blocks_rounded(model: nn.Module, blocks: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """Return a context in which the output of each block is multiplied by 1 + eps u."""
+    return rounding(blocks, 0, torch.finfo(compute_dtype(model)).eps)

@@ -11,10 +11,8 @@ Shapes: B rows, T tokens of the longest, N tokens of the padding-free sequence.
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -120,7 +118,7 @@ def _places_in_row(documents: Sequence[list[int]], *, share: bool) -> list[list[
         document = documents[number]
         place = bisect_left(earlier, (document, number)) if share else 0
         near = earlier[max(place - 1, 0) : place + 1]
-        size, source = max(((_num_equal(document, d), n) for d, n in near), default=(0, number))
+        size, source = max(((num_common(document, d), n) for d, n in near), default=(0, number))
         end = used + len(document) - size
         places[number] = [*places[source][:size], *range(used, end)]
         used = end
@@ -129,9 +127,16 @@ def _places_in_row(documents: Sequence[list[int]], *, share: bool) -> list[list[
     return places
 
 
-def _num_equal(first: list[int], second: list[int]) -> int:
+def num_common(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the common prefix."""
-    return sum(takewhile(bool, map(operator.eq, first, second)))
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def layout_in(batch: Mapping[str, Tensor]) -> Layout:

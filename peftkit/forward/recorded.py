@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from peftkit.events import Fallback
 from peftkit.execution import rng
-from peftkit.execution.graphs import Graphs
+from peftkit.execution.graphs import Captures
 from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.forward.batch_layout import BatchLayout
 from peftkit.forward.loss import Head
@@ -89,7 +89,7 @@ class RecordedPasses:
         self._run, self._undo, self._device = run, undo, device
         self._model, self._blocks, self._parameters = model, blocks, parameters
         self._fills = ignored
-        self._graphs, self._scale = Graphs(device), torch.zeros((), device=device)
+        self._captures, self._scale = Captures(device), torch.zeros((), device=device)
         self.problem, self._is_reported = "", False
         self.drop()
 
@@ -157,7 +157,7 @@ class RecordedPasses:
     def _capture(self, key: Any, batch: dict[str, Tensor]) -> None:
         self.has_captured = True
         try:
-            graph, sums = self._graphs.capture(partial(self._run, batch, self._scale))
+            graph, sums = self._captures.capture(partial(self._run, batch, self._scale))
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise

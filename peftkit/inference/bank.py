@@ -35,14 +35,13 @@ from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.open_adapter import base_of, require_causal, task_of
 from peftkit.formats.peft.load import AdapterFile, check_weights, read_adapter
 from peftkit.formats.peft.low_rank import layers_of, read_low_rank
-from peftkit.inference.bank_layer import BankLinear, Routing, make_update
+from peftkit.inference.bank_layer import BankLinear, Routing, make_update, rows_in_order
 from peftkit.inference.engine import MAX_ROWS, Engine, Limits
 from peftkit.inference.generate import decoded
 from peftkit.inference.open_engine import open_engine
-from peftkit.inference.row_order import rows_in_order
 from peftkit.inference.sampling import Sampling
 from peftkit.methods.base import ADAPTER_DTYPES
-from peftkit.model.lift import lifted, take_off
+from peftkit.model.modes import lifted, take_off
 from peftkit.model.places import unwrap_adapter
 
 NAME = re.compile(r"\w[\w.-]*")

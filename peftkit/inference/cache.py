@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peftkit.forward.padding_free import num_common
 from peftkit.inference.states import SlotStates, States, copied
 
 Pair = tuple[Tensor, Tensor]
@@ -152,12 +153,13 @@ class Arena:
 
     Attributes:
         num_slots, capacity: S and C.
+        num_changes: Number of changes of its rows and slots.
         layers: Layer to keys and values (S, K, C, D).
         states: The states of its rows.
     """
 
     def __init__(self) -> None:
-        self.num_slots, self.capacity = 0, 0
+        self.num_slots, self.capacity, self.num_changes = 0, 0, 0
         self.rows: list[Row] = []
         self.layers: dict[int, Pair] = {}
         self.states = SlotStates()
@@ -170,6 +172,7 @@ class Arena:
     def resize(self, num_slots: int, capacity: int) -> None:
         """Change the number and length of slots; at most one layer exists twice at a time."""
         self.num_slots, self.capacity = num_slots, capacity
+        self.num_changes += 1
         for layer in self.layers:
             keys, values = self.layers[layer]
             self.layers[layer] = self._resized(keys), self._resized(values)
@@ -185,6 +188,7 @@ class Arena:
     def add(self, row: Row, span: Span) -> None:
         """Assign the next slot to a row, and copy the tokens and states of its span."""
         row.arena, row.slot = self, len(self.rows)
+        self.num_changes += 1
         self.states.put(row.slot, span.states)
         for layer, pair in span.layers.items():
             for cache, new in zip(self._tensors(layer, pair), pair, strict=True):
@@ -194,6 +198,7 @@ class Arena:
     def remove(self, row: Row) -> None:
         """Free a row's slot: the last row moves into it."""
         last = self.rows.pop()
+        self.num_changes += 1
         if last is row:
             return
         for pair in self.layers.values():
@@ -243,18 +248,6 @@ def joined(spans: Sequence[Span], layer: int, lengths: Sequence[int]) -> Pair:
         for n in (0, 1)
     )
     return keys, values
-
-
-def num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def worth_sharing(tokens: Sequence[int], others: Iterable[Sequence[int]]) -> tuple[int, int]:

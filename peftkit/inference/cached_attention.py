@@ -11,21 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from peftkit.forward.attention import MaskKind, kind_of, window_of
+from peftkit.forward.attention import MaskKind, kind_of, registered, window_of
 from peftkit.forward.attention_kernels import PLAIN
-from peftkit.forward.compat import (
-    cache_name,
-    register_attention,
-    unregister_attention,
-    with_all_methods,
-)
+from peftkit.forward.compat import cache_name, with_all_methods
 from peftkit.inference.cache import Arena, Row, Span, joined, power_of_two
 from peftkit.inference.partial_attention import (
     PartialAttention,
@@ -36,8 +31,6 @@ from peftkit.inference.partial_attention import (
     partial_attention,
 )
 from peftkit.inference.states import DecodeStates, PassStates, PrefillStates, StateCache
-
-_numbers = count()
 
 
 class LayerMask:
@@ -71,28 +64,42 @@ class Prefill:
             states, and padding on the left only leaves those of an empty span unchanged.
 
     Attributes:
+        spans: The span of each row.
         columns: The columns of each row that are not padding.
+        tokens, positions: (B, T); zeros for padding.
         states: The states of the spans.
     """
 
     def __init__(self, chunks: Sequence[tuple[Span, int]], *, pads_left: bool = False) -> None:
         self._chunks = chunks
-        self._width = max(size for _, size in chunks)
-        starts = [self._width - size if pads_left else 0 for _, size in chunks]
+        self.spans = [span for span, _ in chunks]
+        width = max(size for _, size in chunks)
+        starts = [width - size if pads_left else 0 for _, size in chunks]
         self.columns = [
             slice(start, start + size) for start, (_, size) in zip(starts, chunks, strict=True)
         ]
-        self.states: PassStates = PrefillStates([span.states for span, _ in chunks])
+        self.tokens = torch.zeros(len(chunks), width, dtype=torch.long)
+        self.positions = torch.zeros_like(self.tokens)
+        for row, ((span, size), at) in enumerate(zip(chunks, self.columns, strict=True)):
+            new = span.tokens[span.filled : span.filled + size]
+            self.tokens[row, at] = torch.tensor(new)
+            self.positions[row, at] = torch.arange(span.end, span.end + size)
+        self.states: PassStates = PrefillStates([span.states for span in self.spans])
 
     @property
     def mask(self) -> Tensor | None:
         """The tokens that are not padding, (B, T), if some rows are padded on the left."""
         if not any(columns.start for columns in self.columns):
             return None
-        mask = torch.zeros(len(self.columns), self._width, dtype=torch.long)
+        mask = torch.zeros_like(self.tokens)
         for row, columns in enumerate(self.columns):
             mask[row, columns] = 1
         return mask
+
+    def advance(self) -> None:
+        """Note that the tokens are in the cache."""
+        for span, size in self._chunks:
+            span.filled += size
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         for row, ((span, _), at) in enumerate(zip(self._chunks, self.columns, strict=True)):
@@ -117,9 +124,21 @@ class Prefill:
 
 
 class Pass(Protocol):
-    """A forward pass, of which `CachedAttention` computes the attention."""
+    """A forward pass, of which `CachedAttention` computes the attention.
+
+    Attributes:
+        tokens, positions: (B, T).
+        mask: The tokens that are not padding (B, T); None: all.
+    """
 
     states: PassStates
+    tokens: Tensor
+
+    @property
+    def positions(self) -> Tensor: ...
+
+    @property
+    def mask(self) -> Tensor | None: ...
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store a layer's new keys and values (B, K, T, D)."""
@@ -169,6 +188,8 @@ class Decode:
         prefixes: The prefixes that rows read in place, with the indices of these rows.
     """
 
+    mask = None
+
     def __init__(self, blocks: Sequence[Block], device: torch.device) -> None:
         self.device = device
         ends = [0, *accumulate(block.num_slots for block in blocks)]
@@ -200,6 +221,10 @@ class Decode:
             if span not in self.prefixes:
                 self.prefixes[span] = self._slots.new_empty(len(readers))
             self.prefixes[span].copy_(torch.tensor(readers))
+
+    @property
+    def arenas(self) -> list[Arena]:
+        return [block.arena for block, _ in self._blocks]
 
     @property
     def positions(self) -> Tensor:
@@ -311,35 +336,27 @@ class CachedAttention(StateCache):
         self._window = window
         self._layer: int | None = None
         self._positions: Tensor | None = None
-        self.scaled: set[nn.Module] = set()
+        self.scaled: set[Any] = set()
 
     @classmethod
     def of(cls, model: Any) -> CachedAttention:
         config = model.config.get_text_config()
         return cls(config.num_hidden_layers, window_of(config))
 
-    def run(
-        self,
-        model: Any,
-        now: Pass,
-        ids: Tensor,
-        positions: Tensor,
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        """Run a model in which this attention is `registered`; return the logits (B, V).
+    def run(self, model: Any, now: Pass) -> Tensor:
+        """Run a model in which this is the `cached_attention`.
 
-        Args:
-            ids, positions: (B, T); the logits are those of the last column.
-            mask: See `Prefill.mask`.
+        Returns:
+            The logits (B, V) of the last column.
         """
-        device = model.device
-        self._positions = positions.to(device)
+        device, mask = model.device, now.mask
+        self._positions = now.positions.to(device)
         padding = {} if mask is None else {"attention_mask": mask.to(device)}
         self.now = now
         try:
             with now.states:
                 out = model(
-                    input_ids=ids.to(device),
+                    input_ids=now.tokens.to(device),
                     position_ids=self._positions,
                     use_cache=True,
                     logits_to_keep=1,
@@ -432,22 +449,16 @@ class _Layer(CacheLayerMixin):
 
 
 @contextmanager
-def registered(model: Any, attention: CachedAttention) -> Iterator[None]:
+def cached_attention(model: Any, attention: CachedAttention) -> Iterator[None]:
     """Use this attention in a model within the context."""
-    before, name = model.config._attn_implementation, f"peftkit_cached_{next(_numbers)}"
     scaled = [m for m in model.modules() if getattr(m, "attn_temperature_tuning", None)]
     attention.scaled = {layer for layer in scaled if not getattr(layer, "use_rope", True)}
-    values: list[tuple[Any, Any]] = [
-        (layer, layer.attn_temperature_tuning) for layer in attention.scaled
-    ]
-    for layer, _ in values:
-        layer.attn_temperature_tuning = False
-    register_attention(name, attention.attend, attention.mask)
-    model.set_attn_implementation(name)
+    values = [(layer, layer.attn_temperature_tuning) for layer in attention.scaled]
     try:
-        yield
+        for layer, _ in values:
+            layer.attn_temperature_tuning = False
+        with registered(model, attention.attend, attention.mask, in_all=True):
+            yield
     finally:
-        model.set_attn_implementation(before)
-        unregister_attention(name)
         for layer, value in values:
             layer.attn_temperature_tuning = value

@@ -8,7 +8,8 @@ with the device once, to read the tokens of all rows.
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftkit.execution.plan import ExecutionPlan
+from peftkit.inference.budget import CacheBudget, Footprint, footprint
 from peftkit.inference.cache import (
     MIN_READ,
     SMALLEST,
@@ -28,24 +29,55 @@ from peftkit.inference.cache import (
     slot_length,
     worth_sharing,
 )
-from peftkit.inference.cached_attention import (
-    Block,
-    CachedAttention,
-    Decode,
-    Prefill,
-    readers_of,
-    registered,
-)
+from peftkit.inference.cached_attention import CachedAttention, Decode, Prefill, cached_attention
 from peftkit.inference.engine import FEWEST_TOKENS, Completion, Engine, Limits
-from peftkit.inference.footprint import Footprint, footprint
 from peftkit.inference.ready import on_device
-from peftkit.inference.recorder import Batch, Recorder, Step, static_block, why_not_recorded
+from peftkit.inference.recorder import Graphs
 from peftkit.inference.states import copied, has_states
 
-MAX_RECORDED = 32
-"""Maximum CUDA graphs of decoding steps; the oldest is dropped."""
 LOOK_AHEAD = 128
 """Number of queued prompts that are searched for shared prefixes."""
+
+
+class Scheduler:
+    """Chooses the prompts of each forward pass in one step of an engine, up to its limit of tokens.
+
+    Args:
+        has_states: Whether the model has states: only new rows can be padded, see `Prefill`.
+    """
+
+    def __init__(self, limits: Limits, *, has_states: bool) -> None:
+        self._left, self._limits, self._has_states = limits.prefill, limits, has_states
+
+    def prefill(self, spans: list[Span], number: int) -> Prefill | None:
+        """Return the next pass over incomplete prompts, the oldest first; None: it is time to grow.
+
+        Alternates between the oldest prompt, which must not starve, and the prompt with the fewest
+        remaining tokens, which should not wait for long ones. Prompts of similar length join it.
+
+        Args:
+            number: Number of the pass.
+        """
+        if not spans or self._left <= 0:
+            return None
+        max_tokens = min(self._left, self._limits.pass_tokens)
+        if number % 2:
+            spans = sorted(spans, key=lambda span: span.num_left)
+        width = min(spans[0].num_left, max_tokens)
+        if self._has_states and not spans[0].end:  # longer ones join it whole: a rest costs a pass
+            new = [span.num_left for span in spans if not span.end]
+            width = max((n for n in new if n <= min(2 * width, max_tokens)), default=width)
+        chunks: list[tuple[Span, int]] = []
+        for span in spans:
+            size = min(span.num_left, width)
+            if (len(chunks) + 1) * width <= max(max_tokens, width) and 2 * size >= width:
+                chunks.append((span, size))
+        if self._has_states:
+            width = min((size for span, size in chunks if span.end), default=width)
+        chunks = [(span, min(size, width)) for span, size in chunks]
+        now = Prefill(chunks, pads_left=self._has_states)
+        self._left -= now.tokens.numel()
+        return now
 
 
 class CachedEngine(Engine):
@@ -53,23 +85,25 @@ class CachedEngine(Engine):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
+        self.graphs = Graphs(self.model)
+        self._has_states = has_states(self.model.config.get_text_config())
+        self._state_tokens = 0
+        self._recent: deque[Completion] = deque(maxlen=32 if self.limits.prefix_tokens else 0)
+        self._clear()
+
+    def _clear(self) -> None:
+        """Start with an empty cache; a prompt without a completion is a shared prefix."""
         self._prompts: dict[Span, Completion | None] = {}
         self._kept: dict[Completion, Span] = {}
         self._arenas: dict[int, Arena] = {}
-        self._batch: Batch | None = None
-        plan = ExecutionPlan.for_model(self.model)
-        records = plan.records_decoding and not why_not_recorded(self.model)
-        self.recorder = Recorder(self.model) if records else None
-        self._steps: dict[Any, Step] = {}
-        config = self.model.config.get_text_config()
-        self._has_states, self._state_tokens = has_states(config), 0
-        self._prefixes = Prefixes(self.limits.prefix_tokens)
-        self._recent: deque[Completion] = deque(maxlen=32 if self.limits.prefix_tokens else 0)
+        self._prefixes = Prefixes(self.limits.prefix_tokens, self._state_tokens)
+        self.graphs.forget()
 
     def _prepare(self, stack: ExitStack) -> None:
         self._attention = CachedAttention.of(self.model)
-        stack.enter_context(registered(self.model, self._attention))
-        stack.callback(self._leave)
+        stack.enter_context(cached_attention(self.model, self._attention))
+        # captured steps refer to the engine, and both would wait for a collection
+        stack.callback(self.graphs.forget)
         if self._has_states and self.limits.tokens is not None:
             self._state_tokens = self.footprint().state_tokens
             self._prefixes = Prefixes(self.limits.prefix_tokens, self._state_tokens)
@@ -80,40 +114,31 @@ class CachedEngine(Engine):
         with on_device(self.model.device):
             return footprint(self.model, self._attention)
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running())
-
     def _running(self) -> list[Completion]:
         prompts = [one for one in self._prompts.values() if one is not None]
         return [*(row.owner for row in self._growing()), *prompts]
 
     def forget(self, adapter: str) -> None:
-        self._batch, self._steps = None, {}
+        self.graphs.forget()
         self._prompts = {
             span: one for span, one in self._prompts.items() if span.adapter != adapter
         }
-        self._drop_kept(adapter)
+        for completion in [one for one in self._kept if one.request.adapter == adapter]:
+            self.release(completion)
         self._prefixes.forget(adapter)
 
     def release(self, completion: Completion) -> None:
         if (span := self._kept.pop(completion, None)) is not None:
             self._release(span.base)
 
-    def _drop_kept(self, adapter: str | None = None, *, but: Completion | None = None) -> None:
-        """Release the cached states of an adapter's completions, or of all except one."""
-        for completion in [*self._kept]:
-            if completion is not but and adapter in (None, completion.request.adapter):
-                self.release(completion)
-
     @torch.no_grad()
     def _advance(self) -> None:
         """Compute some tokens of prompts, and the next token of each growing completion."""
         self._drop_ended()
-        left = self.limits.prefill
+        schedule = Scheduler(self.limits, has_states=self._has_states)
         self._admit()
-        while self._prompts and left > 0:
-            left -= self._prefill(min(left, self.limits.pass_tokens))
+        while now := schedule.prefill([*self._prompts], self.num_passes):
+            self._prefill(now)
             self._admit()
         if self._growing():
             self.num_passes += 1
@@ -121,17 +146,11 @@ class CachedEngine(Engine):
         self._prefixes.trim(one.request.ids for one in self._waiting)
         self._forget_prefixes()
 
-    def _leave(self) -> None:
-        """Drop captured steps: they refer to the engine, and both would wait for a collection."""
-        self._steps.clear()
-
     def _take_back(self) -> list[Completion]:
         running = self._running()
         for arena in self._arenas.values():  # rows refer back to it: a cycle
             arena.rows.clear()
-        self._prompts, self._arenas, self._batch, self._steps = {}, {}, None, {}
-        self._kept = {}
-        self._prefixes = Prefixes(self.limits.prefix_tokens, self._state_tokens)
+        self._clear()
         return [one for one in running if one.ended_by is None]
 
     def _lower_limits(self, num_running: int) -> Limits | None:
@@ -140,7 +159,7 @@ class CachedEngine(Engine):
             return None
         return replace(self.limits, rows=rows, pass_tokens=max(tokens // 2, FEWEST_TOKENS))
 
-    # ------------------------------------------------------------- prompts
+    # ------------------------------------------------------------- admission
 
     def _growing(self) -> list[Row]:
         return [row for arena in self._arenas.values() for row in arena.rows]
@@ -159,66 +178,44 @@ class CachedEngine(Engine):
                 self._waiting.remove(completion)
                 room -= 1
 
+    def _budget(self) -> CacheBudget:
+        """Return what the cache will allocate for the running completions."""
+        prompts = {span: one for span, one in self._prompts.items() if one is not None}
+        held = sum(
+            len(span.tokens) + self._state_tokens for span in (*prompts, *self._kept.values())
+        )
+        lengths = [row.final_length for row in self._growing()]
+        lengths += [slot_length(one.num_tokens - span.start) for span, one in prompts.items()]
+        return CacheBudget(
+            self.limits.tokens,
+            self._state_tokens,
+            self._prefixes.num_tokens + held,
+            {size: (arena.num_slots, arena.capacity) for size, arena in self._arenas.items()},
+            tuple(lengths),
+        )
+
+    def _budget_with(self, completion: Completion) -> CacheBudget:
+        """Return the budget with the slot and the prompt of another completion."""
+        base = self._base_of(completion)
+        start = 0 if base is None or not base.is_read else len(base.tokens)
+        held = len(completion.tokens) - start + self._state_tokens
+        return self._budget().plus(slot_length(completion.num_tokens - start), held=held)
+
     def _has_room(self, completion: Completion) -> bool:
         """Return whether a completion can start: it fits into the cache, or would run alone."""
-        max_tokens = self.limits.tokens
-        if max_tokens is None or self._tokens_with(completion) <= max_tokens:
+        budget = self._budget_with(completion)
+        if budget.fits:
             return True
         is_alone = not (self._growing() or self._prompts)
         if is_alone:
-            self._drop_kept(but=completion.request.after)
+            for other in [one for one in self._kept if one is not completion.request.after]:
+                self.release(other)
             self._prefixes.drop()
             self._forget_prefixes()
-        if is_alone or self._tokens_with(completion, shrunk=True) <= max_tokens:
+        if is_alone or budget.shrunk().fits:
             self._shrink()
             return True
         return False
-
-    def _tokens_with(self, completion: Completion, *, shrunk: bool = False) -> int:
-        """Return `_num_tokens` with another completion."""
-        base = self._base_of(completion)
-        start = 0 if base is None or not base.is_read else len(base.tokens)
-        length = slot_length(completion.num_tokens - start)
-        tokens = self._num_tokens(length, shrunk=shrunk) + len(completion.tokens) - start
-        return tokens + self._state_tokens
-
-    def _num_tokens(self, *further: int, shrunk: bool = False) -> int:
-        """Return the tokens for which the cache allocates memory after all prompts have slots.
-
-        The states of a row count as `_state_tokens`.
-
-        Args:
-            further: Final slot lengths of further completions.
-            shrunk: Whether empty slots are freed before.
-        """
-        lengths = self._final_lengths()
-        for length in further:
-            lengths.setdefault(power_of_two(length), []).append(length)
-        total = self._prefixes.num_tokens
-        spans = [span for span, one in self._prompts.items() if one is not None]
-        spans += self._kept.values()
-        total += sum(len(span.tokens) + self._state_tokens for span in spans)
-        for size in lengths.keys() | self._arenas.keys():
-            group, arena = lengths.get(size, []), self._arenas.get(size)
-            num_slots, longest = len(group), max(group, default=0)
-            if arena is not None and not shrunk:
-                num_slots = max(num_slots, arena.num_slots)
-                longest = max(longest, arena.capacity)
-            total += num_slots * (longest + self._state_tokens)
-        return total
-
-    def _final_lengths(self) -> dict[int, list[int]]:
-        """Return the final slot lengths of all running completions, by arena."""
-        lengths: dict[int, list[int]] = {}
-        ends = [row.final_length for row in self._growing()]
-        ends += [
-            slot_length(one.num_tokens - span.start)
-            for span, one in self._prompts.items()
-            if one is not None
-        ]
-        for length in ends:
-            lengths.setdefault(power_of_two(length), []).append(length)
-        return lengths
 
     def _base_of(self, completion: Completion) -> Span | None:
         return self._prefixes.find(completion.tokens[:-1], completion.request.adapter)
@@ -226,41 +223,44 @@ class CachedEngine(Engine):
     def _begin(self, completion: Completion) -> bool:
         """Start a request; return False if its shared prefix is not computed yet."""
         request, target = completion.request, completion.tokens[:-1]
-        if request.after is not None and (kept := self._kept.pop(request.after, None)) is not None:
+        kept = None if request.after is None else self._kept.pop(request.after, None)
+        if kept is not None:
             span = Span(target[kept.start :], request.adapter, kept.start, base=kept.base)
             span.copy_from(kept)
-            self._prompts[span] = completion
-            self._finish_prompts()
-            return True
-        base = self._base_of(completion)
-        if base is not None and not base.is_ready:
-            return False
-        others = [
-            one.tokens[:-1]
-            for one in (*islice(self._waiting, LOOK_AHEAD), *self._recent)
-            if one is not completion and one.request.adapter == request.adapter
-        ]
-        size, users = worth_sharing(target, others)
-        max_tokens = self.limits.tokens
-        prefix = size + self._state_tokens
-        has_room = max_tokens is None or self._tokens_with(completion) + prefix <= max_tokens
-        if has_room and size > (0 if base is None else len(base.tokens)):
-            self._share(target[:size], request.adapter, base, users)
-            return False
-        if base is not None:
-            self._prefixes.touch(base)
-        self._recent.append(completion)
-        if base is not None and base.is_read:
-            span = Span(target[len(base.tokens) :], request.adapter, len(base.tokens), base=base)
-            span.states = copied(base.states)
-            base.num_users += 1
         else:
-            span = Span(target, request.adapter)
-            if base is not None:
-                span.copy_from(base)
+            base = self._base_of(completion)
+            if base is not None and not base.is_ready:
+                return False
+            others = [
+                one.tokens[:-1]
+                for one in (*islice(self._waiting, LOOK_AHEAD), *self._recent)
+                if one is not completion and one.request.adapter == request.adapter
+            ]
+            size, users = worth_sharing(target, others)
+            is_longer = size > (0 if base is None else len(base.tokens))
+            prefix = size + self._state_tokens
+            if is_longer and self._budget_with(completion).plus(held=prefix).fits:
+                self._share(target[:size], request.adapter, base, users)
+                return False
+            self._recent.append(completion)
+            span = self._span_after(base, target, request.adapter)
         self._prompts[span] = completion
         self._finish_prompts()
         return True
+
+    def _span_after(self, base: Span | None, target: list[int], adapter: str | None) -> Span:
+        """Return the span of a prompt, which reads or copies a shared prefix, if any."""
+        if base is None:
+            return Span(target, adapter)
+        self._prefixes.touch(base)
+        if not base.is_read:
+            span = Span(target, adapter)
+            span.copy_from(base)
+            return span
+        span = Span(target[len(base.tokens) :], adapter, len(base.tokens), base=base)
+        span.states = copied(base.states)
+        base.num_users += 1
+        return span
 
     def _share(
         self, tokens: list[int], adapter: str | None, shorter: Span | None, users: int
@@ -272,45 +272,13 @@ class CachedEngine(Engine):
         self._prompts[span] = None
         self._prefixes.add(span)
 
-    def _prefill(self, max_tokens: int) -> int:
-        """Compute some tokens of prompts; return their number, including padding."""
-        chunks = self._chunks(max_tokens)
+    def _prefill(self, now: Prefill) -> None:
+        """Compute some tokens of prompts."""
         self.num_passes += 1
-        width = max(size for _, size in chunks)
-        ids = torch.zeros(len(chunks), width, dtype=torch.long)
-        positions = torch.zeros_like(ids)
-        now = Prefill(chunks, pads_left=self._has_states)
-        for row, ((span, size), at) in enumerate(zip(chunks, now.columns, strict=True)):
-            ids[row, at] = torch.tensor(span.tokens[span.filled : span.filled + size])
-            positions[row, at] = torch.arange(span.end, span.end + size)
-        using = self._using([span.adapter for span, _ in chunks])
-        self._run(now, ids, positions, using, now.mask)
-        for span, size in chunks:
-            span.filled += size
+        with self._using([span.adapter for span in now.spans]):
+            self._attention.run(self.model, now)
+        now.advance()
         self._finish_prompts()
-        return len(chunks) * width
-
-    def _chunks(self, max_tokens: int) -> list[tuple[Span, int]]:
-        """Choose prompts, and a number of tokens of each.
-
-        Alternates between the oldest prompt, which must not starve, and the prompt with the fewest
-        remaining tokens, which should not wait for long ones. Prompts of similar length join it.
-        """
-        spans = [span for span in self._prompts if not span.is_ready]
-        if self.num_passes % 2:
-            spans.sort(key=lambda span: span.num_left)
-        width = min(spans[0].num_left, max_tokens)
-        if self._has_states and not spans[0].end:  # longer ones join it whole: a rest costs a pass
-            new = [span.num_left for span in spans if not span.end]
-            width = max((n for n in new if n <= min(2 * width, max_tokens)), default=width)
-        chunks: list[tuple[Span, int]] = []
-        for span in spans:
-            size = min(span.num_left, width)
-            if (len(chunks) + 1) * width <= max(max_tokens, width) and 2 * size >= width:
-                chunks.append((span, size))
-        if self._has_states:  # only new rows can be padded, see `Prefill`
-            width = min((size for span, size in chunks if span.end), default=width)
-        return [(span, min(size, width)) for span, size in chunks]
 
     def _finish_prompts(self) -> None:
         """Move completions with computed prompts into arenas."""
@@ -318,7 +286,6 @@ class CachedEngine(Engine):
             completion = self._prompts.pop(span)
             if completion is not None:
                 self._place(Row(completion, span.base, span.filled), span)
-                self._batch = None
 
     # ------------------------------------------------------------- answers
 
@@ -336,19 +303,12 @@ class CachedEngine(Engine):
         capacity = max(arena.capacity, min(max(length, SMALLEST), final))
         num_slots = max(arena.num_slots, len(rows))
         if num_slots > arena.num_slots:
-            num_slots = max(num_slots, min(2 * arena.num_slots, self._most_slots(rows, capacity)))
-        self._forget_steps(arena)
+            joining = [row.final_length for row in rows if row.arena is None]
+            fit = self._budget().plus(*joining).max_slots(power_of_two(final), capacity)
+            most = self.limits.rows if fit is None else min(self.limits.rows, fit)
+            num_slots = max(num_slots, min(2 * arena.num_slots, most))
+        self._forget_arena(arena)
         arena.resize(num_slots, capacity)
-
-    def _most_slots(self, rows: list[Row], capacity: int) -> int:
-        """Return the maximum slots of an arena with some rows within the token limit."""
-        if self.limits.tokens is None:
-            return self.limits.rows
-        joining = [row.final_length for row in rows if row.arena is None]
-        running = self._final_lengths().get(power_of_two(rows[0].final_length), []) + joining
-        spare = self.limits.tokens - self._num_tokens(*joining)
-        slot = max(capacity, *running) + self._state_tokens
-        return min(self.limits.rows, len(running) + spare // slot)
 
     def _shrink(self) -> None:
         """Free empty slots, and lengths that no row needs."""
@@ -357,7 +317,7 @@ class CachedEngine(Engine):
             num_slots = len(arena.rows)
             capacity = min(arena.capacity, max(row.final_length for row in arena.rows))
             if (num_slots, capacity) != (arena.num_slots, arena.capacity):
-                self._forget_steps(arena)
+                self._forget_arena(arena)
                 arena.resize(num_slots, capacity)
 
     def _drop_empty(self) -> None:
@@ -365,66 +325,39 @@ class CachedEngine(Engine):
         for size, arena in list(self._arenas.items()):
             if not arena.rows:
                 del self._arenas[size]
-                self._forget_steps(arena)
+                self._forget_arena(arena)
 
-    def _forget_steps(self, arena: Arena) -> None:
+    def _forget_arena(self, arena: Arena) -> None:
         """Drop the steps that read an arena's tensors, before these change."""
-        self._batch = None
-        self._steps = {
-            key: step
-            for key, step in self._steps.items()
-            if all(block.arena is not arena for block in step.blocks)
-        }
+        self.graphs.forget(lambda decode: arena in decode.arenas)
 
     def _forget_prefixes(self) -> None:
         """Drop the steps that read dropped prefixes."""
-        self._steps = {
-            key: step
-            for key, step in self._steps.items()
-            if all(span in self._prefixes for span in step.decode.prefixes)
-        }
+        self.graphs.forget(
+            lambda decode: not all(span in self._prefixes for span in decode.prefixes)
+        )
 
     def _decode(self) -> None:
         """Compute the next token of each growing completion."""
-        if self._batch is None or not self._batch.decode.has_room:
-            for arena in self._arenas.values():
-                if not all(row.has_room for row in arena.rows):
-                    self._resize(arena, arena.rows)
-            self._batch = Batch(self._next_step())
-        self._batch.step()
+        for arena in self._arenas.values():
+            if not all(row.has_room for row in arena.rows):
+                self._resize(arena, arena.rows)
+        arenas = [self._arenas[size] for size in sorted(self._arenas) if self._arenas[size].rows]
+        self.graphs.batch(arenas, self._forward).step()
         self._drop_ended()
 
-    def _next_step(self) -> Step:
-        """Return the forward pass of the growing rows, as a CUDA graph if possible."""
-        arenas = [self._arenas[size] for size in sorted(self._arenas) if self._arenas[size].rows]
-        rows = [row for arena in arenas for row in arena.rows]
-        if self.recorder is None:
-            return self._step([Block(arena, len(arena.rows)) for arena in arenas])
-        blocks = [static_block(arena) for arena in arenas]
-        # mixed adapters are stacked once for each order of rows
-        names = [row.owner.request.adapter for row in rows]
-        readers = readers_of(rows, is_padded=True)
-        prefixes = frozenset((span, len(at)) for span, at in readers.items())
-        key = tuple(blocks), tuple(names if len(set(names)) > 1 else names[:1]), prefixes
-        if key in self._steps:
-            self._steps[key].decode.fill()
-        else:
-            if len(self._steps) >= MAX_RECORDED:
-                del self._steps[next(iter(self._steps))]
-            self._steps[key] = self._step(blocks, self.recorder)
-        return self._steps[key]
-
-    def _step(self, blocks: list[Block], recorder: Recorder | None = None) -> Step:
-        decode = Decode(blocks, self.model.device)
+    def _forward(self, decode: Decode) -> Callable[[], Tensor]:
+        """Return a function that computes the logits of the next tokens."""
         first = next(row for row in decode.rows if row is not None).owner.request.adapter
         using = self._using(
             [first if row is None else row.owner.request.adapter for row in decode.rows]
         )
 
         def run() -> Tensor:
-            return self._run(decode, decode.tokens, decode.positions, using)
+            with using:
+                return self._attention.run(self.model, decode)
 
-        return Step(blocks, decode, run if recorder is None else recorder.step(run))
+        return run
 
     def _drop_ended(self) -> None:
         """Free the slots of ended and cancelled completions."""
@@ -435,31 +368,16 @@ class CachedEngine(Engine):
             else:
                 self._release(row.base)
             row.arena.remove(row)
-            self._batch = None
         for span, completion in list(self._prompts.items()):
             if completion is not None and completion.ended_by is not None:
                 del self._prompts[span]
                 self._release(span.base)
         for completion in [c for c in self._waiting if c.ended_by is not None]:
             self._waiting.remove(completion)
-        if self.recorder is None:  # captured steps need their empty arenas
+        if not self.graphs.records:  # captured steps need their empty arenas
             self._drop_empty()
 
     def _release(self, base: Span | None) -> None:
         if base is not None:
             base.num_users -= 1
             self._prefixes.touch(base)
-
-    # ------------------------------------------------------------- the model
-
-    def _run(
-        self,
-        now: Prefill | Decode,
-        ids: Tensor,
-        positions: Tensor,
-        using: AbstractContextManager[None],
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        """Return the logits of the last column."""
-        with using:
-            return self._attention.run(self.model, now, ids, positions, mask)

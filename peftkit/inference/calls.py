@@ -8,10 +8,15 @@ as texts or patterns, and transformers parses calls with it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from peftkit.data.chat import Chat, special_texts
+from peftkit.data.generation import stop_ids
+from peftkit.data.style import Style
+from peftkit.errors import ConfigError
 from peftkit.inference.call_formats import (
     FORMATS,
     NO_CALLS,
@@ -23,6 +28,7 @@ from peftkit.inference.call_formats import (
     dumped,
     typed,
 )
+from peftkit.inference.generate import decoded, num_held
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 """Writes a conversation with a chat template."""
@@ -189,7 +195,7 @@ class Reader:
             self._buffer = self._buffer.lstrip()
         size = len(self._buffer)
         if not over:
-            size -= _num_held(self._buffer, marks)
+            size -= num_held(self._buffer, marks)
             size = len(self._buffer[:size].rstrip())
         text, self._buffer = self._buffer[:size], self._buffer[size:]
         self._trims = self._trims and not text
@@ -221,13 +227,6 @@ class Reader:
         except (ValueError, TypeError, RecursionError) as error:
             return None if isinstance(error, Unclosed) and not is_last else []
         return [typed(call, self._tools) for call in calls] if self._form.is_untyped else calls
-
-
-def _num_held(text: str, marks: Sequence[str]) -> int:
-    """Return how many characters at the end may begin a mark."""
-    longest = max(map(len, marks), default=1) - 1
-    sizes = range(min(longest, len(text)), 0, -1)
-    return next((n for n in sizes if any(mark.startswith(text[-n:]) for mark in marks)), 0)
 
 
 def read_answer(
@@ -310,3 +309,58 @@ def _thought(loaded: Any) -> tuple[str, str]:
         if field is not None and field.open_literals and field.close_literals:
             return field.open_literals[0].strip(), field.close_literals[0].strip()
     return NO_CALLS.thought
+
+
+ENDS = ("<|eom_id|>", "<|call|>", "<|observation|>", "<|tool_response>")
+"""Further special tokens that end a turn with calls in some families."""
+TAIL = 32
+"""Tokens of a prompt in which it can open reasoning."""
+
+
+class CallStyle:
+    """How a model with a chat template calls tools.
+
+    Attributes:
+        form: How it writes calls.
+        stops: Tokens that end a turn.
+        special: Matches special tokens, which stay in the text of an answer until it is read.
+
+    Raises:
+        ConfigError: The template writes no calls, or in an unknown format.
+    """
+
+    def __init__(self, tokenizer: Any, style: Style) -> None:
+        self._tokenizer = tokenizer
+        self._chat = Chat(tokenizer, style.chat_template) if style.kind == "chat" else None
+        shipped = getattr(tokenizer, "response_template", None)
+        form = self._chat and format_of(self.render, shipped)
+        if not form:
+            raise ConfigError(
+                "the chat template writes no calls of tools in a known format.",
+                fix="Set data.chat_template to chatml, or to a template of a known format; or add "
+                "a response_template to the tokenizer (transformers 5.13).",
+            )
+        self.form: CallFormat = form
+        texts = special_texts(tokenizer)
+        self.special = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        ends = [tokenizer.convert_tokens_to_ids(text) for text in ENDS if text in texts]
+        self.stops = sorted({*stop_ids(tokenizer, style), *ends})
+
+    @property
+    def render(self) -> Render:
+        """Writes a conversation without tools, up to the end of its last turn."""
+        chat = self._chat
+        assert chat is not None
+        return lambda turns: chat.render(turns, (), "a call")
+
+    def reader(self, prompt: Sequence[int], tools: Sequence[Mapping[str, object]]) -> Reader:
+        """Return a reader of the answer to a prompt, whose text comes from `decoded`."""
+        return Reader(self.form, tools, thinks=self.thinks(prompt))
+
+    def thinks(self, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt ends where reasoning has begun."""
+        return self.decoded(prompt[-TAIL:]).rstrip().endswith(self.form.thought[0].rstrip())
+
+    def decoded(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, the special ones too."""
+        return decoded(self._tokenizer, ids, special=True)

@@ -168,11 +168,11 @@ def log_fewer(number: int) -> None:
 def masked(logits: Tensor, rows: Sequence[Completion | None]) -> Tensor:
     """Apply the rows' penalties to logits (B, V); -inf: a row's constraint excludes the token."""
     for index, row in enumerate(rows):
-        penalties = None if row is None else row.request.sampling.penalties
-        if penalties is not None and row is not None and row.ended_by is None:
+        if row is None or row.ended_by is not None:
+            continue
+        if (penalties := row.request.sampling.penalties) is not None:
             logits[index] = penalties.applied(logits[index], row.request.ids, row.ids)
-        constraint = None if row is None else row.request.constraint
-        if constraint is not None and row is not None and row.ended_by is None:
+        if (constraint := row.request.constraint) is not None:
             try:
                 allowed = constraint.allowed().to(logits.device)
             except RunError as error:
@@ -287,9 +287,9 @@ class Engine(ABC):
         return len(self._waiting)
 
     @property
-    @abstractmethod
     def num_running(self) -> int:
         """Number of completions in progress, prompts included."""
+        return len(self._running())
 
     def step(self) -> None:
         """Advance each completion by a token, or run a batch.

@@ -7,7 +7,7 @@ tokens. Temperature 0 is greedy decoding.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -18,7 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftkit.data.generation import default_style, prompt_ids, stop_ids
 from peftkit.data.messages import Message
+from peftkit.data.pack import IGNORE, Row
 from peftkit.data.style import Style
+from peftkit.execution import rng
 from peftkit.inference.engine import (
     MAX_ROWS,
     Completion,
@@ -28,7 +30,8 @@ from peftkit.inference.engine import (
     Request,
     room_left,
 )
-from peftkit.inference.open_engine import PlainEngine, open_engine
+from peftkit.inference.open_engine import open_engine
+from peftkit.inference.plain_engine import PlainEngine
 from peftkit.inference.sampling import Sampling, seed_of
 
 THOUGHT, TAIL = "<think>", 16
@@ -222,7 +225,7 @@ class TextStream:
             text = text[:at]
             completion.finish("stop")
         elif not has_ended:
-            text = text[: len(text) - self._num_held(text)]
+            text = text[: len(text) - num_held(text, self._stop_texts)]
         new = text[len(self.text) :]
         self.text += new
         return new
@@ -239,17 +242,12 @@ class TextStream:
             self._start, self._end = self._end, len(ids)
         return self._decoded_text
 
-    def _num_held(self, text: str) -> int:
-        """Return how many characters at the end may begin a stop text."""
-        longest = max(map(len, self._stop_texts), default=1) - 1
-        return next(
-            (
-                size
-                for size in range(min(longest, len(text)), 0, -1)
-                if any(stop.startswith(text[-size:]) for stop in self._stop_texts)
-            ),
-            0,
-        )
+
+def num_held(text: str, marks: Sequence[str]) -> int:
+    """Return how many characters at the end may begin a mark."""
+    longest = max(map(len, marks), default=1) - 1
+    sizes = range(min(longest, len(text)), 0, -1)
+    return next((n for n in sizes if any(mark.startswith(text[-n:]) for mark in marks)), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,14 +285,10 @@ class ModelSampler:
         *,
         max_new_tokens: int,
         stops: Sequence[int],
-        model: Any = None,
     ) -> list[list[SampledAnswer]]:
         """Return the completions of each prompt: one per seed, or a greedy one without seeds.
 
         A completion depends only on its prompt, its seed and the model.
-
-        Args:
-            model: By default the sampler's model.
         """
         if not prompts:
             return []
@@ -304,7 +298,7 @@ class ModelSampler:
             temperature=0.0 if seeds is None else 1.0,
             stops=tuple(stops),
         )
-        with open_engine(model or self.model, self.tokenizer, limits) as engine:
+        with open_engine(self.model, self.tokenizer, limits) as engine:
             groups = engine.answers(
                 prompts,
                 sampling,
@@ -319,3 +313,58 @@ def sampled(completion: Completion) -> SampledAnswer:
     """Return a completed answer with its end token, if any."""
     end = completion.end
     return SampledAnswer((*completion.ids, *([] if end is None else [end])), end is None)
+
+
+AT_ONCE = 32
+"""Maximum concurrent answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFormat:
+    """How a model reads a user's text, and ends an answer.
+
+    Attributes:
+        encode: Returns the tokens of a prompt.
+        stops: Tokens that end an answer.
+    """
+
+    encode: Callable[[str], Sequence[int]]
+    stops: Sequence[int]
+
+
+def default_format(tokenizer: Any) -> PromptFormat:
+    """Return the tokenizer's chat template as a format; plain text if it has none."""
+    style = default_style(tokenizer)
+    return PromptFormat(partial(prompt_ids, tokenizer, style=style), stop_ids(tokenizer, style))
+
+
+def own_answers(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    *,
+    length: int,
+    seed: int,
+    prompt_format: PromptFormat | None = None,
+) -> list[Row]:
+    """Return the model's answers to prompts, sampled at temperature 1, as rows with targets.
+
+    The same model, prompts and seed give the same rows.
+
+    Args:
+        length: Maximum tokens of an answer.
+        prompt_format: None: `default_format`.
+
+    Raises:
+        AnswerTooLarge: Memory does not suffice for a single answer.
+    """
+    form = prompt_format or default_format(tokenizer)
+    ids = [form.encode(prompt) for prompt in prompts]
+    seeds = [[rng.seed_of(seed, number)] for number in range(len(ids))]
+    sampler = ModelSampler(model, tokenizer, AT_ONCE)
+    answers = sampler.answers(ids, seeds, max_new_tokens=length, stops=form.stops)
+    rows = []
+    for number, (prompt, (answer,)) in enumerate(zip(ids, answers, strict=True), 1):
+        tokens, labels = (*prompt, *answer.ids), (*[IGNORE] * len(prompt), *answer.ids)
+        rows.append(Row(tokens, labels, (len(tokens),), f"general prompt {number}"))
+    return rows

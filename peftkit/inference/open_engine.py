@@ -1,34 +1,22 @@
-"""The engine of a model: `CachedEngine`, or `PlainEngine` over `model.generate`.
+"""The engine of a model: `CachedEngine` if a trial finds its logits right, else `PlainEngine`.
 
-`PlainEngine` serves models whose cache cannot be split by rows: encoder-decoders, virtual tokens,
-custom cache classes, custom positions, and prompts with media. It runs a batch until its
-last row has ended; later requests wait for the next batch. Each row still has separate settings,
-seed, adapter and end tokens, and completes its prompt as it does alone: rows are padded only if the
-model's numbers do not depend on it (`takes_padding`, `limits_of`).
-
-Shapes: B rows, T tokens of the longest prompt, V tokens of the vocabulary.
+Shapes: T tokens of a prompt.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
     DynamicCache,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
+    LlamaConfig,
+    LlamaForCausalLM,
 )
 from transformers.cache_utils import (
     DummyLayer,
@@ -39,14 +27,15 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from peftkit.data.pack import padded_rows
 from peftkit.events import Fallback
-from peftkit.execution.environment import Environment, free_now
+from peftkit.execution.environment import free_now
+from peftkit.execution.gpu_support import gpu_fallbacks
 from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.execution.plan import ExecutionPlan, compute_dtype
 from peftkit.forward.compat import missing_arguments
+from peftkit.forward.compiler import no_compiler, uncompiled
 from peftkit.forward.noise import Trial
-from peftkit.forward.row_lengths import limits_of
+from peftkit.inference.budget import Footprint, cache_tokens, estimated_footprint, known_footprint
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import (
     AnswerTooLarge,
@@ -56,23 +45,19 @@ from peftkit.inference.engine import (
     OnFewer,
     Request,
     Use,
-    masked,
-    table_of,
 )
-from peftkit.inference.footprint import Footprint, known_footprint
-from peftkit.inference.left_padding import takes_padding
+from peftkit.inference.plain_engine import PlainEngine
 from peftkit.inference.ready import on_device
 from peftkit.inference.recorder import unrecorded, why_not_recorded
 from peftkit.inference.sampling import Sampling
 from peftkit.inference.states import has_states
 from peftkit.kernels import checked, packed_product
+from peftkit.kernels.device import PINNING, pinned_empty
+from peftkit.kernels.fused import TRITON
 from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import evaluating
 from peftkit.model.places import num_virtual
 
-CACHE_SHARE = {"cpu": 0.5, "cuda": 0.8}
-"""Share of the free memory for keys and values. Prompts and sampling need the rest, and on a CPU
-also unpacked weights (`ready.COPY_SHARE`)."""
 LENGTHS = (9, 6)
 """Of the prompts that a model is tried with, in pieces."""
 PADDED_LENGTHS = (9, 6, 1)
@@ -92,9 +77,6 @@ CACHE_LAYERS = {
     DummyLayer,  # a layer that is only feed-forward
 }
 """Layers of transformers' caches whose methods the engine's cache has."""
-
-PLAIN_ROWS = 16
-"""Rows of a plain batch, which all run until the last one has ended."""
 
 _reasons: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
@@ -143,45 +125,6 @@ def cache_footprint(model: Any, tokenizer: Any) -> Footprint | None:
     if why_plain(model, tokenizer) is None:
         return known_footprint(model)
     return estimated_footprint(model.config.get_text_config(), compute_dtype(model))
-
-
-def cache_tokens(environment: Environment, size: int, taken: int = 0) -> int:
-    """Return for how many tokens keys and values fit.
-
-    Args:
-        size: Bytes of a token.
-        taken: Bytes of the free memory that are reserved for other uses.
-    """
-    share = CACHE_SHARE["cuda" if environment.on_gpu else "cpu"]
-    return int(share * max(environment.usable - taken, 0)) // size
-
-
-def estimated_footprint(config: Any, dtype: torch.dtype) -> Footprint | None:
-    """Return the bytes of a token's keys and values by a config; None: it lacks the sizes."""
-    sizes = [_bytes_in_layer(layer, dtype) for layer in _layers_with_keys(config)]
-    known = [size for size in sizes if size is not None]
-    if not known or len(known) < len(sizes):
-        return None
-    return Footprint(sum(known) + max(known))
-
-
-def _layers_with_keys(config: Any) -> list[Any]:
-    """Return the config of each layer with keys; in some models their heads differ."""
-    configs = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
-    layers = DynamicCache(config=config).layers
-    if len(layers) != len(configs):
-        return list(configs)
-    pairs = zip(configs, layers, strict=True)
-    return [one for one, layer in pairs if isinstance(layer, DynamicLayer)]
-
-
-def _bytes_in_layer(config: Any, dtype: torch.dtype) -> int | None:
-    query_heads = getattr(config, "num_attention_heads", None)
-    heads = getattr(config, "num_key_value_heads", None) or query_heads
-    if not (isinstance(heads, int) and isinstance(query_heads, int)):
-        return None
-    size = getattr(config, "head_dim", None) or config.hidden_size // query_heads
-    return int(2 * heads * size * dtype.itemsize)
 
 
 def why_plain(model: Any, tokenizer: Any) -> str | None:
@@ -309,118 +252,22 @@ def _have_right_logits(
         return Trial(model, full).accepts([top[..., 1] for top in tops])
 
 
-class PlainEngine(Engine):
-    """An engine whose step answers a batch to its end, by `model.generate`."""
-
-    _batch: Sequence[Completion] = ()
-    _begun: Sequence[Completion] = ()
-
-    def _prepare(self, stack: ExitStack) -> None:
-        stack.callback(setattr, self.model, "generation_config", self.model.generation_config)
-        # Empty: transformers fills in from the model's own what a config does not set.
-        self.model.generation_config = GenerationConfig()
-        self._limit = limits_of(self.model).batch
-
-    @property
-    def num_running(self) -> int:
-        return len(self._batch)
-
-    def _running(self) -> list[Completion]:
-        return list(self._batch)
-
-    def forget(self, adapter: str) -> None:
-        """Nothing is kept from batch to batch."""
-
-    def _take_back(self) -> list[Completion]:
-        return [one for one in self._begun if one.ended_by is None]
-
-    def _advance(self) -> None:
-        waiting = [one for one in self._waiting if one.ended_by is None]
-        texts = list(takewhile(lambda one: one.request.inputs is None, waiting))
-        batch = texts[: self._num_rows(texts)] or waiting[:1]
-        self._batch = self._begun = batch
-        self._waiting = deque(waiting[len(batch) :])
-        if not batch:
-            return
-        inputs = batch[0].request.inputs
-        if inputs is None:
-            prompts = [one.tokens for one in batch]
-            ids, mask = padded_rows(prompts, self._pad or 0, left=True)
-            inputs = {"input_ids": ids, "attention_mask": mask}
-        try:
-            with self._using([one.request.adapter for one in batch]):
-                self.answer(batch, inputs)
-        finally:
-            self._batch = ()
-
-    def _num_rows(self, rows: Sequence[Completion]) -> int:
-        """Return how many of the first rows fit into a batch, at least one."""
-        most = math.inf if self.limits.tokens is None else self.limits.tokens
-        number = longest = 0
-        for row in rows[: min(self.limits.rows, PLAIN_ROWS)]:
-            longest = max(longest, row.num_tokens)
-            if number and (number + 1) * longest > most:
-                break
-            if not self._can_pad([*rows[:number], row]):
-                break
-            adapters = [one.request.adapter for one in rows[:number]]
-            if not self._can_join(row.request.adapter, adapters):
-                break
-            number += 1
-        return number
-
-    def _can_pad(self, rows: Sequence[Completion]) -> bool:
-        """Return whether rows in one batch have the completions that they have alone."""
-        lengths = {len(row.tokens) for row in rows}
-        if len(lengths) == 1:
-            return True
-        # a row that has ended grows with the others
-        width = max(lengths) + max(row.max_new_tokens - len(row.ids) for row in rows)
-        fits = self._limit is None or width <= self._limit
-        return fits and takes_padding(self.model, self._pad or 0)
-
-    def answer(self, rows: Sequence[Completion], inputs: Mapping[str, Tensor]) -> None:
-        """Run a batch until its last row has ended.
-
-        Args:
-            inputs: The model's inputs, padded on the left: input_ids (B, T) and others.
-        """
-        settings = GenerationConfig(
-            do_sample=False,
-            use_cache=True,
-            max_new_tokens=max(one.max_new_tokens - len(one.ids) for one in rows),
-            pad_token_id=self._pad or 0,
-        )
-        generate = cast(Callable[..., Tensor], self.model.generate)  # its decorators hide its type
-        generate(
-            **{name: value.to(self.model.device) for name, value in inputs.items()},
-            generation_config=settings,
-            logits_processor=LogitsProcessorList([_Choose(rows, self.model.device)]),
-            stopping_criteria=StoppingCriteriaList([_Ended(rows)]),
-        )
-
-
-class _Choose(LogitsProcessor):
-    """Chooses each row's token by its own settings, and makes it the likeliest."""
-
-    def __init__(self, rows: Sequence[Completion], device: torch.device) -> None:
-        self._rows = rows
-        self._table = table_of(rows, device)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        chosen = self._table.choose(masked(scores, self._rows))
-        for row, choice in zip(self._rows, self._table.choices(chosen.tolist()), strict=True):
-            row.take(choice)
-        only_chosen = torch.full_like(scores, -torch.inf)
-        return only_chosen.scatter_(1, chosen[:, :1].to(scores.device, torch.long), 0.0)
-
-
-class _Ended(StoppingCriteria):
-    """Stops the rows that have ended."""
-
-    def __init__(self, rows: Sequence[Completion]) -> None:
-        self._rows = rows
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: object) -> Tensor:
-        ended = [row.ended_by is not None for row in self._rows]
-        return torch.tensor(ended, device=input_ids.device)
+def fallbacks_here() -> list[Fallback]:
+    """Return what every run or server on this machine computes by a slower path."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = LlamaForCausalLM(config).eval()
+    fallbacks = generation_fallbacks(model, SimpleNamespace(pad_token_id=0, eos_token_id=1))
+    fallbacks += gpu_fallbacks()
+    if not torch.cuda.is_available():
+        why = no_compiler()
+        return [*fallbacks, uncompiled(why)] if why else fallbacks
+    pinned_empty([1], torch.uint8)
+    return [*fallbacks, *filter(None, (PINNING.fallback, TRITON.missing))]

@@ -87,53 +87,64 @@ def num_parts(device: torch.device, num_blocks: int, length: int) -> int:
     return 1 << max(most.bit_length() - 1, 0)
 
 
+class Keys(NamedTuple):
+    """Few queries (b, K, M, D), and the keys and values (b, K, L, D) that they attend to.
+
+    Attributes:
+        mask: Additive, 0 or the lowest number of its dtype; None: all keys are seen.
+        parts: See `num_parts`.
+    """
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None
+    scores: Scores
+    parts: int = 0
+
+    def by_triton(self, whole: bool, expected: Callable[[Keys], Any]) -> Any:
+        """Return the result of `triton_attention.split_attention`; None: torch has to compute."""
+        if not self.parts:
+            return None
+        scores, sizes = self.scores, f"({self.q.shape[-1]}, {self.values.shape[-1]})"
+        sinks = scores.sinks if whole else None
+        numbers = scores.scale, scores.softcap, sinks, self.parts, whole, sizes
+        right = partial(expected, self._replace(parts=0))
+        return fused.TRITON.launch("split_attention", *self[:4], *numbers, expected=right)
+
+
 def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores, parts: int
 ) -> Tensor:
-    """Return the attention (b, K, M, D) of few queries over all keys; see `partial_attention`."""
+    """Return the attention (b, K, M, D) of few queries over all keys; see `Keys`."""
+    over = Keys(q, keys, values, mask, scores, parts)
     if parts > 1 or not scores.are_plain:
-        expected = partial(_decoded, q, keys, values, mask, scores, 0)
-        out: Tensor | None = _by_triton(q, keys, values, mask, scores, parts, True, expected)
+        out: Tensor | None = over.by_triton(True, _decoded)
         if out is not None:
             return out
-    return _decoded(q, keys, values, mask, scores, parts)
+    return _decoded(over)
 
 
-def _decoded(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores, parts: int
-) -> Tensor:
+def _decoded(over: Keys) -> Tensor:
+    q, keys, values, mask, scores, parts = over
     length = keys.shape[2]
     is_split = parts > 1 and length >= SHORTEST_SPLIT_BY_TORCH and length % parts == 0
     if scores.are_plain and not is_split:
         return functional.scaled_dot_product_attention(q, keys, values, mask, scale=scores.scale)
-    part = _partial(q, keys, values, mask, scores, parts)
-    return part.normalised(scores.sinks).to(q.dtype)
+    return _partial(over).normalised(scores.sinks).to(q.dtype)
 
 
 def partial_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    scores: Scores,
-    parts: int = 0,
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores, parts: int = 0
 ) -> PartialAttention:
-    """Attend to some of the keys: q (b, K, M, D), keys and values (b, K, L, D).
-
-    Args:
-        mask: Additive, 0 or the lowest number of its dtype.
-        parts: See `num_parts`.
-    """
-    expected = partial(_partial, q, keys, values, mask, scores, 0)
-    found = _by_triton(q, keys, values, mask, scores, parts, False, expected)
-    if found is not None:
-        return PartialAttention(*found)
-    return _partial(q, keys, values, mask, scores, parts)
+    """Attend to some of the keys; see `Keys`."""
+    over = Keys(q, keys, values, mask, scores, parts)
+    found = over.by_triton(False, _partial)
+    return _partial(over) if found is None else PartialAttention(*found)
 
 
-def _partial(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores, parts: int
-) -> PartialAttention:
+def _partial(over: Keys) -> PartialAttention:
+    q, keys, values, mask, scores, parts = over
     products = torch.matmul(q, keys.transpose(2, 3)).float() * scores.scale
     if scores.softcap is not None:
         products = (products / scores.softcap).tanh() * scores.softcap
@@ -151,25 +162,6 @@ def _weighted_sum(weights: Tensor, values: Tensor, parts: int) -> Tensor:
         return torch.matmul(weights, values).float()
     weights, values = weights.unflatten(-1, (parts, -1)), values.unflatten(2, (parts, -1))
     return torch.matmul(weights.transpose(2, 3), values).float().sum(2)
-
-
-def _by_triton(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    scores: Scores,
-    parts: int,
-    whole: bool,
-    expected: Callable[[], Any],
-) -> Any:
-    """Return the result of `triton_attention.split_attention`; None if torch has to compute."""
-    if not parts:
-        return None
-    sinks, sizes = scores.sinks if whole else None, f"({q.shape[-1]}, {values.shape[-1]})"
-    numbers = scores.scale, scores.softcap, sinks, parts, whole, sizes
-    arrays = q, keys, values, mask
-    return fused.TRITON.launch("split_attention", *arrays, *numbers, expected=expected)
 
 
 def full_attention(

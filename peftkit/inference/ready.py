@@ -14,7 +14,7 @@ from peftkit.adapter import prepared_for_serving
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.loss import find_head
 from peftkit.model.blocks import is_sharded, is_streamed
-from peftkit.quant.copies import copies_kept
+from peftkit.quant.layers import copies_kept
 
 COPY_SHARE = 0.5
 """Share of the free main memory for unpacked copies of weights."""

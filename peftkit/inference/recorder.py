@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from peftkit.events import Fallback
-from peftkit.execution.graphs import Graphs
+from peftkit.execution.graphs import Captures
 from peftkit.execution.out_of_memory import is_out_of_memory
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.recorded import why_not_captured
 from peftkit.inference.cache import SMALLEST, Arena, power_of_two
-from peftkit.inference.cached_attention import Block, Decode
+from peftkit.inference.cached_attention import Block, Decode, readers_of
 from peftkit.inference.engine import Completion, masked, table_of
 
 EAGER_STEPS = 4
 """Eager calls of a shape before it is captured as a CUDA graph."""
+MAX_RECORDED = 32
+"""Maximum CUDA graphs of decoding steps; the oldest is dropped."""
 _LOG = logging.getLogger(__name__)
 _unrecordable: weakref.WeakSet[Any] = weakref.WeakSet()
 """Models whose steps cannot be captured; later engines do not try again."""
@@ -34,20 +37,25 @@ def static_block(arena: Arena) -> Block:
 class Step(NamedTuple):
     """A forward pass over some slots, with any rows; `run` returns the logits."""
 
-    blocks: list[Block]
     decode: Decode
     run: Callable[[], Tensor]
 
 
 class Batch:
-    """A fixed set of growing rows."""
+    """The rows of some arenas, until these change."""
 
-    def __init__(self, step: Step) -> None:
-        self.decode, self._run = step.decode, step.run
+    def __init__(self, step: Step, arenas: Sequence[Arena]) -> None:
+        self.decode, self._run = step
+        self._changes = {arena: arena.num_changes for arena in arenas}
         self._owners: list[Completion | None] = [
             None if row is None else row.owner for row in step.decode.rows
         ]
         self._table = table_of(self._owners, step.decode.device)
+
+    def is_of(self, arenas: Sequence[Arena]) -> bool:
+        """Return whether these are its rows, and whether their slots have room for a token."""
+        changes = {arena: arena.num_changes for arena in arenas}
+        return changes == self._changes and self.decode.has_room
 
     def step(self) -> None:
         """Choose the next tokens, and append them to the completions and the model's input."""
@@ -76,23 +84,67 @@ def unrecorded(cause: str) -> Fallback:
     )
 
 
-class Recorder:
-    """Captures the decoding steps of one engine as CUDA graphs.
+class Graphs:
+    """The decoding steps of one engine, captured as CUDA graphs.
 
-    Args:
-        model: The engine's model. If a capture fails, except for lack of memory, later engines of
-            the model do not try again.
+    A step reads tensors at fixed addresses: those of arenas, prefixes and adapters. `forget` drops
+    steps before these change.
 
     Attributes:
-        num_recorded: Number of graphs.
-        is_able: False after a failed capture, for example of a step that waits for the host.
+        records: Whether steps are static, for captures; otherwise each batch has a new step.
+        num_recorded: Number of captured steps.
+        is_able: Whether all captures have succeeded.
     """
 
     def __init__(self, model: Any) -> None:
+        plan = ExecutionPlan.for_model(model)
+        self.records = plan.records_decoding and not why_not_recorded(model)
         self.num_recorded, self.is_able = 0, True
-        self._model, self._graphs = model, Graphs(model.device)
+        self._model, self._captures = model, Captures(model.device)
+        self._batch: Batch | None = None
+        self._steps: dict[Any, Step] = {}
 
-    def step(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def batch(
+        self, arenas: Sequence[Arena], forward: Callable[[Decode], Callable[[], Tensor]]
+    ) -> Batch:
+        """Return the batch of the rows of some arenas; the same one until they change.
+
+        Args:
+            forward: Returns a function that runs the model and returns the logits.
+        """
+        if self._batch is None or not self._batch.is_of(arenas):
+            self._batch = Batch(self._step(arenas, forward), arenas)
+        return self._batch
+
+    def forget(self, reads: Callable[[Decode], bool] = lambda decode: True) -> None:
+        """Drop all steps, or those that read something that changes."""
+        if self._batch is not None and reads(self._batch.decode):
+            self._batch = None
+        self._steps = {key: step for key, step in self._steps.items() if not reads(step.decode)}
+
+    def _step(
+        self, arenas: Sequence[Arena], forward: Callable[[Decode], Callable[[], Tensor]]
+    ) -> Step:
+        if not self.records:
+            decode = Decode([Block(a, len(a.rows)) for a in arenas], self._model.device)
+            return Step(decode, forward(decode))
+        rows = [row for arena in arenas for row in arena.rows]
+        blocks = tuple(static_block(arena) for arena in arenas)
+        # mixed adapters are stacked once for each order of rows
+        names = [row.owner.request.adapter for row in rows]
+        readers = readers_of(rows, is_padded=True)
+        prefixes = frozenset((span, len(at)) for span, at in readers.items())
+        key = blocks, tuple(names if len(set(names)) > 1 else names[:1]), prefixes
+        if key in self._steps:
+            self._steps[key].decode.fill()
+        else:
+            if len(self._steps) >= MAX_RECORDED:
+                del self._steps[next(iter(self._steps))]
+            decode = Decode(blocks, self._model.device)
+            self._steps[key] = Step(decode, self._recorded(forward(decode)))
+        return self._steps[key]
+
+    def _recorded(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Return a function that is captured after its first `EAGER_STEPS` calls.
 
         Args:
@@ -116,7 +168,7 @@ class Recorder:
     def _record(self, run: Callable[[], Tensor]) -> tuple[Any, Tensor] | None:
         """Return a graph and its output tensor; None if the capture fails."""
         try:
-            recorded = self._graphs.capture(run)
+            recorded = self._captures.capture(run)
         except RuntimeError as problem:
             self.is_able = False
             if not is_out_of_memory(problem):

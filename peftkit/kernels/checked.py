@@ -1,4 +1,4 @@
-"""Products of a library that are compared with torch's at their first uses.
+"""Results that are compared with torch's, and products of a library at their first uses.
 
 On some GPUs a library computes wrong results without an error, as bitsandbytes' gemm_4bit on
 gfx1100 (bitsandbytes issue 2087).
@@ -18,6 +18,17 @@ from peftkit.events import Fallback
 TOLERANCE = 0.03
 """Relative error of a right product; results in 16 bits are rounded by up to 0.4 %."""
 _LOG = logging.getLogger(__name__)
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """Return the norm of a difference, relative to the norm of the expected tensor.
+
+    It is 0 for equal tensors, and not finite if a value is not or if only `expected` is zero.
+    """
+    wide = torch.promote_types(expected.dtype, torch.float32)
+    found, expected = found.detach().to(wide), expected.detach().to(wide)
+    error, size = float((found - expected).norm()), float(expected.norm())
+    return error / size if size else error and math.inf
 
 
 class CheckedProduct:
@@ -53,10 +64,9 @@ class CheckedProduct:
         if is_right or found is None:
             return found
         right = expected().float()
-        size = float(right.norm())
-        if not 0 < size < math.inf:  # says nothing about the product
+        if not 0 < float(right.norm()) < math.inf:  # says nothing about the product
             return found
-        error = float((found.float() - right).norm()) / size
+        error = relative_difference(found, right)
         self._is_right[key] = error <= TOLERANCE
         if self._is_right[key]:
             return found

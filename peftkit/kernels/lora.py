@@ -17,6 +17,7 @@ Shapes: M rows of input, r rank of a layer, R sum of the ranks, in; out features
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from peftkit.kernels.fused import Recipe
-from peftkit.kernels.packed import PackedFormat, times_packed, unpack
+from peftkit.kernels.packed import PackedFormat, PackedWeight, times_packed, unpack
 
 
 class Layer(NamedTuple):
@@ -165,30 +166,30 @@ class _GroupedLoRALinear(torch.autograd.Function):
 
 
 class _Frozen(NamedTuple):
-    form: PackedFormat | None
-    weight: Tensor
-    scales: tuple[Tensor, ...]
+    weight: Tensor | PackedWeight
     bias: Tensor | None
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
-        if self.form is None:
-            return self.weight.to(dtype)  # another dtype under autocast
-        return unpack(self.weight, self.scales, self.form, dtype)
+        if isinstance(self.weight, PackedWeight):
+            return unpack(self.weight, dtype)
+        return self.weight.to(dtype)  # another dtype under autocast
 
     def add_product(self, total: Tensor | None, grad: Tensor) -> Tensor:
         """Return total + dy W, or dy W if there is no total."""
-        if self.form is not None:
-            return times_packed(grad, self.weight, self.scales, *self.form, total)
+        if isinstance(self.weight, PackedWeight):
+            packed, scales, form = self.weight
+            return times_packed(grad, packed, scales, *form, total)
         weight = self.weight.to(grad.dtype)
         return torch.mm(grad, weight) if total is None else torch.addmm(total, grad, weight)
 
 
 def _with_tensors(layers: Sequence[Layer], frozen: Sequence[Tensor]) -> list[_Frozen]:
     """Return each layer with its frozen tensors."""
-    filled, rest = [], list(frozen)
+    filled, rest = [], iter(frozen)
     for form, num_scales, has_bias in layers:
-        weight, scales, rest = rest[0], tuple(rest[1 : 1 + num_scales]), rest[1 + num_scales :]
-        filled.append(_Frozen(form, weight, scales, rest.pop(0) if has_bias else None))
+        data, scales = next(rest), tuple(islice(rest, num_scales))
+        weight = data if form is None else PackedWeight(data, scales, form)
+        filled.append(_Frozen(weight, next(rest) if has_bias else None))
     return filled
 
 

@@ -49,6 +49,14 @@ class PackedFormat(NamedTuple):
     transposed: bool = False
 
 
+class PackedWeight(NamedTuple):
+    """Packed data with its scales and format: absmax, and with double quantisation its own."""
+
+    data: Tensor
+    scales: tuple[Tensor, ...]
+    form: PackedFormat
+
+
 def pack_int8(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 values and fp32 scales (..., 1), whose product is the tensor (..., in)."""
     flat = tensor.reshape(-1, tensor.shape[-1])
@@ -82,10 +90,9 @@ def pack_absmax(absmax: Tensor, code: Tensor) -> tuple[Tensor, Tensor, Tensor, T
     return packed, nested, code, offset
 
 
-def unpack(
-    packed: Tensor, scales: tuple[Tensor, ...], form: PackedFormat, dtype: torch.dtype
-) -> Tensor:
+def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Return the unpacked tensor, in new memory."""
+    packed, scales, form = weight
     if form.kind in TYPES:
         return unpack_gguf(packed, form.kind, form.shape, dtype)
     if form.kind in KINDS:
@@ -122,21 +129,16 @@ def _unpack_4bit(packed: Tensor, absmax: Tensor, form: PackedFormat, dtype: torc
     return values
 
 
-def unpack_rows(
-    packed: Tensor,
-    scales: tuple[Tensor, ...],
-    form: PackedFormat,
-    dtype: torch.dtype,
-    rows: Tensor,
-) -> Tensor:
+def unpack_rows(weight: PackedWeight, dtype: torch.dtype, rows: Tensor) -> Tensor:
     """Return the rows (..., in) of a packed matrix at indices (...), equal to those of `unpack`."""
+    packed, scales, form = weight
     width = form.shape[-1]
     if form.kind in TYPES:
         return unpack_gguf(packed[rows], form.kind, (*rows.shape, width), dtype)
     if form.kind == "int8":
         return torch.mul(packed[rows], scales[0][rows]).to(dtype)
     if width % form.block or form.kind in KINDS:
-        return unpack(packed, scales, form, dtype)[rows]
+        return unpack(weight, dtype)[rows]
     flat, blocks = rows.reshape(-1), width // form.block
     index = (flat[:, None] * blocks + torch.arange(blocks, device=flat.device)).flatten()
     absmax = scales[0][index]
@@ -144,14 +146,14 @@ def unpack_rows(
         _, nested, code, offset = scales
         absmax = code[absmax.long()] * nested[index // NESTED_BLOCK] + offset
     some = packed.view(-1, width // 2)[flat].view(-1, 1)
-    values = unpack(some, (absmax,), PackedFormat(form.kind, torch.Size((len(flat), width))), dtype)
+    some_form = PackedFormat(form.kind, torch.Size((len(flat), width)))
+    values = unpack(PackedWeight(some, (absmax,), some_form), dtype)
     return values.view(*rows.shape, width)
 
 
-def slices_of(
-    packed: Tensor, scales: tuple[Tensor, ...], form: PackedFormat
-) -> Iterator[tuple[Tensor, tuple[Tensor, ...], PackedFormat]]:
+def slices_of(weight: PackedWeight) -> Iterator[PackedWeight]:
     """Yield a packed matrix (out, in) in slices of rows that cut no block of scales."""
+    packed, scales, form = weight
     out, width = form.shape
     size = BLOCK * NESTED_BLOCK
     aligned = size // math.gcd(width, size)
@@ -160,16 +162,18 @@ def slices_of(
         rows = min(step, out - start)
         part = form._replace(shape=torch.Size((rows, width)))
         if form.kind in TYPES:
-            yield packed[start : start + rows], (), part
+            yield PackedWeight(packed[start : start + rows], (), part)
             continue
         if form.kind == "int8":
-            yield packed[start : start + rows], (scales[0][start : start + rows],), part
+            of_rows = (scales[0][start : start + rows],)
+            yield PackedWeight(packed[start : start + rows], of_rows, part)
             continue
         first, stop = start * width, (start + rows) * width
         own_scales = [scales[0][first // BLOCK : -(-stop // BLOCK)]]
         if len(scales) > 1:
             own_scales += [scales[1][first // size : -(-stop // size)], *scales[2:]]
-        yield packed[first // 2 : -(-stop // (2 * BLOCK)) * BLOCK], tuple(own_scales), part
+        data = packed[first // 2 : -(-stop // (2 * BLOCK)) * BLOCK]
+        yield PackedWeight(data, tuple(own_scales), part)
 
 
 def absmax_of(scales: tuple[Tensor, ...]) -> Tensor:
@@ -201,7 +205,7 @@ def times_packed(
     forward pass and hold it in between.
     """
     form = PackedFormat(kind, torch.Size(shape), block, rows, transposed)
-    weight = unpack(packed, tuple(scales), form, x.dtype)
+    weight = unpack(PackedWeight(packed, tuple(scales), form), x.dtype)
     return x @ weight if total is None else torch.addmm(total, x, weight)
 
 
@@ -236,55 +240,39 @@ def recomputing() -> Iterator[None]:
 
 
 def packed_linear(
-    x: Tensor,
-    bias: Tensor | None,
-    packed: Tensor,
-    scales: tuple[Tensor, ...],
-    form: PackedFormat,
-    dtype: torch.dtype,
+    x: Tensor, bias: Tensor | None, weight: PackedWeight, dtype: torch.dtype
 ) -> Tensor:
     """Return x W^T + b, (..., out), for a packed W (out, in), unpacked to `dtype`."""
-    args = (x, bias, packed, scales, form)
     if not (torch.is_grad_enabled() and x.requires_grad):
         from peftkit.kernels.packed_product import product
 
-        unpacking = partial(_product, *args, dtype)
-        gemm = _has_gemm(x, form, dtype)
-        found = _checked_gemm(*args) if gemm else product(*args, dtype, unpacking)
+        if _has_gemm(x, weight.form, dtype):
+            found = _checked_gemm(x, bias, weight)
+        else:
+            found = product(x, bias, weight, dtype, partial(_product, x, bias, weight, dtype))
         if found is not None:
             return found
-    return _product(*args, dtype)
+    return _product(x, bias, weight, dtype)
 
 
-def _product(
-    x: Tensor,
-    bias: Tensor | None,
-    packed: Tensor,
-    scales: tuple[Tensor, ...],
-    form: PackedFormat,
-    dtype: torch.dtype,
-) -> Tensor:
-    out, width = form.shape[-2:]
-    if form.kind not in KINDS and out >= 8 * width and out * width > SLICE_SIZE:  # an LM head
-        slices = list(slices_of(packed, scales, form))
-        sizes = [part.shape[0] for _, _, part in slices]
+def _product(x: Tensor, bias: Tensor | None, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    out, width = weight.form.shape[-2:]
+    is_head = out >= 8 * width and out * width > SLICE_SIZE
+    if weight.form.kind not in KINDS and is_head:
+        slices = list(slices_of(weight))
+        sizes = [part.form.shape[0] for part in slices]
         biases = [None] * len(slices) if bias is None else bias.split(sizes)
-        pairs = zip(slices, biases, strict=True)
-        parts = (_unpacked_product(x, own_bias, *rows, dtype) for rows, own_bias in pairs)
-        return torch.cat([*parts], -1)
-    return _unpacked_product(x, bias, packed, scales, form, dtype)
+        pairs = zip(biases, slices, strict=True)
+        return torch.cat([_unpacked_product(x, *pair, dtype) for pair in pairs], -1)
+    return _unpacked_product(x, bias, weight, dtype)
 
 
 def _unpacked_product(
-    x: Tensor,
-    bias: Tensor | None,
-    packed: Tensor,
-    scales: tuple[Tensor, ...],
-    form: PackedFormat,
-    dtype: torch.dtype,
+    x: Tensor, bias: Tensor | None, weight: PackedWeight, dtype: torch.dtype
 ) -> Tensor:
     if _save_unpacked:
-        return functional.linear(x, unpack(packed, scales, form, dtype), bias)
+        return functional.linear(x, unpack(weight, dtype), bias)
+    packed, scales, form = weight
     return PackedLinear.apply(x, bias, form, dtype, packed, *scales)
 
 
@@ -310,34 +298,30 @@ def _has_gemm(x: Tensor, form: PackedFormat, dtype: torch.dtype) -> bool:
     )
 
 
-def _gemm_4bit(
-    x: Tensor, packed: Tensor, scales: tuple[Tensor, ...], form: PackedFormat, bias: Tensor | None
-) -> Tensor:
+def _gemm_4bit(x: Tensor, bias: Tensor | None, weight: PackedWeight) -> Tensor:
     """Return x W^T + b, by bitsandbytes' operator."""
-    absmax, nested = scales[0], scales[1:]
+    packed, (absmax, *nested), form = weight
     bias_ = None if bias is None else bias.to(x.dtype)
-    shape = (x, packed, form.shape)
-    rest = (form.block, form.kind, bias_)
+    shape, rest = (x, packed, form.shape), (form.block, form.kind, bias_)
     gemm: Callable[..., Tensor] = torch.ops.bitsandbytes.gemm_4bit
     if not nested:
         return gemm(*shape, absmax, *rest)
     return gemm(*shape, nested[0], *rest, absmax, *nested[1:])
 
 
-def _checked_gemm(
-    x: Tensor, bias: Tensor | None, packed: Tensor, scales: tuple[Tensor, ...], form: PackedFormat
-) -> Tensor | None:
+def _checked_gemm(x: Tensor, bias: Tensor | None, weight: PackedWeight) -> Tensor | None:
     """Return bitsandbytes' product; None if it is wrong."""
     from peftkit.kernels import checked
 
+    form = weight.form
     if form.shape.numel() > SLICE_SIZE:  # an LM head: too large to unpack for a comparison
-        return _gemm_4bit(x, packed, scales, form, bias)
+        return _gemm_4bit(x, bias, weight)
     # another kernel for another number of rows
     rows = min(x.numel() // x.shape[-1], MOST_GEMM_ROWS).bit_length()
     return checked.GEMM.product(
-        (form.kind, form.block, len(scales), x.dtype, x.device, rows),
-        lambda: _gemm_4bit(x, packed, scales, form, bias),
-        lambda: functional.linear(x, unpack(packed, scales, form, x.dtype), bias),
+        (form.kind, form.block, len(weight.scales), x.dtype, x.device, rows),
+        lambda: _gemm_4bit(x, bias, weight),
+        lambda: functional.linear(x, unpack(weight, x.dtype), bias),
     )
 
 
@@ -357,8 +341,8 @@ class PackedLinear(torch.autograd.Function):
         """Return (..., out); W is unpacked to `dtype`."""
         ctx.save_for_backward(packed, *scales)
         ctx.form = form
-        flat, weight = x.reshape(-1, x.shape[-1]), unpack(packed, scales, form, dtype)
-        out = functional.linear(flat, weight, bias)
+        weight = unpack(PackedWeight(packed, scales, form), dtype)
+        out = functional.linear(x.reshape(-1, x.shape[-1]), weight, bias)
         # not a view: torch would forbid models to change it in place, as DeBERTa does
         return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[-1]))
 

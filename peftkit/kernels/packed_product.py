@@ -7,7 +7,7 @@ fp4 have a product of bitsandbytes instead (packed.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from peftkit.kernels.checked import CheckedProduct
 from peftkit.kernels.fused import Launcher
 from peftkit.kernels.gguf_blocks import TYPES
 
+Weight = tuple[Tensor, tuple[Tensor, ...], Any]
+"""A `packed.PackedWeight`; packed.py imports this file."""
 MOST_ROWS = 16
 """Rows of x: four at a time, so a weight is unpacked up to four times in registers. With more rows
 that takes longer than it saves memory traffic."""
@@ -44,10 +46,9 @@ CHECKED = CheckedProduct(
 """The products that were compared in this process."""
 
 
-def has_product(
-    x: Tensor, packed: Tensor, scales: Sequence[Tensor], form: Any, dtype: torch.dtype
-) -> bool:
-    """Return whether the kernels multiply x (..., in) with a weight of a `PackedFormat`."""
+def has_product(x: Tensor, weight: Weight, dtype: torch.dtype) -> bool:
+    """Return whether the kernels multiply x (..., in) with a packed weight."""
+    packed, scales, form = weight
     if torch.compiler.is_compiling() or not x.is_cuda or form.kind in ("nf4", "fp4"):
         return False
     if x.dtype != dtype or dtype not in DTYPES or len(form.shape) != 2 or form.transposed:
@@ -68,9 +69,7 @@ def has_product(
 def product(
     x: Tensor,
     bias: Tensor | None,
-    packed: Tensor,
-    scales: Sequence[Tensor],
-    form: Any,
+    weight: Weight,
     dtype: torch.dtype,
     expected: Callable[[], Tensor],
 ) -> Tensor | None:
@@ -79,8 +78,9 @@ def product(
     Args:
         expected: Computes the same by unpacking. The first products are compared with it.
     """
-    if not has_product(x, packed, scales, form, dtype):
+    if not has_product(x, weight, dtype):
         return None
+    packed, scales, form = weight
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     args = (flat, packed, scales, form.kind, form.shape, form.block, form.rows, bias)
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from peftkit.kernels.block_scaled import KINDS
-from peftkit.kernels.packed import BLOCK, PackedFormat, absmax_of, unpack
+from peftkit.kernels.packed import BLOCK, PackedFormat, PackedWeight, absmax_of, unpack
 
 Group = tuple[int, ...]
 """Experts that are fetched together, in ascending order."""
@@ -46,21 +46,7 @@ class AdaptedStack:
 
     def __init__(self, weight: Tensor, a: Tensor, b: Tensor, *, flipped: bool) -> None:
         self.weight, self.a, self.b, self.flipped = weight, a, b, flipped
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the weight."""
-        return self.weight.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the weight."""
-        return self.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weight."""
-        return self.weight.device
+        self.shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
 
     def data_ptr(self) -> int:
         """Return the weight's address, whose alignment transformers checks."""
@@ -190,8 +176,10 @@ class PackedExperts:
         scales = torch.cat([self._absmax[expert] for expert in group])
         if form.kind == "int8":
             scales = scales.view(*form.shape[:-1], 1)
-            return unpack(packed.view(torch.int8).view(form.shape), (scales,), form, self.dtype)
-        return unpack(packed.view(-1, 1), (scales,), form, self.dtype)
+            packed = packed.view(torch.int8).view(form.shape)
+        else:
+            packed = packed.view(-1, 1)
+        return unpack(PackedWeight(packed, (scales,), form), self.dtype)
 
 
 class PackedStack:

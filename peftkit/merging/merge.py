@@ -137,9 +137,8 @@ def merge(
     with new_model_folder(out, overwrite, (file.folder, Path(name))) as folder:
         changes = reference = effect = agreed = None
         own = own_of(file.folder, name, revision)
-        if (
-            files is not None and same_config and not own.tokens
-        ):  # the file may have another tokenizer
+        # the file may have another tokenizer
+        if files is not None and same_config and not own.tokens:
             empty = skeleton(name, revision=revision, purpose=purpose)
             changes = changes_of(file, files, empty, stored, tally, trained_over)
         if files is not None and changes is not None:

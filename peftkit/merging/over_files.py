@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from peftkit.base.skeleton import hollow
 from peftkit.errors import BaseError, RunError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.files import disk
-from peftkit.files.strict_json import shown
+from peftkit.files.strict_json import JsonMap, shown
 from peftkit.files.tensors import (
     DTYPE_NAMES,
     DTYPES,
@@ -66,7 +65,7 @@ class Shards:
     folder: Path
     headers: Mapping[str, Header]
     """File name to header."""
-    index_metadata: Mapping[str, Any] | None
+    index_metadata: JsonMap | None
     """The metadata of the index; None without an index."""
 
     @property

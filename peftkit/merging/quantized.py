@@ -23,11 +23,11 @@ from peftkit.base.purpose import CAUSAL_LM
 from peftkit.data.style import Style
 from peftkit.errors import MergeError, first_few
 from peftkit.events import Event, Listener, Notice, Progress, Saved, Stage, ignore
+from peftkit.files.strict_json import Json
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.open_adapter import task_of
 from peftkit.formats.peft.load import read_adapter
-from peftkit.kernels.fake_quantize import FORMATS, Coded, packed
-from peftkit.kernels.gptq import gptq
+from peftkit.kernels.fake_quantize import FORMATS, Coded, gptq, packed
 from peftkit.merging.advice import advice
 from peftkit.merging.merge import merge, new_model_folder
 from peftkit.model.modes import evaluating
@@ -249,7 +249,7 @@ class _Packed(nn.Module):
         self.bias = bias
 
 
-def _settings(model: nn.Module, layers: Mapping[str, nn.Linear], kind: str) -> dict[str, Any]:
+def _settings(model: nn.Module, layers: Mapping[str, nn.Linear], kind: str) -> Json:
     """Return the model's `quantization_config`."""
     linear = (path for path, module in model.named_modules() if isinstance(module, nn.Linear))
     weights = {

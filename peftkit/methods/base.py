@@ -127,6 +127,11 @@ class AdapterModule(FrozenWrapper, ABC):
         raise NotImplementedError
 
 
+Modules = Mapping[str, AdapterModule]
+"""A method's modules on a model, by path."""
+Handles = list[RemovableHandle]
+
+
 class Method(Config, ABC):
     """The config and the capabilities of a method."""
 
@@ -223,15 +228,13 @@ class Method(Config, ABC):
             fix="Remove the experts from the targets, or use LoRA.",
         )
 
-    def connect(
-        self, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> list[RemovableHandle]:
+    def connect(self, model: nn.Module, modules: Modules) -> Handles:
         """Add hooks to the model with its modules; return their handles, removed by `detach`."""
         return []
 
-    def share(self, modules: Mapping[str, AdapterModule]) -> None:
+    def share(self, modules: Modules) -> None:
         """Set the shared tensors of all modules."""
 
-    def shared(self, modules: Mapping[str, AdapterModule]) -> dict[str, Tensor]:
+    def shared(self, modules: Modules) -> dict[str, Tensor]:
         """Return the shared tensors to save, by name."""
         return {}

@@ -16,17 +16,17 @@ Shapes: n is the adapter's width, `...` any leading shape.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import AdapterError, TargetError, did_you_mean, first_few
-from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.files.strict_json import JsonMap
+from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Handles, Method, Modules
 from peftkit.methods.peft_format import LAYERS, PeftFormat
 from peftkit.model import roles as table
 from peftkit.model.blocks import Sublayer, find_sublayers, width_of
@@ -72,7 +72,7 @@ class BottleneckModule(AdapterModule):
         if self.enabled:
             self.input = (*args, *kwargs.values())[0]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         out = self.base(*args, **kwargs)
         if not self.enabled:
             return out
@@ -92,9 +92,7 @@ class BottleneckModule(AdapterModule):
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
-        bound = 1 / math.sqrt(
-            self.down_weight.shape[1]
-        )  # nn.Linear's initialisation, drawn on the CPU
+        bound = 1 / math.sqrt(self.down_weight.shape[1])  # as nn.Linear, drawn on the CPU
         drawn = torch.empty(self.down_weight.shape).uniform_(-bound, bound, generator=generator)
         self.down_weight.copy_(drawn)
         for zero in (self.down_bias, self.up_weight, self.up_bias):
@@ -169,9 +167,7 @@ class Bottleneck(Method):
             )
         return BottleneckModule(base, site, size, self)
 
-    def connect(
-        self, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> list[RemovableHandle]:
+    def connect(self, model: nn.Module, modules: Modules) -> Handles:
         handles = []
         for part in self._parts(model) if self.style == "parallel" else ():
             if isinstance(module := modules.get(part.path), BottleneckModule):
@@ -183,15 +179,15 @@ class Bottleneck(Method):
 class BottleneckFormat(PeftFormat[Bottleneck]):
     """peftkit's file format in the layout of PEFT's, which has no such method."""
 
-    peft_type: ClassVar[str] = "BOTTLENECK"
+    peft_type = "BOTTLENECK"
     method_class = Bottleneck
     settings: ClassVar[Mapping[str, str]] = {
         name: name for name in ("style", "reduction", "size", "activation", "scale", "dropout")
     }
-    known_fields: ClassVar[Collection[str]] = ("target_modules",)
-    absent_fields: ClassVar[Collection[str]] = ("bias", "fan_in_fan_out", *LAYERS)
+    known_fields = ("target_modules",)
+    absent_fields = ("bias", "fan_in_fan_out", *LAYERS)
 
-    def method(self, fields: Mapping[str, Any]) -> Bottleneck:
+    def method(self, fields: JsonMap) -> Bottleneck:
         missing = [name for name in self.settings if name not in fields]
         if missing:
             raise AdapterError(

@@ -120,7 +120,7 @@ def loftq_starts(model: nn.Module, method: LoRA, original: nn.Module) -> dict[st
 
 
 def init_from_rows(
-    model: nn.Module, method: LoRA, task: Task, rows: Sequence[Any], *, seed: int = 0
+    model: nn.Module, method: LoRA, task: Task, rows: Sequence[object], *, seed: int = 0
 ) -> tuple[LoRA, dict[str, InitValues]]:
     """Return the method with EVA's ranks, and the initial values for `attach(starts=...)`.
 

@@ -7,16 +7,18 @@ the layer; `...` is any leading shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from peftkit.files.strict_json import Json
 from peftkit.kernels.lora import adapted_row_norms, add_lora
-from peftkit.methods.base import AdapterModule, Method
+from peftkit.methods.base import AdapterModule, Method, Modules
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_format import LoRAFormat, trains_biases
+from peftkit.methods.lora_init import Options
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.peft_format import MAGNITUDE
 from peftkit.model.targets import Site
@@ -34,8 +36,8 @@ class DoRALinear(LoRALinear):
     can_group: ClassVar[bool] = False
     squared_norms: Tensor
 
-    def __init__(self, base: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(base, *args, **kwargs)
+    def __init__(self, base: nn.Module, site: Site, options: Options) -> None:
+        super().__init__(base, site, options)
         self.lora_magnitude = nn.Parameter(self.lora_B.detach().new_ones(self.lora_B.shape[0]))
         squared = torch.zeros(self.out_features, dtype=torch.float32, device=self.lora_B.device)
         self.register_buffer("squared_norms", squared, persistent=False)
@@ -55,7 +57,7 @@ class DoRALinear(LoRALinear):
             weight, self.full_a().detach(), self.full_b().detach(), self.scaling, squared_norms
         )
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         out: Tensor = self.base(x, *args, **kwargs)
         if not self.enabled:
             return out
@@ -103,22 +105,19 @@ class DoRA(LoRA):
     """Initialisation of A: default (Kaiming), gaussian, eva (from activations); B is zero."""
 
     def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
-        return Method.wrap_experts(
-            self, experts, sites
-        )  # row norms of stacked experts are not supported
+        # row norms of stacked experts are not supported
+        return Method.wrap_experts(self, experts, sites)
 
 
 class DoRAFormat(LoRAFormat):
     """DoRA: a LoRA with `use_dora`."""
 
-    method_class: type[LoRA] = DoRA
-    known_fields: ClassVar[Collection[str]] = (*LoRAFormat.known_fields, "use_dora")
+    method_class = DoRA
+    known_fields = (*LoRAFormat.known_fields, "use_dora")
 
     def describes(self, fields: Mapping[str, object]) -> bool:
         ours = fields.get("peft_type") == self.peft_type and not trains_biases(fields)
         return ours and bool(fields.get("use_dora"))
 
-    def fields(
-        self, method: LoRA, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> dict[str, Any]:
+    def fields(self, method: LoRA, model: nn.Module, modules: Modules) -> Json:
         return super().fields(method, model, modules) | {"use_dora": True}

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from peftkit.errors import TargetError
 from peftkit.kernels.stacked import AdaptedStack, NoProductError
 from peftkit.methods.base import AdapterModule
-from peftkit.methods.lora_init import Init, drawn
+from peftkit.methods.lora_init import Options, drawn
 from peftkit.model.places import is_transposed, stacked_shape
-from peftkit.model.row_slice import RowSlice
-from peftkit.model.targets import Site
+from peftkit.model.targets import RowSlice, Site
 
 
 class LoRAStack(nn.Module):
@@ -37,29 +36,18 @@ class LoRAStack(nn.Module):
         lora_B: (E, num_rows, r) for the adapted output rows, which are all rows unless fused.
     """
 
-    def __init__(
-        self,
-        experts: nn.Module,
-        site: Site,
-        *,
-        rank: int,
-        scaling: float,
-        dtype: torch.dtype,
-        init: Init = "default",
-    ) -> None:
+    def __init__(self, experts: nn.Module, site: Site, options: Options) -> None:
         super().__init__()
-        self.rank, self.scaling, self.init = rank, scaling, init
+        self.rank, self.scaling, self.init, dtype, *_ = options
         self.num_experts, self.in_features, self.out_features = stacked_shape(
             experts, cast(str, site.parameter)
         )
         device = next(t.device for t in (*experts.parameters(), *experts.buffers()))
-        self.slice = RowSlice(site, self.out_features, device, rank)
-        num_hidden, num_rows = self.slice.num_roles * rank, self.slice.num_rows
-        options: Any = {"dtype": dtype, "device": device}
-        self.lora_A = nn.Parameter(
-            torch.zeros(self.num_experts, num_hidden, self.in_features, **options)
-        )
-        self.lora_B = nn.Parameter(torch.zeros(self.num_experts, num_rows, rank, **options))
+        self.slice = RowSlice(site, self.out_features, device, self.rank)
+        shape_a = self.num_experts, self.slice.num_roles * self.rank, self.in_features
+        shape_b = self.num_experts, self.slice.num_rows, self.rank
+        self.lora_A = nn.Parameter(torch.zeros(shape_a, dtype=dtype, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(shape_b, dtype=dtype, device=device))
 
     def full_b(self) -> Tensor:
         """Return the applied B (E, out, R), with zeros in rows that are not adapted."""
@@ -114,7 +102,7 @@ class LoRAExperts(AdapterModule):
     def parts(self) -> dict[str, LoRAStack]:
         return {name: cast(LoRAStack, stack) for name, stack in self.stacks.items()}
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         if not self.enabled:
             return self.base(*args, **kwargs)
         adapted = {

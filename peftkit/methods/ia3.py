@@ -9,8 +9,8 @@ Shapes: `...` is any leading shape.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from peftkit.errors import AdapterError, TargetError
 from peftkit.files.safe_regex import fullmatches
-from peftkit.files.strict_json import shown
-from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.files.strict_json import Json, JsonMap, shown
+from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method, Modules
 from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
 from peftkit.model.places import linear_shape
-from peftkit.model.row_slice import RowSlice
-from peftkit.model.targets import Site
+from peftkit.model.targets import RowSlice, Site
 
 _FEEDFORWARD = "feedforward_modules"
 _L = "ia3_l"
@@ -37,9 +36,7 @@ class IA3Linear(AdapterModule):
         scales_input: Whether l is applied before the weight.
     """
 
-    def __init__(
-        self, base: nn.Module, site: Site, *, feedforward: bool, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, base: nn.Module, site: Site, dtype: torch.dtype, *, feedforward: bool):
         super().__init__(base, site)
         self.in_features, self.out_features = linear_shape(base)
         self.scales_input = feedforward
@@ -51,7 +48,7 @@ class IA3Linear(AdapterModule):
         """Return l of every feature, one if it is not adapted."""
         return self.slice.spread(self.ia3_l, fill=1.0)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         if self.enabled and self.scales_input:
             x = (x * self.full_l()).to(x.dtype)
         out: Tensor = self.base(x, *args, **kwargs)
@@ -100,7 +97,7 @@ class IA3(Method):
                 found=f"roles {', '.join(site.roles)} of it",
                 fix="Remove them from `feedforward`, or target the whole layer by its name.",
             )
-        return IA3Linear(base, site, feedforward=feedforward, dtype=ADAPTER_DTYPES[self.dtype])
+        return IA3Linear(base, site, ADAPTER_DTYPES[self.dtype], feedforward=feedforward)
 
     def _is_feedforward(self, site: Site) -> bool:
         if isinstance(self.feedforward, str):
@@ -114,22 +111,20 @@ class IA3(Method):
 class IA3Format(PeftFormat[IA3]):
     """(IA)^3 in PEFT's files."""
 
-    peft_type: ClassVar[str] = "IA3"
-    known_fields: ClassVar[Collection[str]] = (
+    peft_type = "IA3"
+    known_fields = (
         *TARGETS, _FEEDFORWARD, "fan_in_fan_out", "init_ia3_weights",
     )  # fmt: skip
-    absent_fields: ClassVar[Collection[str]] = ("bias", *LAYERS)
-    subset_fields: ClassVar[Collection[str]] = (_FEEDFORWARD,)
+    absent_fields = ("bias", *LAYERS)
+    subset_fields = (_FEEDFORWARD,)
 
-    def method(self, fields: Mapping[str, Any]) -> IA3:
+    def method(self, fields: JsonMap) -> IA3:
         targets = fields.get(_FEEDFORWARD)
         if targets is not None and not isinstance(targets, str | list):
             raise AdapterError("the adapter's config is not valid", found=shown(targets))
         return IA3(feedforward=targets if isinstance(targets, str) else tuple(targets or ()))
 
-    def fields(
-        self, method: IA3, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> dict[str, Any]:
+    def fields(self, method: IA3, model: nn.Module, modules: Modules) -> Json:
         return {"init_ia3_weights": True}
 
     def subset_of(self, module: AdapterModule) -> str:

@@ -21,7 +21,7 @@ from peftkit.errors import ConfigError, TargetError
 from peftkit.files.safe_regex import is_pattern, is_simple
 from peftkit.files.strict_json import shown
 from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method
-from peftkit.methods.lora_init import DATA_INITS, SUBTRACTED, Init
+from peftkit.methods.lora_init import DATA_INITS, SUBTRACTED, Init, Options
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.model.places import is_linear, linear_shape, stacked_shape, unwrap_adapter
 from peftkit.model.targets import Site
@@ -99,12 +99,10 @@ class LoRA(Method):
         return self.scale_of(site)[0] > min(shape)
 
     def wrap(self, base: nn.Module, site: Site) -> LoRALinear:
-        rank, scaling = self.scale_of(site)
-        _check_rank(rank, site.path, linear_shape(base))
+        options, shape = self._options(site), linear_shape(base)
+        _check_rank(options.rank, site.path, shape)
         if self.constant_in:
-            from peftkit.methods.constant_blocks import check_blocks
-
-            check_blocks(self.constant_in, linear_shape(base)[0], site.path, self.type, self.init)
+            self._check_blocks(self.constant_in, shape[0], site.path)
         if self.init == "loftq" and not is_quantized(base):
             raise TargetError(
                 f"init 'loftq' compensates the quantisation error of {site.path}",
@@ -117,16 +115,30 @@ class LoRA(Method):
                 found=f"targeted roles: {', '.join(site.roles)}",
                 fix="Use init 'default', or target the whole layer by its module name.",
             )
-        return self.module_class(
-            base,
-            site,
-            rank=rank,
-            scaling=scaling,
-            dropout=self.dropout,
-            init=self.init,
-            dtype=ADAPTER_DTYPES[self.dtype],
-            constant_in=self.constant_in or 1,
-        )
+        return self.module_class(base, site, options)
+
+    def _options(self, site: Site) -> Options:
+        dtype, constant_in = ADAPTER_DTYPES[self.dtype], self.constant_in or 1
+        return Options(*self.scale_of(site), self.init, dtype, self.dropout, constant_in)
+
+    def _check_blocks(self, constant_in: int, num_columns: int, path: str) -> None:
+        """Check that A of a layer can be constant in blocks of its columns.
+
+        B A then adds one number to all weights of a block. Types with a minimum per block (Q4_1,
+        Q5_1) change the minimum and keep the codes, so a merge keeps the update.
+        """
+        if self.type != "lora" or self.init not in ("default", "gaussian"):
+            raise TargetError(
+                f"constant_in {constant_in} is not possible for {path}",
+                found=f"method.type is '{self.type}', method.init '{self.init}'",
+                fix="Use type 'lora' with init 'default' or 'gaussian', or remove constant_in.",
+            )
+        if num_columns % constant_in:
+            raise TargetError(
+                f"constant_in {constant_in} does not divide the columns of {path}",
+                found=f"its weight has {num_columns} columns",
+                fix="Remove this layer from the targets, or choose a divisor.",
+            )
 
     def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
         from peftkit.methods.experts import LoRAExperts, LoRAStack
@@ -143,17 +155,9 @@ class LoRA(Method):
                 )
             if self.dropout or self.constant_in or self.init in (*SUBTRACTED, *DATA_INITS):
                 raise self._not_on_experts(path)
-            rank, scaling = self.scale_of(site)
-            _check_rank(rank, path, stacked_shape(experts, site.parameter)[1:])
-            stack = LoRAStack(
-                experts,
-                site,
-                rank=rank,
-                scaling=scaling,
-                dtype=ADAPTER_DTYPES[self.dtype],
-                init=self.init,
-            )
-            stacks.append(stack)
+            options = self._options(site)
+            _check_rank(options.rank, path, stacked_shape(experts, site.parameter)[1:])
+            stacks.append(LoRAStack(experts, site, options))
         return LoRAExperts(experts, sites, stacks)
 
     def linear_sites(self, model: nn.Module) -> list[Site]:

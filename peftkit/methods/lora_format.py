@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import AdapterError
-from peftkit.files.strict_json import shown
-from peftkit.methods.base import AdapterModule
+from peftkit.files.strict_json import Json, JsonMap, shown
+from peftkit.methods.base import Modules
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_init import SUBTRACTED
 from peftkit.methods.lora_linear import LoRALinear
@@ -32,7 +32,7 @@ SCALES = ("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alph
 class LoRAFormat(PeftFormat[LoRA]):
     """LoRA on linear layers and on stacked experts."""
 
-    peft_type: ClassVar[str] = "LORA"
+    peft_type = "LORA"
     method_class: type[LoRA] = LoRA
     known_fields: ClassVar[Collection[str]] = (
         *TARGETS, *LAYERS, *SCALES, *IGNORED, "fan_in_fan_out", "target_parameters",
@@ -41,12 +41,10 @@ class LoRAFormat(PeftFormat[LoRA]):
     def describes(self, fields: Mapping[str, object]) -> bool:
         return super().describes(fields) and not (fields.get("use_dora") or trains_biases(fields))
 
-    def method(self, fields: Mapping[str, Any]) -> LoRA:
+    def method(self, fields: JsonMap) -> LoRA:
         return self.method_class(**_settings(fields))
 
-    def fields(
-        self, method: LoRA, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> dict[str, Any]:
+    def fields(self, method: LoRA, model: nn.Module, modules: Modules) -> Json:
         from peftkit.methods.experts import LoRAExperts
 
         ranks, scalings = {}, {}
@@ -69,7 +67,7 @@ class LoRAFormat(PeftFormat[LoRA]):
     def with_missing(
         self,
         fields: Mapping[str, object],
-        modules: Mapping[str, AdapterModule],
+        modules: Modules,
         tensors: Mapping[str, Tensor],
     ) -> Mapping[str, Tensor]:
         """Add the initial values that PEFT's PiSSA and OLoRA subtract, computed from the base."""
@@ -92,7 +90,7 @@ def trains_biases(fields: Mapping[str, object]) -> bool:
     return fields.get("bias") not in (None, "none")
 
 
-def _settings(fields: Mapping[str, object]) -> dict[str, Any]:
+def _settings(fields: Mapping[str, object]) -> Json:
     check_layout(fields)
     init = fields.get("init_lora_weights", True)
     if str(init).startswith(("pissa_niter", "corda")):
@@ -116,7 +114,7 @@ def _settings(fields: Mapping[str, object]) -> dict[str, Any]:
     }
 
 
-def check_layout(fields: Mapping[str, Any]) -> None:
+def check_layout(fields: JsonMap) -> None:
     """Refuse stacked experts in the layout of older PEFT, because shapes can be ambiguous.
 
     Raises:
@@ -136,9 +134,7 @@ def check_layout(fields: Mapping[str, Any]) -> None:
         )
 
 
-def peft_scales(
-    ranks: Mapping[str, int], scalings: Mapping[str, float], *, rslora: bool
-) -> dict[str, Any]:
+def peft_scales(ranks: Mapping[str, int], scalings: Mapping[str, float], *, rslora: bool) -> Json:
     """Return the config fields for the ranks and alphas of modules.
 
     Args:
@@ -161,7 +157,7 @@ def _exact_integer(value: float) -> int | float:
     return nearest if math.isclose(value, nearest, rel_tol=1e-9) else value
 
 
-def _majority(values: Mapping[str, object]) -> tuple[Any, dict[str, Any]]:
+def _majority(values: Mapping[str, object]) -> tuple[Any, Json]:
     """Return the most common value, and the exceptions by path."""
     common = Counter(values.values()).most_common(1)[0][0]
     return common, {path: value for path, value in values.items() if value != common}

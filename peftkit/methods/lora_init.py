@@ -9,7 +9,7 @@ eva, loftq          computed before attach() from data or other weights: data_in
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +17,21 @@ from torch import Tensor
 from peftkit.kernels import svd
 
 Init = Literal["default", "gaussian", "pissa", "olora", "eva", "loftq"]
-
-
 SUBTRACTED = ("pissa", "olora")
 """Initialisations whose values are subtracted: the update starts at zero."""
 DATA_INITS = {"eva": "eva_starts", "loftq": "loftq_starts"}
 """Initialisations whose values are passed to attach(), with the functions that compute them."""
+
+
+class Options(NamedTuple):
+    """The settings of one LoRA layer; `constant_in`: columns that share a value of A."""
+
+    rank: int
+    scaling: float
+    init: Init
+    dtype: torch.dtype
+    dropout: float
+    constant_in: int
 
 
 def drawn(init: Init, shape: torch.Size, rank: int, generator: torch.Generator) -> Tensor:

@@ -26,10 +26,9 @@ from torch.nn import functional
 from peftkit.kernels.fused import recipe_of
 from peftkit.kernels.lora import Layer, add_lora, grouped_lora_linear, low_rank
 from peftkit.methods.base import AdapterModule
-from peftkit.methods.lora_init import SUBTRACTED, Init, drawn, of_weight
+from peftkit.methods.lora_init import SUBTRACTED, Options, drawn, of_weight
 from peftkit.model.places import find_places, linear_shape
-from peftkit.model.row_slice import RowSlice
-from peftkit.model.targets import Site
+from peftkit.model.targets import RowSlice, Site
 from peftkit.quant.layers import QuantizedLinear
 from peftkit.quant.weights import frozen_weight, weight_of
 
@@ -60,27 +59,16 @@ class LoRALinear(AdapterModule):
     group: LoRAGroup | None
     quantized: Any = None
 
-    def __init__(
-        self,
-        base: nn.Module,
-        site: Site,
-        *,
-        rank: int,
-        scaling: float,
-        dropout: float,
-        init: Init,
-        dtype: torch.dtype,
-        constant_in: int = 1,
-    ) -> None:
+    def __init__(self, base: nn.Module, site: Site, options: Options) -> None:
         super().__init__(base, site)
         self.in_features, self.out_features = linear_shape(base)
-        self.rank, self.scaling, self.init = rank, scaling, init
+        self.rank, self.scaling, self.init, dtype, dropout, self.constant_in = options
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
-        self.slice = RowSlice(site, self.out_features, self.base_device, rank)
-        self.constant_in, num_blocks = constant_in, self.in_features // constant_in
-        self.lora_A = self.new_parameter(self.slice.num_roles * rank, num_blocks, dtype=dtype)
-        self.lora_B = self.new_parameter(self.slice.num_rows, rank, dtype=dtype)
-        subtracts = init in SUBTRACTED
+        self.slice = RowSlice(site, self.out_features, self.base_device, self.rank)
+        num_blocks = self.in_features // self.constant_in
+        self.lora_A = self.new_parameter(self.slice.num_roles * self.rank, num_blocks, dtype=dtype)
+        self.lora_B = self.new_parameter(self.slice.num_rows, self.rank, dtype=dtype)
+        subtracts = self.init in SUBTRACTED
         for name, like in (("initial_A", self.lora_A), ("initial_B", self.lora_B)):
             start = torch.zeros_like(like.detach()) if subtracts else None
             self.register_buffer(name, start, persistent=False)
@@ -97,7 +85,7 @@ class LoRALinear(AdapterModule):
             return torch.cat([self.lora_B, -self.initial_B], dim=1)
         return self.slice.spread_matrix(self.lora_B)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         if self.quantized is not None and self.enabled:
             return cast(Tensor, self.quantized(self, x))
         group = self.group if self.enabled and not (args or kwargs) else None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.errors import TargetError, did_you_mean
-from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method, Modules
 from peftkit.model.places import input_embedding, is_linear
 from peftkit.model.targets import Site
 
@@ -56,9 +56,8 @@ class TunedModule(AdapterModule):
         copies = {} if copies is None else copies
         for parameter in (base.get_parameter(name) for name in names):
             if id(parameter) not in copies:
-                exact = torch.promote_types(
-                    dtype, parameter.dtype
-                )  # fewer bits would change the base
+                # fewer bits would change the base
+                exact = torch.promote_types(dtype, parameter.dtype)
                 copies[id(parameter)] = nn.Parameter(parameter.detach().to(exact, copy=True))
             self.trained.append(copies[id(parameter)])
 
@@ -68,7 +67,7 @@ class TunedModule(AdapterModule):
         except AttributeError:
             return getattr(self._modules["base"], name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         if not self.enabled:
             return self.base(*args, **kwargs)
         used = {
@@ -159,7 +158,7 @@ def wrap_fully(model: nn.Module, path: str, dtype: torch.dtype) -> dict[str, Ada
     return tuned
 
 
-def tie_copies(modules: Mapping[str, AdapterModule]) -> None:
+def tie_copies(modules: Modules) -> None:
     """Train one copy of each parameter that several modules share (PEFT's ensure_weight_tying)."""
     copies: dict[int, tuple[TunedModule, nn.Parameter]] = {}
     for module in [m for m in modules.values() if isinstance(m, TunedModule)]:
@@ -252,7 +251,7 @@ class TokenRows(AdapterModule):
             return rows
         return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         out: Tensor = self.base(x, *args, **kwargs)
         if not self.enabled:
             return out
@@ -288,7 +287,7 @@ class TokenRows(AdapterModule):
         return weight.index_copy(0, self.tokens.to(weight.device), self.rows.detach().to(weight))
 
 
-def repeated_names(modules: Mapping[str, AdapterModule]) -> set[str]:
+def repeated_names(modules: Modules) -> set[str]:
     """Return the tensors in which PEFT repeats trained rows, for modules with the same table."""
     rows = {path: module for path, module in modules.items() if isinstance(module, TokenRows)}
     return {f"{path}.{NAME}" for path, module in rows.items() if not module.owned}

@@ -12,14 +12,15 @@ Shapes: in, out features of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from peftkit.errors import AdapterError, TargetError, did_you_mean
-from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.files.strict_json import Json, JsonMap
+from peftkit.methods.base import ADAPTER_DTYPES, Method, Modules
 from peftkit.methods.lora_format import IGNORED, SCALES, trains_biases
 from peftkit.methods.modules_to_save import TunedModule
 from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
@@ -69,10 +70,10 @@ class LNTuning(Method):
 class LNTuningFormat(PeftFormat[LNTuning]):
     """LayerNorm tuning in PEFT's files."""
 
-    peft_type: ClassVar[str] = "LN_TUNING"
+    peft_type = "LN_TUNING"
     method_class = LNTuning
-    known_fields: ClassVar[Collection[str]] = TARGETS
-    absent_fields: ClassVar[Collection[str]] = ("bias", "fan_in_fan_out", *LAYERS)
+    known_fields = TARGETS
+    absent_fields = ("bias", "fan_in_fan_out", *LAYERS)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -164,18 +165,16 @@ class Carrier(NamedTuple):
 class BitFitFormat(PeftFormat[BitFit]):
     """BitFit as a LoRA of zeros on one layer, with `bias: all`."""
 
-    peft_type: ClassVar[str] = "LORA"
+    peft_type = "LORA"
     method_class = BitFit
-    known_fields: ClassVar[Collection[str]] = (
+    known_fields = (
         *TARGETS, *LAYERS, *SCALES, *IGNORED, "fan_in_fan_out", "bias",
     )  # fmt: skip
 
     def describes(self, fields: Mapping[str, object]) -> bool:
         return super().describes(fields) and trains_biases(fields)
 
-    def fields(
-        self, method: BitFit, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> dict[str, Any]:
+    def fields(self, method: BitFit, model: nn.Module, modules: Modules) -> Json:
         carrier = _carrier(model, modules)
         return {
             "r": 1,
@@ -188,7 +187,7 @@ class BitFitFormat(PeftFormat[BitFit]):
         }
 
     def to_file(
-        self, state: Mapping[str, Tensor], model: nn.Module, modules: Mapping[str, AdapterModule]
+        self, state: Mapping[str, Tensor], model: nn.Module, modules: Modules
     ) -> Mapping[str, Tensor]:
         path, num_in, num_out, _ = _carrier(model, modules)
         inner = {path + _BIAS: path + _INNER}
@@ -199,7 +198,7 @@ class BitFitFormat(PeftFormat[BitFit]):
 
     def from_file(
         self, fields: Mapping[str, object], tensors: Mapping[str, Tensor]
-    ) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+    ) -> tuple[JsonMap, Mapping[str, Tensor]]:
         pairs = [name for name in tensors if name.endswith((".lora_A.weight", ".lora_B.weight"))]
         if any(tensors[name].count_nonzero() for name in pairs if ".lora_B." in name):
             raise AdapterError(
@@ -216,7 +215,7 @@ class BitFitFormat(PeftFormat[BitFit]):
         return {**fields, "target_modules": None}, plain
 
 
-def _carrier(model: nn.Module, modules: Mapping[str, AdapterModule]) -> Carrier:
+def _carrier(model: nn.Module, modules: Modules) -> Carrier:
     """Return the carrier: the first adapted linear layer, else the model's first."""
     linears = {p.path: p.module for p in find_places(model) if is_linear(p.module)}
     path = next((path for path in modules if path in linears), next(iter(linears)))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from torch import Tensor, nn
 
 from peftkit.errors import AdapterError
-from peftkit.files.strict_json import shown
-from peftkit.methods.base import AdapterModule, Method
+from peftkit.files.strict_json import Json, JsonMap, shown
+from peftkit.methods.base import AdapterModule, Method, Modules
 
 M = TypeVar("M", bound=Method)
 
@@ -74,16 +74,14 @@ class PeftFormat(ABC, Generic[M]):
             )
         return self.method(fields)
 
-    def method(self, fields: Mapping[str, Any]) -> M:
+    def method(self, fields: JsonMap) -> M:
         """Return the method of a config whose fields are all supported."""
         values = {
             ours: fields[theirs] for ours, theirs in self.settings.items() if theirs in fields
         }
         return self.method_class(**values)
 
-    def fields(
-        self, method: M, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> dict[str, Any]:
+    def fields(self, method: M, model: nn.Module, modules: Modules) -> Json:
         """Return the method's fields of adapter_config.json."""
         return {theirs: getattr(method, ours) for ours, theirs in self.settings.items()}
 
@@ -92,14 +90,14 @@ class PeftFormat(ABC, Generic[M]):
         return ""
 
     def to_file(
-        self, state: Mapping[str, Tensor], model: nn.Module, modules: Mapping[str, AdapterModule]
+        self, state: Mapping[str, Tensor], model: nn.Module, modules: Modules
     ) -> Mapping[str, Tensor]:
         """Convert the tensors of `Adapter.state()` to the tensors of the file."""
         return state
 
     def from_file(
         self, fields: Mapping[str, object], tensors: Mapping[str, Tensor]
-    ) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+    ) -> tuple[JsonMap, Mapping[str, Tensor]]:
         """Undo `to_file`: return the config, and the tensors for `Adapter.load_state`.
 
         Raises:
@@ -110,7 +108,7 @@ class PeftFormat(ABC, Generic[M]):
     def with_missing(
         self,
         fields: Mapping[str, object],
-        modules: Mapping[str, AdapterModule],
+        modules: Modules,
         tensors: Mapping[str, Tensor],
     ) -> Mapping[str, Tensor]:
         """Add the tensors that PEFT computes from the base when it loads a file."""

@@ -9,19 +9,21 @@ Shapes: B rows, V virtual tokens, L layers, K key-value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, EncoderDecoderCache
 
 from peftkit.errors import AdapterError, TargetError
+from peftkit.files.strict_json import Json, JsonMap
 from peftkit.forward.compat import cache_in, cache_name
-from peftkit.methods.base import AdapterModule
+from peftkit.methods.base import Handles, Modules
 from peftkit.methods.virtual import (
+    Changed,
+    Inputs,
     StackInputs,
     VirtualFormat,
     VirtualMethod,
@@ -62,15 +64,12 @@ class Prefix(VirtualTokens):
             and wraps around.
     """
 
-    def __init__(
-        self, base: nn.Module, site: PrefixSite, *, num_virtual: int, init: str, dtype: str
-    ) -> None:
+    def __init__(self, base: nn.Module, site: PrefixSite, method: PrefixTuning) -> None:
         layers, heads, size = self.shape = site.shape
-        super().__init__(base, site, num_virtual, (num_virtual, 2 * layers * heads * size), dtype)
-        self.init, self.stack = (
-            init,
-            (site.stack,),
-        )  # in a tuple, so that torch does not register it as a submodule
+        shape = method.num_virtual_tokens, 2 * layers * heads * size
+        super().__init__(base, site, method, shape)
+        self.init = method.init
+        self.stack = (site.stack,)  # in a tuple: torch registers no submodule
         self.stride = 2 if site.stack.config.is_encoder_decoder else 1
 
     @torch.no_grad()
@@ -108,13 +107,9 @@ class PrefixTuning(VirtualMethod):
 
     def wrap(self, base: nn.Module, site: Site) -> Prefix:
         assert isinstance(site, PrefixSite)
-        return Prefix(
-            base, site, num_virtual=self.num_virtual_tokens, init=self.init, dtype=self.dtype
-        )
+        return Prefix(base, site, self)
 
-    def register_hooks(
-        self, model: nn.Module, stack: Any, module: VirtualTokens
-    ) -> list[RemovableHandle]:
+    def register_hooks(self, model: nn.Module, stack: Any, module: VirtualTokens) -> Handles:
         assert isinstance(module, Prefix)
         hooks = _Hooks(stack, module)
         return [
@@ -126,17 +121,15 @@ class PrefixTuning(VirtualMethod):
 class PrefixTuningFormat(VirtualFormat[PrefixTuning]):
     """Prefix tuning in PEFT's files."""
 
-    peft_type: ClassVar[str] = "PREFIX_TUNING"
-    known_fields: ClassVar[Collection[str]] = (
+    peft_type = "PREFIX_TUNING"
+    known_fields = (
         *VirtualFormat.known_fields, "init_weights", "encoder_hidden_size", "prefix_projection",
     )  # fmt: skip
 
-    def method(self, fields: Mapping[str, Any]) -> PrefixTuning:
+    def method(self, fields: JsonMap) -> PrefixTuning:
         return PrefixTuning(num_virtual_tokens=fields.get("num_virtual_tokens", 0))
 
-    def fields(
-        self, method: PrefixTuning, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> dict[str, Any]:
+    def fields(self, method: PrefixTuning, model: nn.Module, modules: Modules) -> Json:
         module = next(iter(modules.values()))
         assert isinstance(module, Prefix)
         layers, heads, size = module.shape
@@ -202,9 +195,7 @@ class _Hooks(StackInputs):
         super().__init__(stack, module)
         self.only_used = not keys_and_values(stack, _one_token(stack), use_cache=False)
 
-    def before(
-        self, stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def before(self, stack: Any, args: tuple[object, ...], kwargs: Inputs) -> Changed:
         if not self.module.enabled:
             return None
         inputs = self.named(args, kwargs)
@@ -223,16 +214,14 @@ class _Hooks(StackInputs):
 
     def _cache_with_prefix(
         self, stack: Any, cache: Any, use_cache: bool | None, num_rows: int
-    ) -> dict[str, Any]:
+    ) -> Inputs:
         """Return a cache that begins with the prefix, and `use_cache` for the stack."""
         name = str(self.cache_name)
-        pairs = [
-            (
-                keys.to(stack.dtype).expand(num_rows, -1, -1, -1),
-                values.to(stack.dtype).expand(num_rows, -1, -1, -1),
-            )
-            for keys, values in self.module.slots()
-        ]
+
+        def repeated(states: Tensor) -> Tensor:
+            return states.to(stack.dtype).expand(num_rows, -1, -1, -1)
+
+        pairs = [(repeated(keys), repeated(values)) for keys, values in self.module.slots()]
         if use_cache is None:
             use_cache = bool(getattr(stack.config, "use_cache", False))
         if self.recomputed or not (use_cache or cache is not None):
@@ -246,7 +235,7 @@ class _Hooks(StackInputs):
             layers_cache.update(keys, values, layer)
         return {name: cache, "use_cache": use_cache or self.only_used}
 
-    def after(self, stack: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def after(self, stack: nn.Module, args: tuple[object, ...], output: Any) -> Any:
         if self.recomputed:
             _pass_cache_to_blocks(stack, False)
             self.recomputed = False

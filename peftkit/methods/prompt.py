@@ -9,17 +9,18 @@ Shapes: B rows, T tokens, V virtual tokens, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import TargetError
+from peftkit.files.strict_json import Json, JsonMap
 from peftkit.forward.compat import arguments, cache_in, cache_name
-from peftkit.methods.base import AdapterModule
+from peftkit.methods.base import Handles, Modules
 from peftkit.methods.virtual import (
+    Changed,
+    Inputs,
     StackInputs,
     VirtualFormat,
     VirtualMethod,
@@ -35,13 +36,11 @@ _INITS = {"sampled": "SAMPLE_VOCAB", "random": "RANDOM"}
 class Prompt(VirtualTokens):
     """The virtual tokens' embeddings, (V, H)."""
 
-    def __init__(
-        self, base: nn.Module, site: Site, *, num_virtual: int, copies: int, init: str, dtype: str
-    ) -> None:
+    def __init__(self, base: nn.Module, site: Site, method: PromptTuning) -> None:
         assert isinstance(base, nn.Embedding)
-        shape = copies * num_virtual, base.embedding_dim
-        super().__init__(base, site, num_virtual, shape, dtype)
-        self.init = init
+        num_rows = method.num_transformer_submodules * method.num_virtual_tokens
+        super().__init__(base, site, method, (num_rows, base.embedding_dim))
+        self.init = method.init
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
@@ -74,18 +73,9 @@ class PromptTuning(VirtualMethod):
         return path, stack
 
     def wrap(self, base: nn.Module, site: Site) -> Prompt:
-        return Prompt(
-            base,
-            site,
-            num_virtual=self.num_virtual_tokens,
-            copies=self.num_transformer_submodules,
-            init=self.init,
-            dtype=self.dtype,
-        )
+        return Prompt(base, site, self)
 
-    def register_hooks(
-        self, model: nn.Module, stack: Any, module: VirtualTokens
-    ) -> list[RemovableHandle]:
+    def register_hooks(self, model: nn.Module, stack: Any, module: VirtualTokens) -> Handles:
         in_encoder = bool(stack.config.is_encoder_decoder)
         hooks = _Hooks(stack, module, cut=not in_encoder and not _pools_the_first(model))
         handles = [
@@ -101,13 +91,13 @@ class PromptTuning(VirtualMethod):
 class PromptTuningFormat(VirtualFormat[PromptTuning]):
     """Prompt tuning in PEFT's files."""
 
-    peft_type: ClassVar[str] = "PROMPT_TUNING"
-    known_fields: ClassVar[Collection[str]] = (
+    peft_type = "PROMPT_TUNING"
+    known_fields = (
         *VirtualFormat.known_fields, "prompt_tuning_init", "prompt_tuning_init_text",
         "tokenizer_name_or_path", "tokenizer_kwargs",
     )  # fmt: skip
 
-    def method(self, fields: Mapping[str, Any]) -> PromptTuning:
+    def method(self, fields: JsonMap) -> PromptTuning:
         copies: Any = fields.get("num_transformer_submodules")
         if copies is None:
             copies = 2 if fields.get("task_type") == "SEQ_2_SEQ_LM" else 1
@@ -117,9 +107,7 @@ class PromptTuningFormat(VirtualFormat[PromptTuning]):
             init="random" if fields.get("prompt_tuning_init") == "RANDOM" else "sampled",
         )
 
-    def fields(
-        self, method: PromptTuning, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> dict[str, Any]:
+    def fields(self, method: PromptTuning, model: nn.Module, modules: Modules) -> Json:
         module = next(iter(modules.values()))
         assert isinstance(module, Prompt)
         return {
@@ -142,9 +130,7 @@ class _Hooks(StackInputs):
         super().__init__(stack, module)
         self.cut, self.prepended = cut, 0
 
-    def before(
-        self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def before(self, stack: nn.Module, args: tuple[object, ...], kwargs: Inputs) -> Changed:
         self.prepended = 0
         if not self.module.enabled:
             return None
@@ -155,7 +141,7 @@ class _Hooks(StackInputs):
             self._prepend(inputs)
         return (), inputs
 
-    def _prepend(self, inputs: dict[str, Any]) -> None:
+    def _prepend(self, inputs: Inputs) -> None:
         num_virtual = self.prepended = self.module.num_virtual
         embeds = inputs.get("inputs_embeds")
         if embeds is None:
@@ -171,7 +157,7 @@ class _Hooks(StackInputs):
             zeros = types.new_zeros(len(types), num_virtual)
             inputs["token_type_ids"] = torch.cat([zeros, types], dim=1)
 
-    def after(self, stack: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def after(self, stack: nn.Module, args: tuple[object, ...], output: Any) -> Any:
         if not self.prepended or not self.cut:
             return None
         if isinstance(output, tuple):
@@ -181,7 +167,7 @@ class _Hooks(StackInputs):
                 output[name] = self._without(output[name])
         return output
 
-    def _without(self, part: Any) -> Any:
+    def _without(self, part: object) -> Any:
         """Return hidden states of one layer, or of all, without the virtual tokens."""
         if isinstance(part, tuple):
             return tuple(self._without(each) for each in part)
@@ -189,9 +175,7 @@ class _Hooks(StackInputs):
             return part[:, self.prepended :]
         return part
 
-    def across(
-        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def across(self, decoder: nn.Module, args: tuple[object, ...], kwargs: Inputs) -> Changed:
         """Extend the decoder's mask over the encoder's output by the virtual tokens."""
         mask = kwargs.get("encoder_attention_mask")
         if not self.module.enabled or mask is None or mask.ndim != 2:

@@ -10,19 +10,18 @@ shape.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method, Modules
 from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
 from peftkit.model.places import linear_shape
-from peftkit.model.row_slice import RowSlice
-from peftkit.model.targets import Site
+from peftkit.model.targets import RowSlice, Site
 
 _B, _D = "vera_lambda_b", "vera_lambda_d"
 
@@ -71,7 +70,7 @@ class VeRALinear(AdapterModule):
         """Return b of every output row, zero if it is not adapted."""
         return self.slice.spread(self.vera_lambda_b)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         out: Tensor = self.base(x, *args, **kwargs)
         if not self.enabled:
             return out
@@ -120,7 +119,7 @@ class VeRA(Method):
     def wrap(self, base: nn.Module, site: Site) -> VeRALinear:
         return VeRALinear(base, site, self)
 
-    def share(self, modules: Mapping[str, AdapterModule]) -> None:
+    def share(self, modules: Modules) -> None:
         layers = [module for module in modules.values() if isinstance(module, VeRALinear)]
         generator = torch.Generator().manual_seed(self.projection_seed)
         a = _kaiming((self.rank, max(layer.in_features for layer in layers)), generator)
@@ -130,7 +129,7 @@ class VeRA(Method):
         for layer in layers:
             layer.projections = projections
 
-    def shared(self, modules: Mapping[str, AdapterModule]) -> dict[str, Tensor]:
+    def shared(self, modules: Modules) -> dict[str, Tensor]:
         first = next(iter(modules.values()), None)
         if not self.save_projection or not isinstance(first, VeRALinear):
             return {}
@@ -146,7 +145,7 @@ def _kaiming(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
 class VeRAFormat(PeftFormat[VeRA]):
     """VeRA in PEFT's files."""
 
-    peft_type: ClassVar[str] = "VERA"
+    peft_type = "VERA"
     method_class = VeRA
     settings: ClassVar[Mapping[str, str]] = {
         "rank": "r",
@@ -155,6 +154,6 @@ class VeRAFormat(PeftFormat[VeRA]):
         "projection_seed": "projection_prng_key",
         "save_projection": "save_projection",
     }
-    known_fields: ClassVar[Collection[str]] = (
+    known_fields = (
         *TARGETS, *LAYERS, "fan_in_fan_out", "init_weights",
     )  # fmt: skip

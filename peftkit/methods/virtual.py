@@ -17,17 +17,19 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import AdapterError, TargetError
 from peftkit.forward.compat import CACHE_NAMES, arguments, cache_name
-from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Handles, Method, Modules
 from peftkit.methods.peft_format import LAYERS, PROMPT, M, PeftFormat
 from peftkit.model.places import embedding_of, find_places, unwrap_adapter
 from peftkit.model.targets import Site
 
 INPUT = "input"
 """The only target."""
+Inputs = dict[str, Any]
+Changed = tuple[tuple[Any, ...], Inputs] | None
+"""The arguments that a forward pre-hook returns; None: unchanged."""
 
 
 class VirtualTokens(AdapterModule):
@@ -39,12 +41,12 @@ class VirtualTokens(AdapterModule):
     """
 
     def __init__(
-        self, base: nn.Module, site: Site, num_virtual: int, shape: tuple[int, int], dtype: str
+        self, base: nn.Module, site: Site, method: VirtualMethod, shape: tuple[int, int]
     ) -> None:
         super().__init__(base, site)
-        self.num_virtual = num_virtual
+        self.num_virtual = method.num_virtual_tokens
         device = next(base.parameters()).device
-        tensor = torch.zeros(shape, dtype=ADAPTER_DTYPES[dtype], device=device)
+        tensor = torch.zeros(shape, dtype=ADAPTER_DTYPES[method.dtype], device=device)
         # after the base's parameters: transformers takes the dtype of the first as the model's
         self.trained = nn.ParameterDict({PROMPT: nn.Parameter(tensor)})
 
@@ -52,7 +54,7 @@ class VirtualTokens(AdapterModule):
     def prompt_embeddings(self) -> Tensor:
         return self.trained[PROMPT]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         return self.base(*args, **kwargs)
 
     def state(self) -> dict[str, Tensor]:
@@ -133,35 +135,31 @@ class VirtualMethod(Method):
             )
         return path, stack
 
-    def shared(self, modules: Mapping[str, AdapterModule]) -> dict[str, Tensor]:
+    def shared(self, modules: Modules) -> dict[str, Tensor]:
         ours = [module for module in modules.values() if isinstance(module, VirtualTokens)]
         return {PROMPT: ours[0].prompt_embeddings.detach()} if ours else {}
 
-    def connect(
-        self, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> list[RemovableHandle]:
+    def connect(self, model: nn.Module, modules: Modules) -> Handles:
         (module,) = modules.values()
         assert isinstance(module, VirtualTokens)
         return self.register_hooks(model, self.find_stack(model)[1], module)
 
     @abstractmethod
-    def register_hooks(
-        self, model: nn.Module, stack: Any, module: VirtualTokens
-    ) -> list[RemovableHandle]:
+    def register_hooks(self, model: nn.Module, stack: object, module: VirtualTokens) -> Handles:
         """Register the hooks that add the virtual tokens to the input."""
 
 
 class VirtualFormat(PeftFormat[M]):
     """The fields that prompt tuning and prefix tuning share in PEFT's files."""
 
-    absent_fields: ClassVar[Collection[str]] = (
+    absent_fields = (
         "bias", "fan_in_fan_out", "target_modules", *LAYERS,
     )  # fmt: skip
     known_fields: ClassVar[Collection[str]] = (
         "num_virtual_tokens", "token_dim", "num_transformer_submodules", "num_attention_heads",
         "num_layers",
     )  # fmt: skip
-    shared_prefix: ClassVar[str] = ""
+    shared_prefix = ""
 
 
 def _has_cross_attention(stack: nn.Module) -> bool:
@@ -184,7 +182,7 @@ class StackInputs:
         self.stack, self.module = stack, module
         self._names, self.cache_name = arguments(stack), cache_name(stack)
 
-    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def named(self, args: tuple[object, ...], kwargs: Inputs) -> Inputs:
         """Return all inputs of the stack as keyword arguments; its cache has its current name."""
         inputs = {**dict(zip(self._names, args, strict=False)), **kwargs}
         for name in CACHE_NAMES:
@@ -192,7 +190,7 @@ class StackInputs:
                 inputs[str(self.cache_name)] = inputs.pop(name)
         return inputs
 
-    def lengthen(self, inputs: dict[str, Any], num_past: int) -> None:
+    def lengthen(self, inputs: Inputs, num_past: int) -> None:
         """Extend the attention mask and shift the positions by the virtual tokens.
 
         Args:
@@ -215,7 +213,7 @@ class StackInputs:
             inputs["position_ids"] = inputs["position_ids"] + num_virtual
         inputs.pop("cache_position", None)  # the stack computes the positions itself
 
-    def _check_mask(self, mask: Any, num_real: int) -> None:
+    def _check_mask(self, mask: object, num_real: int) -> None:
         problem = f"the virtual tokens cannot be added to this input of {type(self.stack).__name__}"
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             raise AdapterError(

@@ -1,12 +1,18 @@
-"""The mode of a model: training or evaluation, with or without its adapters, compiled or not."""
+"""The mode of a model: training or evaluation, with or without its wrappers, compiled or not.
+
+Shapes: r rank; in, out features of a layer; n hidden states of size H.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from peftkit.model.places import FrozenWrapper
 
@@ -66,3 +72,94 @@ def eager(model: nn.Module) -> Iterator[None]:
     finally:
         for module, call in compiled:
             module._compiled_call_impl = call
+
+
+Wrapped = list[tuple[nn.Module, str, FrozenWrapper]]
+"""Parent, name in the parent, and wrapper; the outer ones first."""
+
+
+def take_off(model: nn.Module) -> Wrapped:
+    """Replace all wrappers (adapter modules, a bank's layers) by their frozen modules.
+
+    Adapters that act through hooks, such as prompts, stay active.
+    """
+    removed: Wrapped = []
+    while wrappers := list(_outermost(model)):
+        for parent, name, wrapper in wrappers:
+            setattr(parent, name, wrapper.base)
+        removed += wrappers
+    return removed
+
+
+@contextmanager
+def lifted(model: nn.Module) -> Iterator[None]:
+    """Remove a model's wrappers within the context, which may install others."""
+    removed = take_off(model)
+    try:
+        yield
+    finally:
+        take_off(model)
+        for parent, name, wrapper in reversed(removed):
+            setattr(parent, name, wrapper)
+
+
+def _outermost(module: nn.Module) -> Iterator[tuple[nn.Module, str, FrozenWrapper]]:
+    """Yield the outermost wrappers; a shared module is yielded at each of its places."""
+    visited, waiting = {module}, [module]
+    while waiting:
+        parent = waiting.pop()
+        for name, child in parent.named_children():
+            if isinstance(child, FrozenWrapper):
+                yield parent, name, child
+            elif child not in visited:
+                visited.add(child)
+                waiting.append(child)
+
+
+@dataclass(frozen=True, slots=True)
+class SideAdapter:
+    """A second, frozen LoRA on the same base, for example a reward model's.
+
+    Attributes:
+        updates: Module path to A (r, in) and the scaled B (out, r).
+        head: Tensors of the value head, by the last segment of their name.
+        task: The section `task` of its recipe.
+        style: Its prompt format.
+        key: Hash of its tensors.
+    """
+
+    updates: Mapping[str, tuple[Tensor, Tensor]]
+    head: Mapping[str, Tensor]
+    task: Mapping[str, Any]
+    style: Any
+    key: str
+
+    @contextmanager
+    def on(self, model: nn.Module) -> Iterator[None]:
+        """Use this adapter instead of the attached one within the context."""
+        first = next(model.parameters())
+        hooks = []
+        try:
+            for path, (a, b) in self.updates.items():
+                pair = a.to(first.device), b.to(first.device)
+                hooks.append(model.get_submodule(path).register_forward_hook(_added(*pair)))
+            with adapters_off(model):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """Return the values (n,) of hidden states (n, H), in fp32."""
+        bias = self.head.get("bias")
+        weight = self.head["weight"].to(hidden.device, hidden.dtype)
+        bias = None if bias is None else bias.to(hidden.device, hidden.dtype)
+        return linear(hidden, weight, bias)[:, 0].float()
+
+
+def _added(a: Tensor, b: Tensor) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        x = args[0]
+        return out + linear(linear(x, a.to(x.dtype)), b.to(x.dtype))
+
+    return hook

@@ -27,13 +27,17 @@ adapter of peftkit, its site is that adapter's.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
+import torch
 from torch import Tensor, nn
 
+from peftkit.errors import AdapterError, TargetError, did_you_mean, first_few
 from peftkit.model import roles as table
-from peftkit.model.places import ModelWeight, find_places
+from peftkit.model.places import ModelWeight, find_places, linear_shape, stacked_shape, walk
 from peftkit.model.roles import is_role, matches
 
 
@@ -89,8 +93,6 @@ def resolve(model: nn.Module, targets: Sequence[str] | str, *, stacks: bool = Tr
         if fused is not None or not hits:
             failed[target] = fused
     if failed or not names:
-        from peftkit.model.target_errors import no_match
-
         raise no_match(model, places, failed, stacks)
     return [
         _site(places[i], chosen[i], whole=i in whole, by_group=i not in named)
@@ -164,3 +166,191 @@ def _has_name(place: ModelWeight, pattern: str) -> bool:
 
 
 # ------------------------------------------------------------------- errors
+
+
+MAX_LISTED = 24
+"""Layers that the error lists for an unknown architecture."""
+
+
+def no_match(
+    model: nn.Module,
+    places: list[ModelWeight],
+    failed: Mapping[str, ModelWeight | None],
+    stacks: bool,
+) -> TargetError:
+    """Return the error for failed targets.
+
+    Args:
+        failed: Target to the fused weight that it may be a part of, or None.
+        stacks: Whether stacks of experts can be adapted.
+    """
+    name = type(model).__name__
+    quoted = ", ".join(f"'{target}'" for target in failed)
+    problem = f"no linear layer matches target{'s' if len(failed) > 1 else ''} {quoted} in {name}."
+    if not failed:
+        problem = f"no targets are given for {name}."
+    reasons = [reason for item in failed.items() if (reason := _reason(model, *item))]
+    usable = [place for place in places if stacks or not place.is_stack]
+    guesses = [_guess(usable, target) for target in failed]
+    hints = " ".join(dict.fromkeys(filter(None, guesses)))
+    details = "\n".join([*reasons, " ".join(filter(None, [_roles_found(places), hints]))])
+    source = getattr(getattr(model, "config", None), "_name_or_path", "") or "MODEL"
+    return TargetError(
+        problem, found=details, fix=f"List every layer with: peftkit inspect {source}"
+    )
+
+
+def _guess(places: list[ModelWeight], target: str) -> str:
+    """Return "Did you mean 'x'?" of a role of this model or the name of a layer, or ""."""
+    present = dict.fromkeys(name for place in places for name in place.names)
+    if is_role(target):  # a valid role that this model lacks
+        near = next((name for name in present if name.endswith(f"_{target}")), "")
+        return f"Did you mean '{near}'?" if near else ""
+    leaves = {place.path.rpartition(".")[2] for place in places if not place.is_embedding}
+    return did_you_mean(target, [*present, *table.GROUPS, *sorted(leaves)])
+
+
+def _reason(model: nn.Module, target: str, fused: ModelWeight | None) -> str:
+    """Return one line on why a target matches nothing, or ""."""
+    if fused is not None:
+        return (
+            f"'{target}' may be in {fused.path}, fused in an order that peftkit does not know: "
+            f"target the whole as '{fused.names[0]}'."
+        )
+    if is_role(target) or is_role(target.partition(".")[2]):
+        return ""
+    others = Counter(type(m).__name__ for path, m, _ in walk(model) if matches(path, target))
+    if others:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common(4))
+        return f"'{target}' matches modules, but none of them is linear: {kinds}."
+    if re.search(r"[\\^$|+()]", target):
+        return (
+            f"'{target}' looks like a regular expression; patterns use shell wildcards: * ? [0-3]."
+        )
+    return ""
+
+
+def _roles_found(places: list[ModelWeight]) -> str:
+    """Return "Roles found: q, k, v (32 layers), head."; without roles, a list of the layers."""
+    counts: dict[str, set[str]] = {}
+    for place in places:
+        for name in place.names:
+            counts.setdefault(name, set()).add(place.block)
+    if not counts.keys() - {"other", "head", "embed", "pos_embed", "projector"}:
+        return _layers_found(places)
+    grouped: dict[int, list[str]] = {}
+    for name in sorted(counts, key=_order):
+        grouped.setdefault(len(counts[name] - {""}), []).append(name)
+    texts = []
+    for count, names in grouped.items():
+        layers = f" ({count} layer{'s' if count > 1 else ''})" if count else ""
+        texts.append(", ".join(names) + layers)
+    return f"Roles found: {', '.join(texts)}."
+
+
+def _order(name: str) -> tuple[bool, int]:
+    side, _, role = name.partition("_")
+    plain = side not in table.TOWERS
+    return not plain, table.ROLES.index(name if plain else role)
+
+
+def _layers_found(places: list[ModelWeight]) -> str:
+    lines: Counter[str] = Counter()
+    for place in places:
+        if not place.is_embedding:
+            shape = (
+                stacked_shape(place.module, cast(str, place.parameter))[1:]
+                if place.is_stack
+                else linear_shape(place.module)
+            )
+            path = re.sub(r"(?<![^.])\d+(?=\.|$)", "*", place.path)
+            lines[f"{path} ({shape[0]} -> {shape[1]})"] += 1
+    if not lines:
+        return "It has no linear layer."
+    listed = first_few((f"{line} x {count}" for line, count in lines.items()), MAX_LISTED, "\n  ")
+    return f"No roles are known in it. Its linear layers:\n  {listed}"
+
+
+class RowSlice(nn.Module):
+    """The adapted rows of a site; expands tensors of these rows to all rows, and extracts them.
+
+    Args:
+        num_outputs: out.
+        rank: r; each role has r columns of a matrix (out, R).
+
+    Attributes:
+        rows: (N,) indices of the adapted rows; None if all rows are adapted.
+        columns: (N, r) columns of each row's role in a matrix (out, R), or None.
+        num_rows: N.
+        num_roles: Targeted roles of a fused layer, each with a pair of matrices; 1 for a whole
+            layer.
+    """
+
+    rows: Tensor | None
+    columns: Tensor | None
+
+    def __init__(
+        self, site: Site, num_outputs: int, device: torch.device | None, rank: int = 1
+    ) -> None:
+        super().__init__()
+        self.site, self.num_outputs = site, num_outputs
+        rows_of_roles = list(site.rows.values()) if site.rows else []
+        self.num_roles = len(rows_of_roles) or 1
+        rows = columns = None
+        if rows_of_roles:
+            rows = torch.cat(rows_of_roles).to(device)
+            sizes = torch.tensor(list(map(len, rows_of_roles)))
+            owner = torch.arange(len(sizes)).repeat_interleave(sizes)  # (N,): role of each row
+            columns = (owner[:, None] * rank + torch.arange(rank)).to(device)
+        self.num_rows = num_outputs if rows is None else len(rows)
+        self.register_buffer("rows", rows, persistent=False)
+        self.register_buffer("columns", columns, persistent=False)
+
+    def spread(self, vector: Tensor, fill: float = 0.0) -> Tensor:
+        """Expand a vector (N,) to all rows (out,), with `fill` elsewhere."""
+        if self.rows is None:
+            return vector
+        return vector.new_full((self.num_outputs,), fill).index_put((self.rows,), vector)
+
+    def spread_matrix(self, b: Tensor) -> Tensor:
+        """Expand B (..., N, r) to all rows and columns (..., out, R), with zeros elsewhere."""
+        if self.rows is None or self.columns is None:
+            return b
+        full = b.new_zeros(*b.shape[:-2], self.num_outputs, self.num_roles * b.shape[-1])
+        index: tuple[Tensor, ...] = (self.rows[:, None], self.columns)
+        if b.ndim == 3:
+            index = (torch.arange(len(b), device=b.device)[:, None, None], *index)
+        return full.index_put(index, b)
+
+    def take(self, full: Tensor, fill: float = 0.0) -> Tensor:
+        """Extract the adapted rows (N,) of a file's vector of all rows.
+
+        Raises:
+            AdapterError: A value in another row is not `fill`.
+        """
+        if self.rows is None:
+            return full
+        rows = full[self.rows.to(full.device)]
+        self._check_rest(full != fill, rows != fill)
+        return rows
+
+    def take_matrix(self, full: Tensor) -> Tensor:
+        """Extract the adapted rows and columns (..., N, r) of a file's B (..., out, R).
+
+        Raises:
+            AdapterError: B has other nonzero values.
+        """
+        if self.rows is None or self.columns is None:
+            return full
+        rows = full[..., self.rows[:, None].to(full.device), self.columns.to(full.device)]
+        self._check_rest(full, rows)
+        return rows
+
+    def _check_rest(self, full: Tensor, rows: Tensor) -> None:
+        if torch.count_nonzero(full) != torch.count_nonzero(rows):
+            path = ".".join(filter(None, (self.site.path, self.site.parameter)))
+            raise AdapterError(
+                f"the adapter of {path} is not one of {', '.join(self.site.roles)}",
+                found="it changes rows of other roles too",
+                fix=f"Load it as an adapter of the whole layer: target {path} by its name.",
+            )

@@ -5,22 +5,29 @@ A run calls only `smallest_step`, if the size of its base alone does not decide 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from peftkit.base.request import fits_device
 from peftkit.base.sharding import sharded_footprint
-from peftkit.base.skeleton import WeightFootprint
+from peftkit.base.skeleton import WeightFootprint, untraced
 from peftkit.base.streaming import streamed_footprint
 from peftkit.errors import TargetError
 from peftkit.events import Listener, Notice
-from peftkit.execution.environment import Environment
+from peftkit.execution.environment import GPU_SHARE, Environment
 from peftkit.execution.plan import Activations, ExecutionPlan, Placement, Shard, plan_of
 from peftkit.forward.row_lengths import context_length
+from peftkit.inference.budget import Footprint, cache_tokens, estimated_footprint, measured
+from peftkit.inference.cache import slot_length
+from peftkit.inference.cached_attention import CachedAttention, cached_attention
+from peftkit.inference.open_engine import why_plain_class
 from peftkit.kernels.device import PRODUCTS_REACH, busy_tokens
 from peftkit.model.places import linear_shape, unwrap_adapter
+from peftkit.planning.step import skeleton_of
 from peftkit.planning.step_estimator import CountError, StepEstimator, steps_of
 from peftkit.recipe import Recipe
 from peftkit.train.optim import STATE_BYTES
@@ -147,6 +154,7 @@ class MemoryEstimator:
     Attributes:
         rows, length: Rows of a micro-batch, and tokens of each of their texts.
         steps: Step estimator with the whole base on the device.
+        whole: The footprint of that base.
         card: The named GPU that is most similar to the machine's.
     """
 
@@ -164,6 +172,7 @@ class MemoryEstimator:
         self.rows = rows
         main_memory = None if environment.on_gpu else environment.usable
         self.steps = steps_of(recipe, config, environment.kind, main_memory)
+        self.whole = WeightFootprint(self.steps.weights)
 
     @cached_property
     def busy_tokens(self) -> int:
@@ -181,15 +190,14 @@ class MemoryEstimator:
         return steps_of(self.recipe, self.config, self.environment.kind)
 
     @cached_property
-    def streams(self) -> WeightFootprint:
-        """The footprint of a base whose blocks are streamed."""
+    def _streamed(self) -> WeightFootprint:
         return streamed_footprint(self.steps.whole)
 
-    @cached_property
-    def can_stream(self) -> bool:
-        """Whether the base has blocks that can be streamed, and may recompute activations."""
-        may_recompute = self.recipe.train.gradient_checkpointing is not False
-        return self.streams.elsewhere > 0 and may_recompute
+    def _sharded(self, number: int, *, offload: bool) -> WeightFootprint:
+        return sharded_footprint(self.steps.whole, number, offload=offload)
+
+    def _placed_weights(self, placement: Placement) -> WeightFootprint:
+        return self._streamed if placement == "stream" else self.whole
 
     def activations(self, placement: Placement = "device") -> tuple[Activations, ...]:
         """Return the activation modes that the recipe allows, fastest first."""
@@ -211,19 +219,20 @@ class MemoryEstimator:
             may_stream = not fits_device(self.steps.weights, free, lambda: self.smallest().fits)
         else:
             may_stream = placement == "stream"
-        if may_stream and self.can_stream:
+        may_stream = may_stream and self.recipe.train.gradient_checkpointing is not False
+        if may_stream and self._streamed.elsewhere:
             yield from self.placed("stream")
 
     def placed(self, placement: Placement) -> Iterator[Strategy]:
         """Yield the strategies of a placement, fastest first, with their longest rows."""
         for activations in self.activations(placement):
             strategy = self.strategy(placement, activations)
-            footprint = self.streams if placement == "stream" else None
+            footprint = self._placed_weights(placement)
             longest = self._longest_row(footprint, activations, strategy.longest_row)
             yield replace(strategy, longest_row=longest, most_rows=longest // self.length)
 
     def _longest_row(
-        self, footprint: WeightFootprint | None, activations: Activations, longest: int
+        self, footprint: WeightFootprint, activations: Activations, longest: int
     ) -> int:
         """Return the longest row that fits, extrapolated by at most REACH.
 
@@ -257,17 +266,15 @@ class MemoryEstimator:
         Args:
             rows: Rows of a batch; by default the recipe's.
         """
-        footprint = self.streams if placement == "stream" else None
+        footprint = self._placed_weights(placement)
         if shard != "none":
-            number = self.environment.world_size
-            footprint = sharded_footprint(self.steps.whole, number, offload=shard == "offload")
+            footprint = self._sharded(self.environment.world_size, offload=shard == "offload")
         rows = rows or self.rows
         peak, longest, flops = self._count(footprint, activations, rows)
         num_bytes = sum(peak.values())
-        moved = 0 if footprint is None else footprint.moved
-        elsewhere, tokens = self._in_main_memory(footprint), rows * self.length
+        moved, elsewhere = footprint.moved, footprint.elsewhere
         per_token = self.steps.main_bytes_per_token(rows, self.length, activations)
-        host_bytes = elsewhere + round(per_token * tokens)
+        host_bytes = elsewhere + round(per_token * rows * self.length)
         limit = self.environment.main_memory
         return Strategy(
             placement,
@@ -288,16 +295,14 @@ class MemoryEstimator:
     def share(self, cards: int) -> DeviceEstimate:
         """Estimate one GPU of several, with the first activation mode that fits."""
         offload = self.recipe.train.shard == "offload"
-        footprint = (
-            sharded_footprint(self.steps.whole, cards, offload=offload) if cards > 1 else None
-        )
+        footprint = self.whole if cards == 1 else self._sharded(cards, offload=offload)
         summed = 2 * (cards - 1) * sum(p.nbytes for p in self.steps.trained) // cards
         modes = self.activations()
         for activations in modes:
             peak, longest, flops = self._count(footprint, activations, self.rows)
             if sum(peak.values()) <= self.environment.room:
                 break
-        num_bytes, wire = sum(peak.values()), summed + (0 if footprint is None else footprint.moved)
+        num_bytes, wire = sum(peak.values()), summed + footprint.moved
         fits = num_bytes <= self.environment.room
         if activations != modes[-1]:
             longest = self._count(footprint, modes[-1], self.rows)[1]
@@ -312,6 +317,29 @@ class MemoryEstimator:
         """Return the tokens whose computation takes as long as a transfer of bytes over a link."""
         seconds = moved / (link * 1e9) if self.environment.on_gpu else 0.0
         return round(seconds * self.card.rate / (flops_of_row / self.length))
+
+    def num_completions(self, lengths: Sequence[int]) -> dict[int, int]:
+        """Return the number of concurrent completions of each length, as the engine counts them.
+
+        Empty if the config lacks the sizes.
+        """
+        size, environment = self._cache_size(), self.environment
+        if size is None:
+            return {}
+        if environment.on_gpu:  # generation allocates once: it leaves less for fragments than a run
+            environment = replace(environment, share=GPU_SHARE)
+        tokens = cache_tokens(environment, size.token, taken=self.steps.weights)
+        return {length: tokens // (slot_length(length) + size.state_tokens) for length in lengths}
+
+    def _cache_size(self) -> Footprint | None:
+        """Measure the engine's cache on a model without data, or estimate that of `PlainEngine`."""
+        model = skeleton_of(self.recipe, self.config, self.steps.dtype)
+        if why_plain_class(model) is None:
+            try:
+                return _measured_cache(model)
+            except Exception:  # the class does not show whether its attention can use the cache
+                pass
+        return estimated_footprint(self.config.get_text_config(), self.steps.dtype)
 
     @cached_property
     def _quantized_bytes(self) -> int:
@@ -328,7 +356,7 @@ class MemoryEstimator:
 
     def _count(
         self,
-        footprint: WeightFootprint | None,
+        footprint: WeightFootprint,
         activations: Activations,
         rows: int,
         length: int | None = None,
@@ -339,39 +367,37 @@ class MemoryEstimator:
             length: Tokens of a row; by default the recipe's.
         """
         length = length or self.length
-        steps = self.steps if footprint is None else self._bare
-        # blocks that fetch their weights cannot compute tiles
-        count = steps.count(rows, length, activations, tiles=footprint is None)
+        tiles = footprint is self.whole  # blocks that fetch their weights cannot compute tiles
+        steps = self.steps if tiles else self._bare
+        count = steps.count(rows, length, activations, tiles=tiles)
         state = STATE_BYTES[self.recipe.train.optimizer] * steps.num_trained
         peak = {**count.peak, "optimizer": state, "process": self.environment.process}
-        peak["weights"] = peak.get("weights", 0) + self._quantized_bytes
-        if footprint is not None:
-            peak["weights"] += footprint.at_most - steps.weights
+        moved_out = steps.weights - footprint.at_most
+        peak["weights"] = peak.get("weights", 0) + self._quantized_bytes - moved_out
         trained = sum(p.nbytes for p in steps.trained)
         # a run reserves all gradients (train/memory.py); accumulated ones are there at the peak
         peak["gradients"] = max(peak.get("gradients", 0), trained)
-        tiles = footprint is None
         slope = max(steps.bytes_per_token(rows, length, activations, tiles=tiles), 1.0)
         left = self.environment.room - sum(peak.values())
         longest = max(int(rows * length + left / slope), 0)
         if self.environment.main_memory is not None:
             per_token = steps.main_bytes_per_token(rows, length, activations)
-            free = max(self.environment.main_memory - self._in_main_memory(footprint), 0)
+            free = max(self.environment.main_memory - footprint.elsewhere, 0)
             longest = min(longest, int(free / per_token) if per_token else longest)
         return peak, longest, count.flops
 
-    @staticmethod
-    def _in_main_memory(footprint: WeightFootprint | None) -> int:
-        """Return the bytes of weights in main memory."""
-        return 0 if footprint is None else footprint.elsewhere
+
+def _measured_cache(model: Any) -> Footprint:
+    attention = CachedAttention.of(model)
+    for module in model.modules():
+        if hasattr(module, "is_transposed"):  # experts, whose sizes depend on data
+            module.forward = lambda hidden, *_: torch.zeros_like(hidden)
+    with untraced(), cached_attention(model, attention):
+        return measured(model, attention)
 
 
 def smallest_step(
-    recipe: Recipe,
-    config: Any,
-    environment: Environment,
-    plan: ExecutionPlan,
-    on_event: Listener,
+    recipe: Recipe, config: Any, environment: Environment, plan: ExecutionPlan, on_event: Listener
 ) -> int | None:
     """Return the bytes of a recipe's smallest step in a plan, a row of the maximum length.
 

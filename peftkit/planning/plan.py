@@ -24,7 +24,6 @@ from peftkit.execution.environment import gpu_of_size, this_machine
 from peftkit.execution.plan import ExecutionPlan, plan_of
 from peftkit.figures import rough_duration, size
 from peftkit.kernels.device import launch_seconds, local_gpu
-from peftkit.planning.completions import num_completions
 from peftkit.planning.memory import CARDS, LINK, STEP, DeviceEstimate, MemoryEstimator, Strategy
 from peftkit.planning.resolve import as_continued, config_of
 from peftkit.recipe import Recipe, load
@@ -232,9 +231,7 @@ def plan_run(
         num_tokens=num_tokens,
         run_tokens=run_tokens,
         seconds_here=work / local_rate if measure else None,
-        answers=num_completions(
-            recipe, config, environment, steps.dtype, steps.weights, ANSWER_LENGTHS
-        ),
+        answers=estimator.num_completions(ANSWER_LENGTHS),
         seconds_on={
             card.name: max(
                 card.seconds(work, 2 * batches * steps.weights),

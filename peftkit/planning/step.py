@@ -26,13 +26,13 @@ from peftkit.base.purpose import head_modules
 from peftkit.base.skeleton import on_meta, packed_skeleton, untraced
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.forward.attention import training_attention
-from peftkit.forward.blocks import Blocks
+from peftkit.forward.blocks import Blocks, input_bytes
 from peftkit.forward.loss import Head, accepted, find_head, token_log_probs, token_loss
 from peftkit.kernels.cross_entropy import ALIGNMENT, rows_of_chunk
 from peftkit.model.modes import begin_training
 from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.planning.counter import GPU_ROUNDING, Counter
-from peftkit.quant.copies import keep_copies
+from peftkit.quant.layers import keep_copies
 from peftkit.recipe import Recipe
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.retrieval.embedding import Pooled, pooled
@@ -214,9 +214,13 @@ class DatalessStep:
         Args:
             tiles: Whether long rows are computed in tiles, as a run does if memory requires it.
         """
-        plan, widest = self.plan, _WidestInput()
-        blocks = Blocks(self.model, plan)
-        hooks = [b.register_forward_pre_hook(widest, with_kwargs=True) for b in blocks.blocks]
+        plan, blocks = self.plan, Blocks(self.model, self.plan)
+        inputs = [0]
+
+        def enter(block: nn.Module, args: tuple[object, ...], more: dict[str, object]) -> None:
+            inputs.append(input_bytes(args, more))
+
+        hooks = [b.register_forward_pre_hook(enter, with_kwargs=True) for b in blocks.blocks]
         hooks += [
             p.register_post_accumulate_grad_hook(lambda p: self._is_gradient(p.grad))
             for p in self.trained
@@ -237,7 +241,7 @@ class DatalessStep:
             blocks.restore()
             for parameter in self.trained:
                 parameter.grad = None
-        return StepCount(peak, flops, widest.num_bytes)
+        return StepCount(peak, flops, max(inputs))
 
     def _step(self, rows: int, length: int) -> None:
         for parameter in self.trained:
@@ -260,17 +264,6 @@ class DatalessStep:
     def _is_gradient(self, gradient: Tensor | None) -> None:
         if gradient is not None:
             self.counter.move(gradient, "gradients")
-
-
-class _WidestInput:
-    """A hook on blocks that records the bytes of the largest input."""
-
-    num_bytes = 0
-
-    def __call__(self, block: nn.Module, args: tuple[Any, ...], more: dict[str, Any]) -> None:
-        hidden = next((x for x in (*args, *more.values()) if isinstance(x, Tensor)), None)
-        if hidden is not None:
-            self.num_bytes = max(self.num_bytes, hidden.numel() * hidden.element_size())
 
 
 def skeleton_of(recipe: Recipe, config: Any, dtype: torch.dtype) -> Any:

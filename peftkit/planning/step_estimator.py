@@ -30,8 +30,7 @@ from peftkit.planning.step import (
     skeleton_of,
     with_method,
 )
-from peftkit.quant.copies import COPY_SHARE
-from peftkit.quant.layers import packed_tensors
+from peftkit.quant.layers import COPY_SHARE, packed_tensors
 from peftkit.recipe import Recipe
 
 CATEGORIES = ("weights", "adapters", "gradients", "activations")

@@ -2,7 +2,7 @@
 
 All formats are weight-only: a layer dequantises its weight, then multiplies in the compute dtype.
 int8 is therefore not LLM.int8(), which quantises activations too. If memory is plentiful,
-dequantised copies are kept for speed (copies.py).
+dequantised copies are kept for speed (`keep_copies`).
 
 bitsandbytes provides the packing. Its modules and its converter are not used: they silently skip
 subclasses of nn.Linear and stacked experts, and on CPUs with AVX512-BF16 they repack a weight in
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -25,10 +26,12 @@ from torch.nn import functional
 from torch.nn.utils.parametrize import ParametrizationList
 
 from peftkit.kernels.block_scaled import KINDS
+from peftkit.kernels.device import free_bytes
 from peftkit.kernels.packed import (
     BLOCK,
     NESTED_BLOCK,
     PackedFormat,
+    PackedWeight,
     pack_4bit,
     pack_absmax,
     pack_int8,
@@ -66,11 +69,20 @@ class Packing(nn.Module):
         """Absmax; with double quantisation also the absmax, code and offset of absmax."""
         return tuple(scale for scale in self._parameters.values() if scale is not None)
 
+    def weight(self, packed: Tensor) -> PackedWeight:
+        """Return packed data with its scales and format."""
+        return PackedWeight(packed, self.scales, self.form)
+
     def forward(self, packed: Tensor) -> Tensor:
         """Return the tensor in the compute dtype: the copy, or a new one."""
         if self.unpacked is not None:
             return self.unpacked
-        return unpack(packed, self.scales, self.form, self.dtype)
+        return unpack(self.weight(packed), self.dtype)
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """Bytes of an unpacked copy."""
+        return self.form.shape.numel() * self.dtype.itemsize
 
     def num_bytes(self, packed: Tensor) -> int:
         """Return the bytes of the packed data and its scales."""
@@ -226,7 +238,7 @@ class QuantizedLinear(nn.Module):
             return functional.linear(x, packing.unpacked, self.bias)
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else packing.dtype
-        return packed_linear(x, self.bias, self.packed, packing.scales, packing.form, dtype)
+        return packed_linear(x, self.bias, packing.weight(self.packed), dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
@@ -241,3 +253,58 @@ def frozen_parameter(packed: Tensor) -> nn.Parameter:
 
 Job = tuple[str, nn.Module, str]
 """Module path, module, name of the parameter."""
+
+
+COPY_SHARE = 0.25
+"""Maximum share of the free memory that `keep_copies` uses."""
+
+
+@contextmanager
+def copies_kept(model: nn.Module, share: float) -> Iterator[None]:
+    """Keep unpacked copies of weights on a CPU within the context, for fast generation.
+
+    Permanent copies stay.
+
+    Args:
+        share: Share of the free memory; as many weights are unpacked as fit.
+    """
+    candidates = [
+        (packed, packing)
+        for _, packed, packing in packed_tensors(model)
+        if packing.unpacked is None and packed.device.type == "cpu"
+    ]
+    bytes_left = share * (free_bytes() or 0) if candidates else 0.0
+    copied: list[Packing] = []
+    try:
+        for packed, packing in candidates:
+            bytes_left -= packing.unpacked_bytes
+            if bytes_left < 0:
+                break
+            packing.unpacked = packing(packed)
+            copied.append(packing)
+        yield
+    finally:
+        for packing in copied:
+            packing.unpacked = None
+
+
+def keep_copies(model: nn.Module, max_bytes: int | None = None) -> int:
+    """Keep a dequantised copy of every quantised weight, or of none if not all of them fit.
+
+    With copies a quantised base is as fast as an unquantised one.
+
+    Args:
+        max_bytes: By default a quarter (COPY_SHARE) of the free memory.
+
+    Returns:
+        Bytes of the copies.
+    """
+    if max_bytes is None:
+        max_bytes = int(COPY_SHARE * (free_bytes() or 0))
+    tensors = list(packed_tensors(model))
+    total = sum(packing.unpacked_bytes for _, _, packing in tensors)
+    fits = total <= max_bytes
+    for _, packed, packing in tensors:
+        packing.unpacked = None
+        packing.unpacked = packing(packed) if fits else None
+    return total if fits else 0

@@ -32,6 +32,8 @@ IDLE_SECONDS = 120.0
 CURVES = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "peak_bytes")
 MAX_DEPTH = 4
 State = Literal["finished", "running", "stopped", "failed", "not begun"]
+Fields = dict[str, Any]
+"""Fields of an object in one of the files, which are JSON."""
 Curve = dict[int, float]
 """Step to value, in the order of steps."""
 
@@ -47,14 +49,14 @@ class RunFacts(BaseModel):
         command: Command that uses the adapter, with "{folder}" in place of its folder.
     """
 
-    recipe: dict[str, Any] = {}
+    recipe: Fields = {}
     recipe_yaml: str = ""
     tables: tuple[Table, ...] = ()
     notices: tuple[str, ...] = ()
     lengths: dict[str, tuple[tuple[int, int], ...]] = {}
     row_source: str = ""
     row: tuple[tuple[str, str], ...] = ()
-    machine: dict[str, Any] = {}
+    machine: Fields = {}
     command: str = ""
     mergeable: bool = True
 
@@ -81,13 +83,13 @@ class History:
     curves: defaultdict[str, Curve] = field(default_factory=lambda: defaultdict(dict))
     seams: list[int] = field(default_factory=list)
     notices: list[tuple[int, str]] = field(default_factory=list)
-    started: dict[str, Any] = field(default_factory=dict)
-    end: dict[str, Any] = field(default_factory=dict)
+    started: Fields = field(default_factory=dict)
+    end: Fields = field(default_factory=dict)
     facts: RunFacts = field(default_factory=RunFacts)
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    scores: list[dict[str, Any]] = field(default_factory=list)
-    answers: dict[int, tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
-    labels: dict[str, Any] = field(default_factory=dict)
+    samples: list[Fields] = field(default_factory=list)
+    scores: list[Fields] = field(default_factory=list)
+    answers: dict[int, tuple[Fields, Fields]] = field(default_factory=dict)
+    labels: Fields = field(default_factory=dict)
     num_tokens: int = 0
     epoch: float = 0.0
     began: float = 0.0
@@ -210,8 +212,8 @@ def is_run(folder: Path) -> bool:
     return (folder / METRICS).is_file()
 
 
-def _best_and_worst(path: Path) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
-    answers: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+def _best_and_worst(path: Path) -> dict[int, tuple[Fields, Fields]]:
+    answers: dict[int, tuple[Fields, Fields]] = {}
     previous = 0
     for line in _lines(path):
         step, reward = line.get("step", 0), line.get("reward")
@@ -225,7 +227,7 @@ def _best_and_worst(path: Path) -> dict[int, tuple[dict[str, Any], dict[str, Any
     return answers
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _lines(path: Path) -> Iterator[Fields]:
     return filter(None, map(_parsed, _read(path).splitlines()))
 
 
@@ -233,7 +235,7 @@ def _read(path: Path) -> bytes:
     return path.read_bytes() if path.is_file() else b""
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
+def _parsed(text: bytes) -> Fields:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):  # torn, or being written

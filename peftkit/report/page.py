@@ -19,9 +19,8 @@ from typing import Any
 from peftkit.events import EvalDone, Event, Listener, Notice, RunStopped, Sampled, Saved, StepDone
 from peftkit.figures import count, duration, loss_name, short, size
 from peftkit.files.disk import write_text
-from peftkit.report.chart import charts, render_chart
-from peftkit.report.history import History, as_texts, differing, read_histories, row_of
-from peftkit.report.html import code, histogram, paragraph, table, text
+from peftkit.report.chart import charts, code, histogram, paragraph, render_chart, table, text
+from peftkit.report.history import Fields, History, as_texts, differing, read_histories, row_of
 
 REPORT = "report.html"
 REFRESH_SECONDS = 30
@@ -227,7 +226,7 @@ def _cell(value: object) -> str:
 def _samples(run: History) -> str:
     """Return completions of the same prompts before, during and after training."""
     steps = _evenly_spaced(sorted({line["step"] for line in run.samples}))
-    prompts: dict[str, list[dict[str, Any]]] = {}
+    prompts: dict[str, list[Fields]] = {}
     for line in sorted(run.samples, key=lambda line: int(line["step"])):
         if line["step"] in steps:
             prompts.setdefault(str(line["prompt"]), []).append(line)

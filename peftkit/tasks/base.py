@@ -19,15 +19,14 @@ from peftkit.data.pack import padded
 from peftkit.data.rows.lazy import LazyRows, View, tokens_of_each
 from peftkit.data.style import Style
 from peftkit.events import Listener, Progress, ignore
-from peftkit.execution.parallel import Part
 from peftkit.execution.plan import ExecutionPlan
+from peftkit.execution.world import Part
 from peftkit.forward.attention import training_attention
 from peftkit.forward.loss import unwrapped
 from peftkit.model.places import num_embeddings
 from peftkit.settings import DataConfig
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, split_micro_batches
-from peftkit.tasks.row_loader import RowLoader
-from peftkit.tasks.rows import check_vocabulary
+from peftkit.tasks.row_loader import RowLoader, check_vocabulary
 
 
 class Task(ABC):
@@ -151,7 +150,7 @@ class Task(ABC):
 
 @torch.no_grad()
 def mean_loss(
-    task: Task, model: nn.Module, rows: Sequence[Any], on_event: Listener = ignore
+    task: Task, model: nn.Module, rows: Sequence[object], on_event: Listener = ignore
 ) -> tuple[dict[str, float], int]:
     """Return the means of a task's loss and metrics over rows, and the target count."""
     total, num_targets = torch.zeros(1 + len(task.metric_names), dtype=torch.float64), 0
@@ -166,7 +165,7 @@ def mean_loss(
 def over_batches(
     task: Task,
     model: nn.Module,
-    rows: Sequence[Any],
+    rows: Sequence[object],
     text: str,
     on_event: Listener,
     compute: Callable[[Mapping[str, Tensor]], Tensor],

@@ -11,7 +11,7 @@ from torch import Tensor
 from peftkit.data.rows.lazy import num_tokens
 from peftkit.errors import RunError
 from peftkit.execution.out_of_memory import attempt, is_out_of_memory
-from peftkit.execution.parallel import Parallel, Part
+from peftkit.execution.world import Parallel, Part, Rows
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class RowTooLarge(RunError):
 
 
 def too_large(
-    row: Any, rows: Sequence[Any], fits: Callable[[Any], bool], *, fix: str = TOO_LARGE
+    row: Any, rows: Rows, fits: Callable[[Any], bool], *, fix: str = TOO_LARGE
 ) -> RowTooLarge:
     """Return the error for a single row that does not fit, with the longest length that fits.
 
@@ -59,18 +59,18 @@ def too_large(
     )
 
 
-def equal_parts(rows: Sequence[Any], size: int) -> list[Part]:
+def equal_parts(rows: Rows, size: int) -> list[Part]:
     """Return rows in parts of `size`, the last one possibly smaller."""
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def split_micro_batches(
-    rows: Sequence[Any],
-    num_positions: Callable[[Sequence[Any]], int],
+    rows: Rows,
+    num_positions: Callable[[Rows], int],
     max_rows: int,
     max_tokens: int | None = None,
     bucket_key: Callable[[Any], Any] | None = None,
-) -> list[Sequence[Any]]:
+) -> list[Rows]:
     """Return rows in micro-batches of at most `max_rows` and `max_tokens`, padding included.
 
     If the given order exceeds `max_tokens`, rows are sorted, longest first: neighbours then have
@@ -93,7 +93,7 @@ def split_micro_batches(
     parts = equal_parts(rows, max_rows)
     if max_tokens is None or all(num_positions(part) <= max_tokens for part in parts):
         return parts
-    fitting: list[Sequence[Any]] = [[]]
+    fitting: list[Rows] = [[]]
     for row in sorted(rows, key=lambda row: num_positions([row]), reverse=True):
         part = [*fitting[-1], row]
         if len(part) == 1 or (len(part) <= max_rows and num_positions(part) <= max_tokens):
@@ -133,9 +133,9 @@ def on_host(batch: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def batches_that_fit(
-    rows: Sequence[Any],
+    rows: Rows,
     size: int,
-    split: Callable[[Sequence[Any], int], Sequence[Part]],
+    split: Callable[[Rows, int], Sequence[Part]],
     compute: Callable[[Part], T],
     *,
     parallel: Parallel | None = None,
@@ -169,7 +169,7 @@ def batches_that_fit(
     def result_of(part: Part) -> T | None:
         return attempt(lambda: compute(part), can_halve)
 
-    def aligned(rest: Sequence[Any]) -> list[tuple[Part, bool]]:
+    def aligned(rest: Rows) -> list[tuple[Part, bool]]:
         parts = split(rest, size)
         return [(part, True) for part in parts] if parallel is None else parallel.align(parts)
 

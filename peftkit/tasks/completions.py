@@ -4,29 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from torch import nn
 
 from peftkit.data.generation import prompt_ids, stop_ids
-from peftkit.data.pack import IGNORE, Row
-from peftkit.data.row_text import last_answer, last_answer_span
+from peftkit.data.pack import IGNORE, Row, last_answer, last_answer_span
 from peftkit.events import Sample
 from peftkit.forward.batch_layout import BatchLayout
 from peftkit.tasks.base import Task
 from peftkit.tasks.metrics import exact_match
 
 if TYPE_CHECKING:
-    from peftkit.inference.own_answers import PromptFormat
+    from peftkit.inference.generate import PromptFormat
 
 MARGIN = 1.25
 """Longest completion, relative to the longest reference."""
-OnCount = Callable[[int], None]
-"""Called with a number of rows."""
 
 
-def ignore_count(number: int) -> None:
-    """Do nothing."""
+class Options(TypedDict, total=False):
+    """How completions are generated.
+
+    Attributes:
+        max_new_tokens: None: by the longest reference of the rows.
+        batch_size: Maximum concurrent completions; None: the default.
+        on_answer: Called with the number of completions so far.
+        on_fewer: Called with the new batch size when memory ran out.
+    """
+
+    max_new_tokens: int | None
+    batch_size: int | None
+    on_answer: Callable[[int], None]
+    on_fewer: Callable[[int], None]
 
 
 class CompletingTask(Task):
@@ -39,54 +48,37 @@ class CompletingTask(Task):
         """How the model reads prompts without media; None: as its tokenizer says."""
         return None
 
-    def answers(
-        self,
-        model: Any,
-        rows: Sequence[Any],
-        *,
-        max_new_tokens: int | None = None,
-        batch_size: int | None = None,
-        on_answer: OnCount | None = None,
-        on_fewer: OnCount | None = None,
-    ) -> list[Sample]:
+    def answers(self, model: Any, rows: Sequence[Any], **options: Unpack[Options]) -> list[Sample]:
         """Return the greedy completion of each row's prompt; a row without targets is a prompt.
-
-        Args:
-            max_new_tokens: None: by the longest reference of the rows.
-            batch_size: Most completions at a time; None: the engine's default.
-            on_answer: Called with the number of completions so far.
-            on_fewer: Called with the new batch size when memory ran out.
 
         Raises:
             RunError: A row does not fit into memory.
         """
+        texts = self.completions(model, rows, **options)
+        return [
+            Sample(self.prompt_text(row), text, self.reference_text(row), row.source)
+            for row, text in zip(rows, texts, strict=True)
+        ]
+
+    def completions(self, model: Any, rows: Sequence[Any], **options: Unpack[Options]) -> list[str]:
+        """Return the text of each completion; see `answers`."""
         from peftkit.inference.generate import decoded, generate_ids
 
         self.layout.forget()
-        tokenizer = self.tokenizer
-        prompts = [
-            last_answer(tokenizer, row)[0] if row.num_targets else list(row.input_ids)
-            for row in rows
-        ]
-        completions = generate_ids(
-            model,
-            tokenizer,
-            prompts,
-            max_new_tokens=max_new_tokens or longest_answer(rows),
-            batch_size=batch_size,
-            stops=stop_ids(tokenizer, self.rows.prompt_style),
-            on_answer=on_answer,
-            on_fewer=on_fewer,
-        )
-        return [
-            Sample(
-                decoded(tokenizer, prompt).strip(),
-                decoded(tokenizer, ids),
-                self.reference_text(row),
-                row.source,
-            )
-            for row, prompt, ids in zip(rows, prompts, completions, strict=True)
-        ]
+        options["max_new_tokens"] = options.get("max_new_tokens") or longest_answer(rows)
+        prompts, stops = map(self._prompt, rows), stop_ids(self.tokenizer, self.rows.prompt_style)
+        answers = generate_ids(model, self.tokenizer, [*prompts], stops=stops, **options)
+        return [decoded(self.tokenizer, ids) for ids in answers]
+
+    def _prompt(self, row: Any) -> list[int]:
+        """Return the tokens of a row before its last answer."""
+        return last_answer(self.tokenizer, row)[0] if row.num_targets else list(row.input_ids)
+
+    def prompt_text(self, row: Any) -> str:
+        """Return a row's prompt as text."""
+        from peftkit.inference.generate import decoded
+
+        return decoded(self.tokenizer, self._prompt(row)).strip()
 
     def reference_text(self, row: Any) -> str | None:
         """Return a row's own answer; None if it is a prompt alone."""
@@ -115,7 +107,7 @@ class CompletingTask(Task):
         return {"exact_match": exact_match(pairs)}
 
 
-def longest_answer(rows: Sequence[Any]) -> int:
+def longest_answer(rows: Sequence[Row]) -> int:
     """Return the maximum length of a completion in tokens, by the longest reference."""
     lengths = [stop - start for start, stop in map(last_answer_span, rows)]
     return math.ceil(MARGIN * max(lengths))

@@ -98,7 +98,7 @@ class TaskConfig(Config, ABC):
         """The setting that has answers generated after the adapter is attached; "": none."""
         return ""
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> dict[str, object]:
         """Return the config that is saved with the adapter."""
         return self.model_dump(mode="json")
 
@@ -132,9 +132,7 @@ class TaskConfig(Config, ABC):
     ) -> Task:
         """Create the task for a model that was loaded for `purpose` and has its adapter.
 
-        Args:
-            processor: The base's tokenizer or image processor.
-            style: Prompt style of the adapter's training; None: the style of the rows.
+        The arguments are those of `Task`.
 
         Raises:
             PeftkitError: The model or the settings do not suit the task.

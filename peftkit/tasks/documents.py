@@ -1,4 +1,4 @@
-"""Tasks with losses over whole documents, and tasks that train on rollouts.
+"""Tasks with losses over whole documents, and steps on answers that their model samples.
 
 The prompts, seeds and answers of a step are a function of the run's seed, the step and the
 weights. They are not saved; a resumed run generates them again.
@@ -9,8 +9,7 @@ Shapes: n answer tokens of a batch.
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -18,9 +17,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from peftkit.data.pack import collate, rounded_up
+from peftkit.data.pack import Row, collate, rounded_up
 from peftkit.errors import ConfigError, RunError
-from peftkit.events import Listener, RolledOut, ScoredAnswer, ignore
+from peftkit.events import RolledOut, ScoredAnswer
 from peftkit.execution import rng
 from peftkit.forward.loss import token_log_probs
 from peftkit.forward.padding_free import num_positions
@@ -28,10 +27,9 @@ from peftkit.forward.probes import check_causal
 from peftkit.inference.engine import MAX_ROWS
 from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.model.modes import adapters_off, evaluating
-from peftkit.tasks.base import mean_loss
 from peftkit.tasks.batches import OnDevice
 from peftkit.tasks.completions import CompletingTask
-from peftkit.tasks.rows import exact_length
+from peftkit.tasks.row_loader import exact_length
 from peftkit.tasks.run_hooks import Reference, Run, RunHooks
 from peftkit.tasks.tokens import TokenTask
 
@@ -75,14 +73,14 @@ class DocumentTask(RunHooks, CompletingTask, TokenTask):
             return sum(lengths) - shared
         return min(padded, num_positions(lengths) - shared)
 
-    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
-        """Return documents as a batch, in one row if that is faster.
+    def documents(self, documents: Sequence[Row]) -> dict[str, Tensor]:
+        """Return documents as a batch, padding-free if that is faster.
 
         document (n,): the index of the document that a target token is in.
         """
-        return self.layout.unpadded(self.padded(rows))
+        return self.layout.unpadded(self.padded(documents))
 
-    def padded(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+    def padded(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return documents as a batch, padded on the right."""
         batch = collate(rows, self.pad_id, self.rows.max_length)
         return {**batch, "document": batch["target_index"] // batch["input_ids"].shape[1]}
@@ -92,14 +90,6 @@ class DocumentTask(RunHooks, CompletingTask, TokenTask):
         targets = batch["target_index"], batch["targets"]
         with self.model_inputs(model, batch) as inputs:
             return token_log_probs(model, self.head, inputs, *targets)
-
-    @abstractmethod
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor: ...
-
-    def metrics(
-        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
-    ) -> dict[str, float]:
-        return mean_loss(self, model, rows, on_event)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,39 +107,34 @@ class Rollout:
     answers: tuple[ScoredAnswer, ...]
 
 
-class RolloutTask(DocumentTask):
-    """A task whose rows are prompts: steps train on answers that the model samples.
+RollOut = Callable[[Sequence[Any], Sequence[int] | None, ModelSampler], Rollout]
+"""Samples answers to prompts, with a seed for each prompt or greedily, and scores them."""
 
-    Attributes:
-        updates: Optimizer steps with the same answers.
-        needs_log_probs: Whether a step needs `log_probs`.
+
+class OnPolicy:
+    """Optimizer steps on answers that the trained model samples.
+
+    Args:
+        task: Makes batches of the rows of a rollout; its config sets `max_new_tokens`.
         stops: Tokens that end an answer.
+        updates: Optimizer steps with the same answers.
+        add_log_probs: Stores further log-probabilities with the rows of a batch before a step;
+            None: the loss needs none.
     """
 
-    stops: Sequence[int]
-    updates: int = 1
-    needs_log_probs: bool = False
-    _empty_steps = 0
-
-    @abstractmethod
-    def roll_out(
-        self, prompts: Sequence[Any], seeds: Sequence[int] | None, sampler: ModelSampler
-    ) -> Rollout:
-        """Sample answers to prompts, and score them.
-
-        Args:
-            seeds: Seed of each prompt; None: greedy answers, for evaluation.
-
-        Raises:
-            RunError: A reward function failed.
-        """
-
-    def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the log-probabilities that a step needs in addition to the model's."""
-        return {}
-
-    def remember(self, rows: Sequence[Any], values: Mapping[str, Tensor]) -> None:
-        """Store the `log_probs` of a batch with its rows."""
+    def __init__(
+        self,
+        task: DocumentTask,
+        roll_out: RollOut,
+        stops: Sequence[int],
+        *,
+        updates: int = 1,
+        add_log_probs: Callable[[nn.Module, Sequence[Any], Mapping[str, Tensor]], None]
+        | None = None,
+    ) -> None:
+        self._task, self._roll_out, self.stops = task, roll_out, stops
+        self._updates, self._add_log_probs = updates, add_log_probs
+        self._empty_steps = 0
 
     def sample(
         self,
@@ -159,19 +144,19 @@ class RolloutTask(DocumentTask):
         number: int = 1,
     ) -> list[list[SampledAnswer]]:
         """Return `number` answers to each prompt; greedy ones where there are no seeds."""
-        self.layout.forget()
         return sampler.answers(
             prompts,
             drawn_seeds(seeds, number),
-            max_new_tokens=self.config.max_new_tokens,
+            max_new_tokens=self._task.config.max_new_tokens,
             stops=self.stops,
         )
 
     def sampler(self, model: nn.Module) -> ModelSampler:
         """Return the sampler of a model."""
-        return ModelSampler(model, self.tokenizer, MAX_ROWS)
+        self._task.layout.forget()
+        return ModelSampler(model, self._task.tokenizer, MAX_ROWS)
 
-    def check_answers(self, run: Run) -> None:
+    def check(self, run: Run) -> None:
         """Check that each process can generate answers alone.
 
         Raises:
@@ -183,27 +168,30 @@ class RolloutTask(DocumentTask):
                 fix="Set train.shard: none.",
             )
 
-    def answered_step(self, prompts: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+    def step(self, prompts: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
         """Return the rows of the optimizer steps that train on answers to prompts.
 
         Raises:
             RunError: A reward function failed, or all answers have had equal rewards for too long.
         """
         began = time.perf_counter()
-        step = run.state.step
-        seeds = [rng.seed_of(run.config.seed, step, index) for index in run.indices]
+        number = run.state.step
+        seeds = [rng.seed_of(run.config.seed, number, index) for index in run.indices]
         rollout = self._rolled_out(prompts, seeds, run)
         seconds = time.perf_counter() - began
-        run.say(RolledOut(step + 1, seconds, rollout.answers))
+        run.say(RolledOut(number + 1, seconds, rollout.answers))
         run.figures |= _means(rollout, run) | {"rollout_seconds": seconds}
         if not run.world.max(len(rollout.rows)):
             self._count_empty(run.figures)
             return []
         self._empty_steps = 0
-        if self.needs_log_probs:
-            with run.parallel.together():
-                self._find_log_probs(rollout.rows, run)
-        return [rollout.rows] * self.updates
+        if self._add_log_probs is not None:
+            autocast = run.world.autocast()
+            with run.parallel.together(), torch.no_grad(), evaluating(run.model), autocast:
+                for part in run.micro_batches(rollout.rows):
+                    batch = OnDevice(self._task.collate(part), run.world.device)
+                    self._add_log_probs(run.model, part, batch)
+        return [rollout.rows] * self._updates
 
     def greedy_metrics(self, prompts: Sequence[Any], run: Run) -> dict[str, float]:
         """Return the mean rewards of greedy answers; "loss" is the negative reward."""
@@ -215,7 +203,7 @@ class RolloutTask(DocumentTask):
         before = rng.capture(run.world.device)
         try:
             with run.parallel.together(), evaluating(run.model):
-                rollout = self.roll_out(prompts, seeds, self.sampler(run.model))
+                rollout = self._roll_out(prompts, seeds, self.sampler(run.model))
         finally:
             rng.restore(before, run.world.device)
         return rollout
@@ -231,14 +219,6 @@ class RolloutTask(DocumentTask):
                 fix="Use a reward that differs between answers, or easier prompts; or raise "
                 "task.answers or task.max_new_tokens.",
             )
-
-    @torch.no_grad()
-    def _find_log_probs(self, rows: Sequence[Any], run: Run) -> None:
-        """Compute log-probabilities under these weights, or the reference's."""
-        with evaluating(run.model), run.world.autocast():
-            for part in run.micro_batches(rows):
-                batch = OnDevice(self.collate(part), run.world.device)
-                self.remember(part, self.log_probs(run.model, batch))
 
 
 def drawn_seeds(seeds: Sequence[int] | None, number: int) -> list[list[int]] | None:

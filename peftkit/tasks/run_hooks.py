@@ -11,16 +11,15 @@ from torch import Tensor, nn
 
 from peftkit.data.rows.lazy import View
 from peftkit.events import Event, Listener, ignore
-from peftkit.execution.parallel import Parallel, Part
 from peftkit.execution.signals import StopRequest
 from peftkit.execution.state import State
-from peftkit.execution.world import World
+from peftkit.execution.world import Parallel, Part, World
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import split_micro_batches
 
 if TYPE_CHECKING:
-    from peftkit.model.side_adapter import SideAdapter
+    from peftkit.model.modes import SideAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class RunHooks:
     """Reason in the error of a run that trained on nothing."""
 
     @property
-    def identity(self) -> Mapping[str, Any]:
+    def identity(self) -> Mapping[str, object]:
         """Values that must not change when a run resumes, in addition to the task's config."""
         return {}
 

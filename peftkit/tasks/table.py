@@ -5,7 +5,7 @@ Another package adds a task with an entry point of the group peftkit.tasks that 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator
 
@@ -38,7 +38,7 @@ TASKS = LazyTable[TaskConfig](
 )
 
 
-def _expand(value: object) -> Any:
+def _expand(value: object) -> object:
     """Accept a task's type alone as a task with default settings."""
     return {"type": value} if isinstance(value, str) else value
 

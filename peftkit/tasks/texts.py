@@ -28,7 +28,7 @@ from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, equal_parts
 from peftkit.tasks.classes.labels import RecordEncoder
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.metrics import class_report, mean_f1
-from peftkit.tasks.rows import longest
+from peftkit.tasks.row_loader import longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class Texts:
 
     def encode(self, text: str, pair: str | None = None, *, offsets: bool = False) -> Encoded:
         """Tokenize a text or a pair of texts; the longer text of a pair is truncated first."""
-        options: dict[str, Any] = {"return_offsets_mapping": True} if offsets else {}
+        options: dict[str, object] = {"return_offsets_mapping": True} if offsets else {}
         fields = self.tokenizer(text, pair, verbose=False, **options)
         is_cut = len(fields["input_ids"]) > self.max_length
         if is_cut:
@@ -172,7 +172,7 @@ class Texts:
         """Return the tokens of a part of a text, without special tokens."""
         return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def collate(self, texts: Sequence[Any]) -> dict[str, Tensor]:
+    def collate(self, texts: Sequence[Encoded]) -> dict[str, Tensor]:
         """Return input_ids, attention_mask and, if there are any, token_type_ids (B, T).
 
         Padding is on the right: a decoder's head reads the last token that is not padding.
@@ -225,11 +225,11 @@ class TextTask(Task):
         self.texts = Texts(model, self.tokenizer, self.rows.data.max_length)
         self.rows.max_length = self.texts.max_length
 
-    def num_positions(self, rows: Sequence[Any]) -> int:
+    def num_positions(self, rows: Sequence[TextsRow]) -> int:
         lengths = [length for row in rows for length in row.lengths]
         return len(lengths) * rounded_up(max(lengths))
 
-    def tokens(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+    def tokens(self, rows: Sequence[TextsRow]) -> dict[str, Tensor]:
         """Return the tokens of all texts of the rows as a batch; see `Texts.collate`."""
         return self.texts.collate([text for row in rows for text in row.texts])
 
@@ -330,7 +330,7 @@ class Classifier(Task):
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return the loss, and metrics of all logits and targets together."""
-        predicted, true, seen, loss = list[Tensor](), list[Tensor](), list[Any](), 0.0
+        predicted, true, seen, loss = list[Tensor](), list[Tensor](), list[object](), 0.0
         compute = partial(self.logits, model)
         for part, batch, logits in over_batches(
             self, model, rows, self.progress, on_event, compute

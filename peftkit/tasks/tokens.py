@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from peftkit.config.lazy import LazyMap
 from peftkit.data.encode import DocumentEncoder
-from peftkit.data.field_names import FieldNames
-from peftkit.data.pack import IGNORE, PackedRows, Row, collate
-from peftkit.data.row_text import labelled_segments
+from peftkit.data.format import FieldNames
+from peftkit.data.pack import IGNORE, PackedRows, Row, collate, labelled_segments
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.lazy import LazyRows
 from peftkit.defaults import should_pack
@@ -43,8 +42,13 @@ from peftkit.settings import CHAT, DataConfig
 from peftkit.tasks.base import Task, mean_loss
 from peftkit.tasks.completions import CompletingTask
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.row_loader import RowLoader
-from peftkit.tasks.rows import PLAIN_PROMPTS, TEXTS_WITH_TURNS, exact_length, turns_in
+from peftkit.tasks.row_loader import (
+    PLAIN_PROMPTS,
+    TEXTS_WITH_TURNS,
+    RowLoader,
+    exact_length,
+    turns_in,
+)
 
 IGNORED = {"target_index": 0, "targets": IGNORE}
 """Targets that a loss over tokens ignores."""
@@ -190,7 +194,9 @@ class TokenTask(Task):
     def metrics(
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
     ) -> dict[str, float]:
-        """Return loss (nats per target token) and perplexity."""
+        """Return the loss; of tokens of text (nats per target token) with its perplexity."""
+        if not self.predicts_tokens:
+            return super().metrics(model, rows, on_event=on_event)
         means, num_tokens = mean_loss(self, model, rows, on_event)
         return {**means, "perplexity": perplexity(means["loss"]), "num_tokens": num_tokens}
 

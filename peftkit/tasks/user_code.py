@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,24 +94,24 @@ def source_hashes(uses: Iterable[str]) -> dict[str, str]:
     return {use: hashlib.sha256(file_of(use).read_bytes()).hexdigest()[:16] for use in uses}
 
 
-def returned(function: Callable[..., Any], /, **arguments: Any) -> Any:
+def returned(function: Callable[..., object], /, **arguments: object) -> Any:
     """Return what a function returns, also one that is async."""
     result = function(**arguments)
     return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
 
-async def _awaited(result: Any) -> Any:
+async def _awaited(result: Awaitable[object]) -> Any:
     return await result
 
 
 def outcome(
-    function: Callable[..., Any], seconds: float, /, **arguments: Any
+    function: Callable[..., object], seconds: float, /, **arguments: object
 ) -> tuple[Any, BaseException | None]:
     """Return what a function returns, or what it raises: TimeoutError after so many seconds.
 
     It runs in a thread, which continues after a timeout.
     """
-    box: list[tuple[Any, BaseException | None]] = []
+    box: list[tuple[object, BaseException | None]] = []
 
     def work() -> None:
         try:
@@ -126,7 +126,7 @@ def outcome(
 
 
 def called(
-    function: Callable[..., Any] | None, call: Call, seconds: float
+    function: Callable[..., object] | None, call: Call, seconds: float
 ) -> tuple[str, BaseException | None]:
     """Return what a tool returns, as text, and why the call failed: the text says so then.
 
@@ -140,7 +140,7 @@ def called(
     return text.encode(errors="replace").decode(), error  # halves of characters are no text
 
 
-def tool_schemas(functions: Mapping[str, Callable[..., Any]]) -> list[Mapping[str, Any]]:
+def tool_schemas(functions: Mapping[str, Callable[..., object]]) -> list[Mapping[str, Any]]:
     """Return what chat templates take of functions with types and docstrings in Google's style.
 
     Raises:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from peftkit.events import Listener, ignore
 from peftkit.execution import rng
-from peftkit.execution.parallel import Part
-from peftkit.execution.world import World
+from peftkit.execution.world import Part, World
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import batches_that_fit, on_host, split_micro_batches
 from peftkit.tasks.run_hooks import Run, RunHooks

@@ -23,8 +23,7 @@ from torch import Tensor
 from peftkit.data.rows.lazy import num_tokens
 from peftkit.errors import RunError
 from peftkit.execution.out_of_memory import is_out_of_memory
-from peftkit.execution.parallel import Parallel, Part
-from peftkit.execution.world import World
+from peftkit.execution.world import Parallel, Part, Rows, World
 from peftkit.kernels.device import pinned_copy
 from peftkit.tasks.base import Task
 
@@ -142,7 +141,7 @@ class Lockstep(Parallel):
 
     in_lockstep = True
 
-    def __init__(self, world: World, task: Task, *rows: Sequence[Any]) -> None:
+    def __init__(self, world: World, task: Task, *rows: Rows) -> None:
         super().__init__(world)
         self._kind = task.bucket_key
         self._shortest: dict[Any, Part] = {}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import PeftkitError, RunError
-from peftkit.execution.parallel import Part
+from peftkit.execution.world import Part, Rows
 from peftkit.files.disk import write_json
 from peftkit.files.tensors import non_finite
 
@@ -107,7 +107,7 @@ class GradientWatch:
 
 def diagnose(
     model: nn.Module,
-    run_batch: Callable[[Sequence[Any]], Tensor],
+    run_batch: Callable[[Rows], Tensor],
     passes: Sequence[tuple[Part, bool]],
     *,
     step: int,
@@ -145,7 +145,7 @@ def diagnose(
     )
 
 
-def sources(rows: Sequence[Any]) -> list[str]:
+def sources(rows: Rows) -> list[str]:
     """Return each row's source, such as train.jsonl:7."""
     return [str(getattr(row, "source", f"row {row!r:.40}")) for row in rows]
 
@@ -155,8 +155,8 @@ def _first_non_finite(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
     """Yield a list that gets the (path, class) of the first module with a non-finite output."""
     seen: list[tuple[str, str]] = []
 
-    def hook_of(path: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+    def hook_of(path: str) -> Callable[[nn.Module, object, object], None]:
+        def hook(module: nn.Module, inputs: object, output: object) -> None:
             floats = (tensor for tensor in _tensors(output) if tensor.is_floating_point())
             if not seen and not all(bool(torch.isfinite(tensor).all()) for tensor in floats):
                 seen.append((path or "(the model)", type(module).__name__))
@@ -171,7 +171,7 @@ def _first_non_finite(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
             handle.remove()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

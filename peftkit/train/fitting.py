@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -21,6 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from peftkit.data.rows.lazy import num_tokens
 from peftkit.execution.plan import Activations, ExecutionPlan
+from peftkit.execution.world import Rows
+from peftkit.forward.blocks import input_bytes
 from peftkit.kernels.fused import observing_recipes
 from peftkit.train.optim import LossScale
 
@@ -67,9 +69,7 @@ class ActivationBytes:
 
 
 def saved_by(
-    run: Callable[[], Tensor],
-    blocks: Sequence[nn.Module],
-    feed_forward: Sequence[nn.Module] = (),
+    run: Callable[[], Tensor], blocks: Sequence[nn.Module], feed_forward: Sequence[nn.Module] = ()
 ) -> ActivationBytes:
     """Count the bytes that a forward pass saves, without weights and other persistent tensors.
 
@@ -82,7 +82,7 @@ def saved_by(
     with_recipe: dict[StorageWeakRef, Place] = {}
     inputs: list[int] = []
     within: list[int] = []
-    in_feed_forward: list[nn.Module] = []
+    in_feed_forward: list[None] = []
 
     def add(places: dict[StorageWeakRef, Place], tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -90,24 +90,20 @@ def saved_by(
         place = (storage.nbytes(), call, bool(in_feed_forward))
         places.setdefault(StorageWeakRef(storage), place)
 
-    def enter(block: nn.Module, args: tuple[Any, ...], more: dict[str, Any]) -> None:
-        hidden = next((x for x in (*args, *more.values()) if isinstance(x, Tensor)), None)
+    def enter(block: nn.Module, args: tuple[object, ...], more: dict[str, object]) -> None:
         within.append(len(inputs))
-        inputs.append(0 if hidden is None else hidden.numel() * hidden.element_size())
+        inputs.append(input_bytes(args, more))
 
-    def leave(block: nn.Module, args: Any, output: Any) -> None:
+    def leave(*_: object) -> None:
         within.pop()
-
-    def enter_tiled(module: nn.Module, args: Any) -> None:
-        in_feed_forward.append(module)
-
-    def leave_tiled(module: nn.Module, args: Any, output: Any) -> None:
-        in_feed_forward.pop()
 
     handles = [b.register_forward_pre_hook(enter, with_kwargs=True) for b in blocks]
     handles += [b.register_forward_hook(leave, always_call=True) for b in blocks]
-    handles += [m.register_forward_pre_hook(enter_tiled) for m in feed_forward]
-    handles += [m.register_forward_hook(leave_tiled, always_call=True) for m in feed_forward]
+    for module in feed_forward:
+        handles += [
+            module.register_forward_pre_hook(lambda *_: in_feed_forward.append(None)),
+            module.register_forward_hook(lambda *_: in_feed_forward.pop(), always_call=True),
+        ]
     try:
         with (
             observing_recipes(partial(add, with_recipe)),
@@ -198,7 +194,7 @@ class Fitting:
         self,
         plan: ExecutionPlan,
         modes: tuple[Activations, ...],
-        num_positions: Callable[[Sequence[Any]], int],
+        num_positions: Callable[[Rows], int],
         *,
         needs_scale: bool,
     ) -> None:
@@ -206,7 +202,7 @@ class Fitting:
         self.num_positions, self.scale = num_positions, LossScale(needs_scale)
         self.most_offloaded: int | None = None
 
-    def costs(self, *measured: tuple[ActivationBytes, Sequence[Any]], tile: float = 1.0) -> Costs:
+    def costs(self, *measured: tuple[ActivationBytes, Rows], tile: float = 1.0) -> Costs:
         """Return the costs of each activation mode, the maximum over measured batches of rows.
 
         Args:
@@ -221,7 +217,7 @@ class Fitting:
     def smaller(
         self,
         plan: ExecutionPlan,
-        parts: Sequence[Sequence[Any]],
+        parts: Sequence[Rows],
         agree: Callable[[list[int]], list[int]] = list,
     ) -> ExecutionPlan | None:
         """Return the next plan in the fallback order; None: there is none.

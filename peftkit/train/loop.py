@@ -20,6 +20,7 @@ from peftkit.events import Listener, Notice, RunDone, StepDone, ignore
 from peftkit.execution import rng
 from peftkit.execution.signals import Interrupted, stop_requests
 from peftkit.execution.state import Result, State, StepFacts
+from peftkit.execution.world import Rows
 from peftkit.figures import RECENT_STEPS, recent_mean
 from peftkit.formats.folders import set_aside
 from peftkit.kernels.device import PINNING, gpu_of, keep_freed_memory, trim_malloc
@@ -44,13 +45,7 @@ from peftkit.train.metrics import (
 )
 from peftkit.train.optim import learning_rate
 from peftkit.train.resume import identity_of
-from peftkit.train.start import (
-    delete_checkpoints,
-    locked,
-    new_run,
-    prepare_output,
-    shared_tensors,
-)
+from peftkit.train.start import delete_checkpoints, locked, new_run, prepare_output, shared_tensors
 from peftkit.train.step import Step
 from peftkit.train.validation import Validation
 
@@ -65,8 +60,8 @@ GIVE_BACK_EVERY = 16
 def fit(
     model: nn.Module,
     task: Task,
-    train_rows: Sequence[Any],
-    eval_rows: Sequence[Any] = (),
+    train_rows: Rows,
+    eval_rows: Rows = (),
     config: TrainConfig | None = None,
     *,
     weights: Weights | None = None,
@@ -158,7 +153,7 @@ def train(
                 rows = [run.rows[index] for index in run.indices]
                 rate = learning_rate(run.state.step, run.num_steps, config)
                 began = time.perf_counter()
-                with saver.saving_on(PeftkitError), step.blocks.eagerly():  # user code may raise
+                with saver.saving_on(PeftkitError), step.eagerly():  # user code may raise
                     batches = hooks.before_step(rows, run)
                 if batches:
                     coming = _rows_ahead(run, step, sampler, are_same=batches[0] is rows)
@@ -221,8 +216,7 @@ def _prepared(run: Run, step: Step) -> Iterator[tuple[Callable[[], None] | None,
             with run.task.training(model, plan):
                 yield begin_quantization, wrong_groups
     finally:
-        step.prefetcher.close()
-        step.blocks.restore()
+        step.close()
 
 
 def _begin(run: Run, step: Step, saver: Saver, resume: Sequence[str] | None) -> None:
@@ -247,7 +241,7 @@ def _begin(run: Run, step: Step, saver: Saver, resume: Sequence[str] | None) -> 
 
 def _give_back(run: Run, step: Step) -> None:
     """Return a CPU's free memory to the system; report a GPU that is nearly full."""
-    if not step.plan.on_gpu:
+    if gpu_of(run.world.device) is None:
         trim_malloc()
     elif run.state.step and (problem := step.retries.report(GIVE_BACK_EVERY)):
         run.say(Notice(problem))
@@ -260,9 +254,7 @@ def _indices(run: Run, sampler: StatelessSampler, step: int) -> list[int]:
     return sampler.step_indices(step, run.world.rank, run.world.world_size)
 
 
-def _rows_ahead(
-    run: Run, step: Step, sampler: StatelessSampler, *, are_same: bool
-) -> Sequence[Any] | None:
+def _rows_ahead(run: Run, step: Step, sampler: StatelessSampler, *, are_same: bool) -> Rows | None:
     """Return the rows that the next step trains on; None: unknown, or not needed in advance.
 
     Args:
@@ -275,12 +267,7 @@ def _rows_ahead(
 
 
 def _take_steps(
-    run: Run,
-    step: Step,
-    saver: Saver,
-    batches: Sequence[Sequence[Any]],
-    rate: float,
-    coming: Sequence[Any] | None,
+    run: Run, step: Step, saver: Saver, batches: Sequence[Rows], rate: float, coming: Rows | None
 ) -> StepFacts:
     """Take an optimizer step with each batch of rows; return the facts of the last."""
     began = time.perf_counter()

@@ -4,25 +4,18 @@ Both follow from config, rows and memory, without timing, and are saved with the
 forward pass gives the bytes per token of each activation mode (fitting.py). Plans made before a run
 (planning/) know neither its rows nor its loaded model.
 
-Compiled blocks must compute the loss and the gradients of eager ones. The first micro-batch goes
-through the model three times, with the same random numbers: eagerly, eagerly with rounding noise,
-and compiled. Gradients may differ by rounding (forward/noise.py).
-
 Compiling takes ten to twenty seconds for each kind of block. It saves more time per token in larger
 models, so blocks are compiled if tokens times parameters reach MIN_WORK for each kind (most
 decoders have one, T5 has four). Compilation uses the first rows of the data and symbolic sizes:
 the code does not depend on the first step of a resumed run. Evaluations run eagerly, since they
-would need other code.
+would need other code. Before the first step they are compared with eager blocks (compiled.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,21 +25,17 @@ from peftkit.errors import RunError
 from peftkit.events import Notice, Stage
 from peftkit.execution import rng
 from peftkit.execution.environment import AUTO_SHARE, free_for_training
-from peftkit.execution.out_of_memory import attempt, is_compile_error, is_out_of_memory, one_line
+from peftkit.execution.out_of_memory import attempt
 from peftkit.execution.plan import ACTIVATIONS_IN_WORDS, ExecutionPlan
 from peftkit.execution.world import World
 from peftkit.figures import size
 from peftkit.forward.compiler import uncompiled
-from peftkit.kernels.device import free_bytes, gpu_of
+from peftkit.kernels.device import free_bytes
 from peftkit.quant.audit import audit
-from peftkit.settings import TrainConfig
 from peftkit.tasks.run_hooks import Run
 from peftkit.train.fitting import ActivationBytes, Costs, choose, saved_by
 from peftkit.train.optim import STATE_BYTES
 from peftkit.train.step import Step
-
-if TYPE_CHECKING:
-    from peftkit.forward.noise import Figures
 
 SAMPLE = 2_000
 """Maximum number of rows whose lengths are measured."""
@@ -107,18 +96,17 @@ def _decide_recording(run: Run, step: Step) -> None:
     step.passes = RecordedPasses(step.run_pass, undo, model, blocks, parameters, ignored, device)
 
 
-def _saved(run: Run, step: Step, row: Any) -> ActivationBytes | None:
+def _saved(run: Run, step: Step, row: object) -> ActivationBytes | None:
     """Count the bytes that one row saves in mode "keep"; None if memory runs out."""
+    blocks = step.blocks
+    with rng.untouched(run.model, run.world.device), blocks.keeping_all():
+        return attempt(
+            lambda: saved_by(lambda: step.loss([row]), blocks.blocks, blocks.feed_forward),
+            run.parallel.ran_out,
+        )
 
-    def count() -> ActivationBytes:
-        blocks = step.blocks
-        with rng.untouched(run.model, run.world.device), blocks.keeping_all():
-            return saved_by(lambda: step.loss([row]), blocks.blocks, blocks.feed_forward)
 
-    return attempt(count, run.parallel.ran_out)
-
-
-def _most_offloaded(run: Run, step: Step, saved: ActivationBytes | None, row: Any) -> int | None:
+def _most_offloaded(run: Run, step: Step, saved: ActivationBytes | None, row: object) -> int | None:
     """Return the tokens (rows if they have none) whose blocks' inputs fit into main memory.
 
     The minimum over all processes, which share it. None: unknown, or nothing can be offloaded.
@@ -131,7 +119,9 @@ def _most_offloaded(run: Run, step: Step, saved: ActivationBytes | None, row: An
     return None if most == UNLIMITED else most
 
 
-def _refine(run: Run, step: Step, median: Any, saved: ActivationBytes | None, longest: Any) -> None:
+def _refine(
+    run: Run, step: Step, median: object, saved: ActivationBytes | None, longest: object
+) -> None:
     """Use the first plan in the fallback order that fits by measured bytes.
 
     Raises:
@@ -149,8 +139,8 @@ def _refine(run: Run, step: Step, median: Any, saved: ActivationBytes | None, lo
     costs, tiled = (_agreed(run.world, fitting.costs(*measured, tile=share)) for share in (1, tile))
 
     def chosen(available: float) -> ExecutionPlan | None:
-        more: Any = {"tiled": tiled, "most_offloaded": fitting.most_offloaded}
-        return choose(fitting.requested, costs, available, length, **more)
+        most = fitting.most_offloaded
+        return choose(fitting.requested, costs, available, length, tiled=tiled, most_offloaded=most)
 
     plan = chosen(available)
     # graphs keep the memory of a pass, and passes of other shapes run beside them
@@ -195,13 +185,13 @@ def _agreed(world: World, costs: Costs) -> Costs:
     return [(mode, float(world.max(math.ceil(cost)))) for mode, cost in costs]
 
 
-def _in_words(costs: Costs, row: Any) -> str:
+def _in_words(costs: Costs, row: object) -> str:
     texts = [f"{size(cost, 2)} if {ACTIVATIONS_IN_WORDS[mode]}" for mode, cost in costs]
     return f"A {'token' if num_tokens(row) else 'row'} takes {', '.join(texts)}."
 
 
 def _too_little(
-    run: Run, step: Step, longest: Any, costs: Costs, available: float, problem: str
+    run: Run, step: Step, longest: object, costs: Costs, available: float, problem: str
 ) -> RunError:
     mode, cost = min(costs, key=lambda mode_and_cost: mode_and_cost[1])
     fit, length = int(available / cost), num_tokens(longest)
@@ -235,10 +225,12 @@ def compile_blocks(run: Run, step: Step) -> None:
     if step.plan.compile is None:
         work = work_of(run) / step.blocks.num_kinds
         # compiled blocks cannot compute the tiles that rows need to fit
-        pays = is_worth_it(run.config, work, step.plan.device) and not step.plan.tiles
+        pays = work >= MIN_WORK.get(step.plan.device, math.inf) and not step.plan.tiles
         step.use(replace(step.plan, compile=pays))
     if not step.plan.compile:
         return
+    from peftkit.train.compiled import why_refused
+
     run.say(Stage("Compiling the model's blocks"))
     problem = step.blocks.why_not_compiled() or why_refused(run, step)
     if run.world.max(int(problem != "")) == 0:
@@ -254,97 +246,9 @@ def compile_blocks(run: Run, step: Step) -> None:
     run.say(uncompiled(problem).notice)
 
 
-def is_worth_it(config: TrainConfig, work: float, device: str) -> bool:
-    """Return whether to compile: train.compile; auto: whether the run is long enough.
-
-    Args:
-        work: Tokens of the run times parameters of the model, per kind of block.
-        device: Kind of device.
-    """
-    if config.compile != "auto":
-        return config.compile
-    return work >= MIN_WORK.get(device, float("inf"))
-
-
 def work_of(run: Run) -> float:
     """Return the tokens of the whole run times the parameters of the model."""
     all_tokens, num_rows = int(tokens_of_each(run.rows).sum()), len(run.rows)
     per_step = run.config.rows_per_step(run.world.world_size)
     tokens = all_tokens * run.num_steps * min(per_step / num_rows, 1.0)
     return tokens * audit(run.model).num_parameters
-
-
-def why_refused(run: Run, step: Step) -> str:
-    """Compile the blocks, and compare them with eager ones; return why they are refused, or "".
-
-    Generators, buffers, weights, gradients and a GPU's peak memory are as before.
-    """
-    device = run.world.device
-    rows = run.micro_batches(run.rows[: run.config.batch_size])[0]
-    try:
-        while rows:
-            problem = attempt(partial(_difference, run, step, rows), _ran_out)
-            if problem is not None:
-                return problem
-            rows = rows[: len(rows) // 2]
-    except Exception as error:
-        return one_line(error)
-    finally:
-        step.optimizer.zero_grad(set_to_none=True)
-        if (gpu := gpu_of(device)) is not None:
-            gpu.restart(device)
-    return "Memory ran out when a row's compiled gradients were compared with its eager ones."
-
-
-def _ran_out(error: Exception) -> bool:
-    return is_out_of_memory(error) and not is_compile_error(error)
-
-
-def _difference(run: Run, step: Step, rows: Sequence[Any]) -> str:
-    """Return how the compiled figures of rows differ from the eager ones; "" within the noise."""
-    from peftkit.forward.noise import blocks_rounded, difference_of  # a leaf
-
-    blocks = step.blocks
-    blocks.compile(False)
-    with rng.untouched(run.model, run.world.device), _without_zeros(run, step):
-        eager = _figures(run, step, rows)
-        with blocks_rounded(run.model, blocks.blocks):
-            noisy = _figures(run, step, rows)
-        blocks.compile()
-        compiled = _figures(run, step, rows)
-    problem = difference_of(compiled, eager, noisy)
-    by = f"The compiler of torch {torch.__version__} computes other numbers than eager blocks:"
-    return f"{by} {problem}" if problem else ""
-
-
-def _figures(run: Run, step: Step, rows: Sequence[Any]) -> Figures:
-    step.optimizer.zero_grad(set_to_none=True)
-    with rng.untouched(run.model, run.world.device):
-        loss = step.loss(rows)
-        loss.backward()
-    figures = {"the loss": loss.detach()}
-    for name, parameter in step.parameters.items():
-        grad = parameter.grad
-        figures[name] = torch.zeros_like(parameter) if grad is None else grad.detach().clone()
-    return figures
-
-
-@contextmanager
-def _without_zeros(run: Run, step: Step) -> Iterator[None]:
-    """Move tensors of zeros by up to the learning rate within the context, as the first step does.
-
-    With B = 0, every gradient of A is zero, whether it is computed correctly or not.
-    """
-    rate = run.config.learning_rate
-    zeros = [p for p in step.parameters.values() if not p.any()]
-    try:
-        with torch.no_grad():
-            for parameter in zeros:
-                parameter.uniform_(-rate, rate)
-        refresh_copies(run.model)
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter in zeros:
-                parameter.zero_()
-        refresh_copies(run.model)

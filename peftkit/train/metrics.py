@@ -218,19 +218,19 @@ def fallbacks_of(run: Run, plan: ExecutionPlan, wrong_groups: str = "") -> list[
     Args:
         wrong_groups: The result of `separate_wrong_groups`.
     """
-    model = run.model
-    found = (
-        _groups(wrong_groups),
+    found = [
+        _groups(wrong_groups) if wrong_groups else None,
         _padding(run, plan),
-        _kernels(model, plan),
-        _mixers(model, plan),
-    )
-    return [*filter(None, found), *_generation(run)]
+        _kernels(run.model) if plan.fused_kernels else None,
+        _mixers(run.model) if plan.on_gpu else None,
+    ]
+    samples = run.config.sample_every is not None or run.config.eval_generate
+    if samples or hasattr(run.task, "on_policy"):
+        found += _generation(run)
+    return [*filter(None, found)]
 
 
-def _groups(cause: str) -> Fallback | None:
-    if not cause:
-        return None
+def _groups(cause: str) -> Fallback:
     return Fallback(
         path="Adapter layers with one input are computed separately",
         cause=f"With torch {torch.__version__}, {cause}",
@@ -278,9 +278,7 @@ def _long_rows(run: Run, plan: ExecutionPlan, attention: TrainingAttention) -> F
     )
 
 
-def _kernels(model: nn.Module, plan: ExecutionPlan) -> Fallback | None:
-    if not plan.fused_kernels:
-        return None
+def _kernels(model: nn.Module) -> Fallback | None:
     if (missing := TRITON.missing) is not None:
         return missing
     if not (cause := why_unfused(model)):
@@ -293,10 +291,8 @@ def _kernels(model: nn.Module, plan: ExecutionPlan) -> Fallback | None:
     )
 
 
-def _mixers(model: nn.Module, plan: ExecutionPlan) -> Fallback | None:
+def _mixers(model: nn.Module) -> Fallback | None:
     """Return which packages a GPU lacks for linear attention, state spaces and convolutions."""
-    if not plan.on_gpu:
-        return None
     from peftkit.forward.mixer_kernels import missing_kernels
 
     if not (names := missing_kernels(model)):
@@ -310,12 +306,11 @@ def _mixers(model: nn.Module, plan: ExecutionPlan) -> Fallback | None:
 
 
 def _generation(run: Run) -> list[Fallback]:
-    """Return why completions during the run are slower, if it generates any."""
+    """Return why completions during the run are slower."""
     from peftkit.tasks.completions import CompletingTask
 
-    config, task = run.config, run.task
-    samples = config.sample_every is not None or config.eval_generate
-    if not (isinstance(task, CompletingTask) and (samples or hasattr(task, "sampler"))):
+    task = run.task
+    if not isinstance(task, CompletingTask):
         return []
     from peftkit.inference.open_engine import generation_fallbacks
 

@@ -56,7 +56,7 @@ def quantization_aware(run: Run, step: Step) -> Iterator[Callable[[], None]]:
                 )
             )
 
-    def forget(*_: Any) -> None:
+    def forget(*_: object) -> None:
         for layer in layers:
             if layer.quantized is not None:
                 layer.quantized.forget()

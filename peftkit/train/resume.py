@@ -134,7 +134,7 @@ def inputs_of(recipe: Recipe) -> dict[str, str]:
     }
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):

@@ -7,18 +7,16 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
 from peftkit.errors import CheckpointError, DataError, OutputError
 from peftkit.events import Listener, ignore
 from peftkit.execution.environment import is_main_process
-from peftkit.execution.parallel import Parallel
 from peftkit.execution.plan import ExecutionPlan, plan_of
 from peftkit.execution.signals import StopRequest
 from peftkit.execution.state import State
-from peftkit.execution.world import World
+from peftkit.execution.world import Parallel, Rows, World
 from peftkit.files.disk import HOLDER, LOCKS, RUN_LOCK, alone, writable_folder, write_holder
 from peftkit.formats.folders import (
     ADAPTER_FILES,
@@ -148,8 +146,8 @@ def delete_checkpoints(output_dir: Path) -> None:
 def new_run(
     model: nn.Module,
     task: Task,
-    rows: Sequence[Any],
-    eval_rows: Sequence[Any],
+    rows: Rows,
+    eval_rows: Rows,
     config: TrainConfig,
     *,
     stop: StopRequest,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from peftkit.execution.out_of_memory import (
 )
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.state import State, StepFacts
+from peftkit.execution.world import Rows
 from peftkit.forward.blocks import Blocks
 from peftkit.kernels.device import busy_tokens, product_rate
 from peftkit.quant.audit import audit
@@ -132,9 +134,16 @@ class Step:
         if self.blocks.compiled and not plan.compile:
             self.blocks.compile(False)
 
-    def __call__(
-        self, rows: Sequence[Any], rate: float, coming: Sequence[Any] | None = None
-    ) -> StepFacts:
+    def eagerly(self) -> AbstractContextManager[object]:
+        """Return a context in which blocks run eagerly, compiled or not."""
+        return self.blocks.eagerly()
+
+    def close(self) -> None:
+        """End the thread that collates, and undo the changes to the model's blocks."""
+        self.prefetcher.close()
+        self.blocks.restore()
+
+    def __call__(self, rows: Rows, rate: float, coming: Rows | None = None) -> StepFacts:
         """Train on this process's rows of a step, possibly none.
 
         Args:
@@ -185,7 +194,7 @@ class Step:
         self._update(norms, rate)
         if before.compile and not self.plan.compile:
             notice += f" Blocks run eagerly from now on, which is slower. {self._compile_problem}"
-        if less := self.plan.less_than(before):
+        if self.plan is not before and (less := self.plan.less_than(before)):
             notice += f" Memory ran out. From now on: {less}. The rows of a step stay the same."
         return replace(facts, notice=notice.strip())
 
@@ -240,11 +249,11 @@ class Step:
     def _no_sums(self) -> Tensor:
         return torch.zeros(1 + len(self.task.metric_names), device=self.world.device)
 
-    def loss(self, rows: Sequence[Any]) -> Tensor:
+    def loss(self, rows: Rows) -> Tensor:
         """Return the summed loss of rows in one batch."""
         return self.sums(rows)[0][0]
 
-    def sums(self, rows: Sequence[Any]) -> tuple[Tensor, int]:
+    def sums(self, rows: Rows) -> tuple[Tensor, int]:
         """Return `Task.loss` of rows in one batch, and their number of targets."""
         (batch,) = self.prefetcher.batches([rows])
         return self._sums(batch), self.task.num_targets(batch)
@@ -253,7 +262,7 @@ class Step:
         with self.world.autocast():
             return self.task.loss(self.model, OnDevice(batch, self.world.device))
 
-    def _use_less_memory(self, rows: Sequence[Any], ran_out: bool, start: rng.State) -> None:
+    def _use_less_memory(self, rows: Rows, ran_out: bool, start: rng.State) -> None:
         """Switch to the next plan in the fallback order, the same on all processes.
 
         Args:
@@ -278,7 +287,7 @@ class Step:
         one = torch.ones((), device=self.world.device)
         longest = max(rows, key=lambda row: self.task.num_positions([row]))
 
-        def fits(row: Any) -> bool:
+        def fits(row: object) -> bool:
             (batch,) = self.prefetcher.batches([[row]])
             return self._gradients([(batch, True)], one, start) is not None
 
@@ -287,7 +296,7 @@ class Step:
         raise error
 
     def _reduce(
-        self, sums: Tensor | None, total: Tensor, rows: Sequence[Any]
+        self, sums: Tensor | None, total: Tensor, rows: Rows
     ) -> tuple[StepFacts, Tensor] | None:
         """Sum gradients and figures over all processes; the only synchronisation of a step.
 
@@ -355,10 +364,10 @@ class Step:
         self.fitting.scale.went_well()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _diagnosis(self, rows: Sequence[Any], start: rng.State, facts: StepFacts) -> Diagnosis:
+    def _diagnosis(self, rows: Rows, start: rng.State, facts: StepFacts) -> Diagnosis:
         rng.restore(start, self.world.device)
         parallel = self.run.parallel
-        with self.blocks.eagerly():  # compiled blocks hide their modules
+        with self.eagerly():  # compiled blocks hide their modules
             return diagnose(
                 self.model,
                 self.loss,

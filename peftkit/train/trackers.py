@@ -174,7 +174,7 @@ class Trackers:
         arguments.update({argument: saved["id"], **further})
         return True
 
-    def _each(self, call: Callable[[GeneralTracker], Any]) -> None:
+    def _each(self, call: Callable[[GeneralTracker], object]) -> None:
         for tracker in list(self._trackers):
             try:
                 with redirect_stdout(sys.stderr):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from peftkit.errors import DataError
 from peftkit.events import EvalDone, Notice, Sampled
 from peftkit.execution import rng
-from peftkit.execution.parallel import Part
+from peftkit.execution.world import Part, Rows
 from peftkit.figures import not_better, score_of
 from peftkit.forward.loss import perplexity
 from peftkit.model.blocks import is_sharded
@@ -47,7 +47,7 @@ class Validation:
         """Evaluate, and emit EvalDone; if a process got a signal to stop, only agree to stop."""
         run, state, batch_size = self.run, self.run.state, self._batch_size
         rows = run.eval_rows[run.world.rank :: run.world.world_size]  # of this process
-        with self.step.blocks.eagerly():
+        with self.step.eagerly():
             metrics = run.hooks.evaluate(rows, run)
             if metrics is None:
                 metrics = self._mean_loss(rows)
@@ -92,7 +92,7 @@ class Validation:
         loss = self.run.state.eval_loss
         return {} if loss is None else self._with_perplexity(loss) | self._drift
 
-    def _mean_loss(self, rows: Sequence[Any]) -> dict[str, float] | None:
+    def _mean_loss(self, rows: Rows) -> dict[str, float] | None:
         """Return the loss and the task's metrics; None if a process got a signal to stop."""
         run = self.run
         before = rng.capture(run.world.device)
@@ -118,13 +118,13 @@ class Validation:
             return {"loss": loss}
         return {"loss": loss, "perplexity": perplexity(loss)}
 
-    def _sums(self, rows: Sequence[Any]) -> tuple[Tensor, int]:
+    def _sums(self, rows: Rows) -> tuple[Tensor, int]:
         """Return the sums of `Task.loss` over rows, and the number of targets."""
         run, task, tokens = self.run, self.task, self.step.fitting.requested.tokens
         sums = torch.zeros(1 + len(task.metric_names), device=run.world.device)
         num_targets = 0
 
-        def split(rows: Sequence[Any], size: int) -> list[Part]:
+        def split(rows: Rows, size: int) -> list[Part]:
             return split_micro_batches(rows, task.num_positions, size, tokens, task.bucket_key)
 
         def use_fewer(size: int) -> None:
@@ -150,7 +150,7 @@ class Validation:
     @contextmanager
     def _generating(self) -> Iterator[None]:
         """Run blocks eagerly within the context, and gather the weights of a sharded base."""
-        with self.step.blocks.eagerly():
+        with self.step.eagerly():
             if is_sharded(self.run.model):
                 from peftkit.base.sharding import gather
 

@@ -4,47 +4,32 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from peftkit.base.build import build, cast
-from peftkit.base.fingerprint import fingerprint
 from peftkit.base.gguf_file import parsed_once
-from peftkit.base.locate import Location
-from peftkit.base.pretrained import quiet
+from peftkit.base.pack import fingerprint
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.request import request_of
 from peftkit.quant.layers import packed_tensors
 from peftkit.quant.quantize import quantize_model, stores_transposed
 from peftkit.settings import BaseConfig
-from tests.helpers.bases import state_of
-from tests.helpers.gguf_files import FAMILIES, SEQ2SEQ, write_random
+from tests.helpers.bases import assert_same_state
+from tests.helpers.families import VOCAB
+from tests.helpers.gguf_files import FAMILIES, SEQ2SEQ, dense_model, write_random
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need: pip install gguf")
 
 CPU = torch.device("cpu")
 
 
-FAST = ("llama", "gpt2", "qwen3moe", "lfm2")
+FAST = ("llama", "gpt2", "qwen3moe", "lfm2", "t5")
 
 
-def by_transformers(where: Location, auto_class: str) -> Any:
-    with quiet():
-        model = getattr(transformers, auto_class).from_pretrained(
-            where.source,
-            gguf_file=where.gguf,
-            dtype=torch.float32,
-            quantization_config=transformers.GgufConfig(dequantize=True),
-        )
-    return model.requires_grad_(False).eval()
-
-
-def same(found: nn.Module, expected: nn.Module) -> None:
-    left, right = state_of(found), state_of(expected)
-    assert left.keys() == right.keys()
-    for name, tensor in right.items():
-        assert left[name].dtype == tensor.dtype, name
-        assert torch.equal(left[name], tensor), name
+def logits_of(architecture: str, model: Any) -> Tensor:
+    ids = torch.randint(1, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    more = {"decoder_input_ids": ids} if architecture == "t5" else {}
+    return model(input_ids=ids, **more).logits
 
 
 def assert_same_values(model: nn.Module, expected: nn.Module) -> None:
@@ -63,11 +48,11 @@ def assert_same_values(model: nn.Module, expected: nn.Module) -> None:
 @pytest.mark.parametrize(
     "architecture", [a if a in FAST else pytest.param(a, marks=pytest.mark.slow) for a in FAMILIES]
 )
-def test_every_architecture_loads_as_by_transformers(architecture, tmp_path):
+def test_every_architecture_loads_and_computes_as_by_transformers(architecture, tmp_path):
     purpose = SEQ2SEQ if architecture == "t5" else CAUSAL_LM
     where = write_random(tmp_path, architecture, purpose.auto_class)
     with parsed_once(where):
-        expected = by_transformers(where, purpose.auto_class)
+        expected = dense_model(where.gguf_path, purpose.auto_class)
         identity = fingerprint(expected)
         for settings in (
             BaseConfig(model="x", dtype="fp32"),
@@ -78,9 +63,12 @@ def test_every_architecture_loads_as_by_transformers(architecture, tmp_path):
             cast(expected, request.dtype)
             assert built.fingerprint == identity
             if settings.quantize == "none":
+                with torch.no_grad():
+                    found, known = (logits_of(architecture, m) for m in (built.model, expected))
+                torch.testing.assert_close(found, known, atol=1e-5, rtol=1e-5)
                 has_blocks = any(packed_tensors(built.model))
                 assert has_blocks == (architecture != "lfm2")
                 assert_same_values(built.model, expected)
                 continue
             quantize_model(expected, settings.quantize)
-            same(built.model, expected)
+            assert_same_state(built.model, expected)

@@ -13,31 +13,27 @@ from torch import Tensor
 
 from peftkit import LoRA, attach, load_base, merge, plan_run, save_adapter
 from peftkit.base import gguf_reader
-from peftkit.base.build import build
 from peftkit.base.purpose import CAUSAL_LM
-from peftkit.base.request import request_of
 from peftkit.base.skeleton import read_config, weight_bytes
 from peftkit.errors import BaseError
 from peftkit.events import Event, Notice
 from peftkit.execution.plan import ExecutionPlan, compute_dtype
 from peftkit.kernels.gguf_blocks import TYPES, row_bytes, unpack_gguf
-from peftkit.quant.embedding import QuantizedEmbedding
 from peftkit.quant.layers import packed_tensors
+from peftkit.quant.quantize import QuantizedEmbedding
 from peftkit.settings import BaseConfig
-from peftkit.tasks.rows import check_vocabulary
+from peftkit.tasks.row_loader import check_vocabulary
 from tests.helpers.families import VOCAB
 from tests.helpers.gguf_files import (
-    FAMILIES,
-    SEQ2SEQ,
     bits,
     config_of_a_small_llama,
+    dense_model,
     finish,
     hostile_rows,
     in_blocks,
     number_of,
     random_rows,
     write_gguf,
-    write_random,
 )
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need: pip install gguf")
@@ -67,24 +63,13 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def dense(path: Path) -> Any:
-    """Return the model that transformers makes of a GGUF file, in float32."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent,
-        gguf_file=path.name,
-        dtype=torch.float32,
-        quantization_config=transformers.GgufConfig(dequantize=True),
-    )
-    return model.requires_grad_(False).eval()
-
-
 def test_a_mixture_trains_as_its_dense_twin(mixture):
     base = load_base(str(mixture), dtype="fp32")
     kinds = {packing.form.kind for _, _, packing in packed_tensors(base.model)}
     assert kinds == {"q4_k", "q5_k", "q6_k", "q8_0"}
     ids = torch.randint(1, VOCAB, (2, 17), generator=torch.Generator().manual_seed(0))
     results = []
-    for model in (base.model, dense(mixture)):
+    for model in (base.model, dense_model(mixture)):
         adapter = attach(model, LoRA(rank=4, targets="all-linear"), seed=1)
         parameters = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, 1e-3)
@@ -101,32 +86,6 @@ def test_a_mixture_trains_as_its_dense_twin(mixture):
     for own, expected in zip(*results, strict=True):
         torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)
     assert results[0][0][2] < results[0][0][0]
-
-
-def logits_of(architecture: str, model: Any) -> Tensor:
-    ids = torch.randint(1, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        more = {"decoder_input_ids": ids} if architecture == "t5" else {}
-        return model(input_ids=ids, **more).logits
-
-
-@pytest.mark.parametrize(
-    "architecture",
-    [a if a in ("llama", "t5") else pytest.param(a, marks=pytest.mark.slow) for a in FAMILIES],
-)
-def test_every_architecture_computes_the_same(architecture, tmp_path):
-    purpose = SEQ2SEQ if architecture == "t5" else CAUSAL_LM
-    where = write_random(tmp_path, architecture, purpose.auto_class)
-    settings = BaseConfig(model="x", dtype="fp32")
-    own = build(request_of(settings, purpose, where, torch.device("cpu"))).model
-    model = getattr(transformers, purpose.auto_class).from_pretrained(
-        where.source,
-        gguf_file=where.gguf,
-        dtype=torch.float32,
-        quantization_config=transformers.GgufConfig(dequantize=True),
-    )
-    expected = logits_of(architecture, model.eval())
-    torch.testing.assert_close(logits_of(architecture, own), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_what_the_plan_counts_is_what_the_base_takes(mixture):

@@ -1,13 +1,11 @@
 """The base: found where it was said to be, loaded whole, and the same whatever it is loaded as."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import transformers
 from torch import Tensor
@@ -17,8 +15,9 @@ from peftkit.base.load import load_base
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import BaseError
 from peftkit.events import Event, Notice, Progress, Stage
-from tests.helpers.bases import logits
+from tests.helpers.adapters import logits
 from tests.helpers.families import ARCHITECTURES, tiny_tokenizer
+from tests.helpers.folders import change_json, change_tensors
 
 
 @pytest.fixture
@@ -28,15 +27,11 @@ def folder(tmp_path: Path, model_folder: Path) -> Path:
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    change_json(folder / "config.json", **changes)
 
 
 def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    path = folder / "model.safetensors"
-    tensors = safetensors.torch.load_file(path)
-    change(tensors)
-    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    change_tensors(folder / "model.safetensors", change)
 
 
 # ------------------------------------------------------------------- loading

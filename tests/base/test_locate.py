@@ -15,7 +15,7 @@ from peftkit.base import locate, pretrained
 from peftkit.base.load import load_base, local_folder
 from peftkit.errors import BaseError
 from peftkit.events import Event, Progress, Stage
-from tests.helpers.bases import logits
+from tests.helpers.adapters import logits
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.gguf_files import write_gguf
 

@@ -5,22 +5,22 @@ import sys
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 import transformers
 from torch import nn
 
 from peftkit.base.build import build, cast, load_model
-from peftkit.base.fingerprint import fingerprint
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location
+from peftkit.base.pack import fingerprint
 from peftkit.base.request import BaseRequest, request_of
 from peftkit.errors import BaseError
 from peftkit.quant.audit import audit
 from peftkit.quant.quantize import quantize_model, tower_paths
 from peftkit.settings import BaseConfig
-from tests.helpers.bases import purpose_of, state_of
+from tests.helpers.bases import assert_same_state, purpose_of
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.folders import change_tensors
 
 CPU = torch.device("cpu")
 FAST = (*("llama", "gpt2", "t5", "vit", "gpt_oss", "deepseek_v3"),)
@@ -59,11 +59,7 @@ def test_streamed_base_equals_one_that_was_loaded_whole(family, tmp_path):
         expected, identity = whole_then_quantised(request_of(settings, purpose, where, CPU))
         built = build(request_of(settings, purpose, where, CPU))
         assert built.fingerprint == identity
-        found, known = state_of(built.model), state_of(expected)
-        assert found.keys() == known.keys()
-        for name, tensor in known.items():
-            assert found[name].dtype == tensor.dtype, name
-            assert torch.equal(found[name], tensor), name
+        assert_same_state(built.model, expected)
         assert audit(built.model) == audit(expected)
         modules = {n: type(m).__name__ for n, m in expected.named_modules()}
         assert {n: type(m).__name__ for n, m in built.model.named_modules()} == modules
@@ -72,10 +68,8 @@ def test_streamed_base_equals_one_that_was_loaded_whole(family, tmp_path):
 def test_weight_that_is_not_finite_is_named(llama, tokenizer, tmp_path):
     llama.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    path, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
-    tensors = safetensors.torch.load_file(path)
-    tensors[name][3, 4] = float("nan")
-    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    name = "model.layers.1.mlp.up_proj.weight"
+    change_tensors(tmp_path / "model.safetensors", lambda all: all[name][3, 4].fill_(float("nan")))
     with pytest.raises(BaseError) as error:
         load_base(str(tmp_path), quantize="nf4")
     assert name in str(error.value)

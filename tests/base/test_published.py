@@ -35,7 +35,7 @@ from peftkit.quant.layers import QuantizedLinear
 from peftkit.quant.weights import weight_of
 from peftkit.settings import BaseConfig
 from tests.helpers.adapters import perturb
-from tests.helpers.bases import in_mxfp4
+from tests.helpers.bases import in_mxfp4, mark_quantized
 from tests.helpers.families import ARCHITECTURES, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -266,8 +266,7 @@ def write(folder: Path, name: str, family: str = "llama") -> dict[str, Tensor]:
         own, expected[key] = make((value.shape[0], value.shape[1]))
         tensors |= {f"{key.removesuffix('.weight')}.{leaf}": each for leaf, each in own.items()}
     safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    mark_quantized(folder, **settings)
     return expected
 
 
@@ -394,8 +393,7 @@ def write_experts(folder: Path, name: str, family: str) -> dict[str, list[Tensor
         expected["gate_up_proj"].append(torch.cat(weights[:2]))
         expected["down_proj"].append(weights[2])
     safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    mark_quantized(folder, **settings)
     return expected
 
 
@@ -435,8 +433,7 @@ def test_an_adapter_is_merged_into_dequantised_weights_and_it_is_told(tmp_path):
 )
 def test_unsupported_formats_refused(settings, told, tmp_path):
     ARCHITECTURES["llama"]().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    mark_quantized(tmp_path, **settings)
     with pytest.raises(BaseError, match=told) as caught:
         built(tmp_path)
     assert "compressed-tensors (w4a16" in str(caught.value)

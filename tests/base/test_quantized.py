@@ -1,7 +1,6 @@
 """Checkpoints that are quantised already: bits kept, dequantised alone, or refused by name."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -17,7 +16,7 @@ from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.request import request_of
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import BaseConfig
-from tests.helpers.bases import in_mxfp4, mark_quantized, state_of, write_changed
+from tests.helpers.bases import assert_same_state, in_mxfp4, mark_quantized, write_changed
 from tests.helpers.families import tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -37,47 +36,33 @@ def in_fp8(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [in_fp8, in_mxfp4])
-@pytest.mark.parametrize("kind", ["nf4"])
-def test_repacked_weights_match_dequantised_ones_of_transformers(write, kind, tmp_path):
+def test_repacked_weights_match_dequantised_ones_of_transformers(write, tmp_path):
     write(tmp_path)
     where = Location(str(tmp_path), str(tmp_path))
-    settings = BaseConfig(model="x", quantize=kind, dtype="bf16")
+    settings = BaseConfig(model="x", quantize="nf4", dtype="bf16")
     built = build(request_of(settings, CAUSAL_LM, where, CPU))
     with quiet():
         expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    quantize_model(expected, kind)
-    found, known = state_of(built.model), state_of(expected)
-    assert found.keys() == known.keys()
-    for name, tensor in known.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
+    quantize_model(expected, "nf4")
+    assert_same_state(built.model, expected)
     assert not built.model.is_quantized
-
-
-def in_bitsandbytes(source: Path, folder: Path, **settings: Any) -> Any:
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        source,
-        quantization_config=transformers.BitsAndBytesConfig(**settings),
-        dtype=torch.float32,
-        device_map={"": "cpu"},
-    )
-    theirs.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return theirs
 
 
 @pytest.mark.parametrize(
     ("kind", "nested", "storage"), [("nf4", True, "bfloat16"), ("fp4", False, "uint8")]
 )
 def test_bits_of_bitsandbytes_are_taken_over(kind, nested, storage, model_folder, tmp_path):
-    in_bitsandbytes(
-        model_folder,
-        tmp_path,
+    config = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=kind,
         bnb_4bit_use_double_quant=nested,
         bnb_4bit_quant_storage=storage,
     )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        model_folder, quantization_config=config, dtype=torch.float32, device_map={"": "cpu"}
+    )
+    theirs.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
     base = load_base(str(tmp_path), dtype="fp32", device="cpu")
     files = safetensors.torch.load_file(tmp_path / "model.safetensors")
     packed = [name.removesuffix(".absmax") for name in files if name.endswith(".weight.absmax")]

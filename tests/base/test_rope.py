@@ -16,15 +16,10 @@ from peftkit.formats.open_adapter import open_adapter
 from peftkit.merging.merge import merge
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
+from tests.helpers.adapters import logits
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 IDS = torch.arange(3, 43)[None]
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model(input_ids=IDS, use_cache=False).logits
-    return found
 
 
 def settings(model: Path, folder: Path, scaling: dict[str, Any]) -> Recipe:
@@ -48,20 +43,21 @@ def test_adapter_and_merged_model_keep_the_scaling(tmp_path, model_folder):
     told = config.rope_parameters
     assert (told["rope_type"], told["original_max_position_embeddings"]) == ("yarn", 256)
     with opened.adapter.disabled():
-        bare = logits(opened.base.model)
+        bare = logits(opened.base.model, IDS)
     plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
-    assert not torch.allclose(bare, logits(plain), atol=1e-3)
+    assert not torch.allclose(bare, logits(plain, IDS), atol=1e-3)
     plain.config.rope_parameters = dict(told)
     plain.config.max_position_embeddings = 1024
     scaled = type(plain)(plain.config).eval()
     scaled.load_state_dict(plain.state_dict())
-    torch.testing.assert_close(bare, logits(scaled))
+    torch.testing.assert_close(bare, logits(scaled, IDS))
 
     merge(tmp_path / "run", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     assert merged.config.rope_parameters == told
     assert merged.config.max_position_embeddings == 1024
-    torch.testing.assert_close(logits(merged), logits(opened.base.model), rtol=1e-4, atol=1e-4)
+    found, expected = (logits(model, IDS) for model in (merged, opened.base.model))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     events: list[Event] = []
     export_adapter(tmp_path / "run", tmp_path / "peft", to="peft", on_event=events.append)
     (text,) = [e.text for e in events if isinstance(e, Notice) and "rope_scaling" in e.text]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import transformers
 
@@ -27,8 +26,9 @@ from peftkit.files import disk
 from peftkit.quant.audit import audit
 from peftkit.settings import BaseConfig
 from peftkit_cli.app import run
-from tests.helpers.bases import purpose_of, state_of
+from tests.helpers.bases import assert_same_state, purpose_of
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.folders import change_json, change_tensors
 
 CPU = torch.device("cpu")
 
@@ -68,11 +68,7 @@ def test_opened_base_is_the_packed_one_to_the_bit(family, kind, tmp_path):
     store.keep(tmp_path / "kept", built, request)
     again = store.open_stored(tmp_path / "kept", request)
     assert again.fingerprint == built.fingerprint
-    found, known = state_of(again.model), state_of(built.model)
-    assert found.keys() == known.keys()
-    for name, tensor in known.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
+    assert_same_state(again.model, built.model)
     assert audit(again.model) == audit(built.model)
     inputs = {"input_ids": ids()} | ({"decoder_input_ids": ids()} if family == "t5" else {})
     with torch.no_grad():
@@ -101,9 +97,7 @@ def test_large_base_is_kept_and_a_small_one_only_when_asked(folder, cache, monke
 
 def change_base(folder: Path, kept: Path) -> None:
     path = folder / "model.safetensors"
-    tensors = safetensors.torch.load_file(path)
-    tensors["model.norm.weight"].mul_(2)
-    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    change_tensors(path, lambda tensors: tensors["model.norm.weight"].mul_(2))
     os.utime(path, ns=(1, 1))
 
 
@@ -114,8 +108,7 @@ def turn_a_bit(folder: Path, kept: Path) -> None:
 
 
 def of_another_version(folder: Path, kept: Path) -> None:
-    path = kept / store.MANIFEST
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 0}))
+    change_json(kept / store.MANIFEST, version=0)
 
 
 def broken_manifest(folder: Path, kept: Path) -> None:
@@ -210,9 +203,7 @@ def test_a_base_that_processes_open_together_is_the_one_that_each_loads(
     expected, sharing = load_base(str(folder), **asked), Alone()
     for _ in range(2):  # made, and opened again
         found = load_base(str(folder), sharing=sharing, **asked)
-        ours, theirs = state_of(found.model), state_of(expected.model)
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert_same_state(found.model, expected.model)
         assert found.fingerprint == expected.fingerprint
         assert found.audit.rows == expected.audit.rows
         assert found.head == expected.head

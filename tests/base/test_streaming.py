@@ -16,7 +16,7 @@ from peftkit.data.pack import Row
 from peftkit.errors import BaseError, ConfigError
 from peftkit.events import Event, Saved
 from peftkit.forward.blocks import Blocks
-from peftkit.quant import copies
+from peftkit.quant import layers
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.tokens import CausalLM
 from tests.helpers.families import ARCHITECTURES, FAMILIES, tiny_tokenizer
@@ -26,7 +26,7 @@ LAYERS = 4
 
 @pytest.fixture(autouse=True)
 def no_copies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(copies, "COPY_SHARE", 0.0)  # no unpacked copies of weights
+    monkeypatch.setattr(layers, "COPY_SHARE", 0.0)  # no unpacked copies of weights
     monkeypatch.setenv("PEFTKIT_CACHE", str(tmp_path / "cache"))
 
 

@@ -9,8 +9,8 @@ import pytest
 from peftkit.errors import AdapterError, DataError, RunError
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.train.start import locked
-from peftkit_cli import about, app
-from tests.helpers.command_line import environment
+from peftkit_cli import about
+from tests.helpers.command_line import commands, environment
 
 COMMANDS: dict[str, list[str]] = {
     "quickstart": [],
@@ -82,18 +82,12 @@ COMMANDS: dict[str, list[str]] = {
 
 
 def test_commands_and_flags_are_frozen():
-    import typer
-
-    commands = {}
-    for name, command in typer.main.get_command(app.app).commands.items():
-        below = getattr(command, "commands", None)  # of a group
-        commands |= {f"{name} {n}": c for n, c in below.items()} if below else {name: command}
     names = {
-        command: [
+        name: [
             parameter.opts[0] if parameter.opts[0].startswith("--") else parameter.metavar
-            for parameter in commands[command].params
+            for parameter in command.params
         ]
-        for command in commands
+        for name, command in commands().items()
     }
     assert names == COMMANDS
 
@@ -118,10 +112,9 @@ def test_every_command_has_help_that_loads_no_torch_and_comes_soon():
     "args", ["train NAME", "runs NAME", "chat NAME", "export NAME --to ollama", "plan NAME"]
 )
 def test_a_name_that_is_too_long_is_a_usage_error(args, peftkit):
-    done = peftkit(*args.replace("NAME", "x" * 300).split())
-    assert (done.code, done.out) == (2, "")
-    assert "is too long for this file system" in done.err
-    assert "traceback" not in done.err
+    errors = peftkit(*args.replace("NAME", "x" * 300).split()).refusal()
+    assert "is too long for this file system" in errors
+    assert "traceback" not in errors
 
 
 @pytest.mark.parametrize(
@@ -137,16 +130,14 @@ def test_a_name_that_is_too_long_is_a_usage_error(args, peftkit):
     ],
 )
 def test_a_wrong_command_line_is_one_message(args, message, peftkit):
-    done = peftkit(*args)
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("UsageError: ")
-    assert message in done.err
-    assert done.err.splitlines()[-1].startswith("  See: peftkit")
+    errors = peftkit(*args).refusal()
+    assert errors.startswith("UsageError: ")
+    assert message in errors
+    assert errors.splitlines()[-1].startswith("  See: peftkit")
 
 
 def test_version_is_the_installed_one(peftkit):
-    done = peftkit("--version")
-    assert done.code == 0
+    done = peftkit("--version").succeeded()
     assert done.out.startswith("peftkit 0.")
 
 
@@ -215,9 +206,7 @@ def test_recipes_are_listed_shown_and_copied(peftkit, tmp_path):
 )
 def test_recipes_refuse_errors(args, message, peftkit, tmp_path):
     (tmp_path / "taken.yaml").write_text("mine")
-    done = peftkit("recipes", *args)
-    assert (done.code, done.out) == (2, "")
-    assert message in done.err
+    assert message in peftkit("recipes", *args).refusal()
     assert (tmp_path / "taken.yaml").read_text() == "mine"
 
 

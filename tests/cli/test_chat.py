@@ -1,7 +1,6 @@
 """`peftkit chat` with several adapters: named, switched, compared."""
 
 import shutil
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from peftkit.inference.bank import open_bank
 from peftkit.inference.generate import generate
 from peftkit.methods.lora import LoRA
 from tests.helpers.adapters import perturb
+from tests.helpers.command_line import typed
 
 ASKED = "what is the lazy?"
 
@@ -62,18 +62,13 @@ def answers(two: dict[str, Path]) -> dict[str, str]:
     return texts
 
 
-def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    monkeypatch.setattr("sys.stdin", StringIO("".join(line + "\n" for line in lines)))
-
-
 def test_adapters_are_switched_by_name(peftkit, options, answers, monkeypatch):
     typed(
         monkeypatch,
         *(ASKED, "/adapter sql", ASKED, "/base", ASKED, "/reset"),  # each with its own history
         *("/adapter", ASKED, "/reset", "/adapter jsn", ASKED, "/base x", "/quit", ASKED),
     )
-    done = peftkit("chat", *options)
-    assert done.code == 0, done.err
+    done = peftkit("chat", *options).succeeded()
     replies = [answers[name] for name in ("json", "sql", "base", "sql", "sql")]
     assert done.out == "".join(f"{text}\n" for text in replies)
     assert "There is no adapter jsn. Did you mean 'json'?" in done.err
@@ -82,8 +77,7 @@ def test_adapters_are_switched_by_name(peftkit, options, answers, monkeypatch):
 
 def test_compare_lets_all_answer(peftkit, options, answers, monkeypatch):
     typed(monkeypatch, "/compare", f"/compare {ASKED}", "/reset", ASKED, "/compare")
-    done = peftkit("chat", *options)
-    assert done.code == 0, done.err
+    done = peftkit("chat", *options).succeeded()
     each = "".join(f"[{name}] {text}\n" for name, text in answers.items())
     assert done.out == each + f"{answers['json']}\n" + each
     assert "nothing to compare" in done.err
@@ -118,9 +112,7 @@ def test_each_conversation_continues_from_its_own_replies(two, answers, capsys):
     ],
 )
 def test_wrong_usage_exits_with_2(args, message, two, peftkit):
-    done = peftkit("chat", *(arg.format(**two) for arg in args))
-    assert (done.code, done.out) == (2, "")
-    assert message in done.err
+    assert message in peftkit("chat", *(arg.format(**two) for arg in args)).refusal()
 
 
 def test_tokens_that_a_bank_splits_are_told(peftkit, two, tmp_path, monkeypatch):
@@ -130,13 +122,12 @@ def test_tokens_that_a_bank_splits_are_told(peftkit, two, tmp_path, monkeypatch)
     tokenizer.add_tokens(["<tool>"])
     tokenizer.save_pretrained(one)
     typed(monkeypatch, ASKED)
-    done = peftkit("chat", "--adapter", one, "--adapter", two["sql"], "--max-new-tokens", "5")
-    assert done.code == 0
+    both = ("--adapter", one, "--adapter", two["sql"])
+    done = peftkit("chat", *both, "--max-new-tokens", "5").succeeded()
     told = " ".join(done.err.split())
     assert "'json' was trained with tokens that its base lacks: <tool>." in told
     assert "'sql' was trained" not in told
     (one / "tokenizer.json").write_text("{")
     typed(monkeypatch, ASKED)
-    done = peftkit("chat", "--adapter", one, "--max-new-tokens", "5")
-    assert done.code == 0
+    done = peftkit("chat", "--adapter", one, "--max-new-tokens", "5").succeeded()
     assert "cannot read" in done.err

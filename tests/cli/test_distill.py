@@ -65,8 +65,7 @@ def test_without_questions_the_base_generates_some_and_prints_them(
 ):
     monkeypatch.setattr(make_rows, "MAX_TOKENS", 24)  # a base of random weights rambles
     more = ("--base", model_folder, "--out", "out", "--questions", 16, *FEW)
-    done = peftkit("distill", prompt, *more)
-    assert done.code == 0, done.err
+    done = peftkit("distill", prompt, *more).succeeded()
     lines = [json.loads(line) for line in Path("out/questions.jsonl").read_text().splitlines()]
     assert len({line["prompt"] for line in lines}) == len(lines) == 16
     assert done.err.index("questions from the base") < done.err.index("The teacher's answers")

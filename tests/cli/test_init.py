@@ -3,33 +3,35 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from peftkit.data.records import sources_of
 from peftkit.defaults import BATCHES, CONTRASTIVE_BATCHES, defaults_for
-from peftkit.recipe import load
+from peftkit.recipe import Recipe, load
 from peftkit_cli.start.draft import Size, recipe_text
-from peftkit_cli.start.goals import GOALS
-from peftkit_cli.start.survey import only_data_file, splits_of
+from peftkit_cli.start.recipes import GOALS
+from peftkit_cli.start.survey import FieldFacts, Survey, only_data_file, splits_of
 from tests.helpers.command_line import Done, Run, turn
 from tests.helpers.folders import write_rows
+
+
+def written(
+    folder: Path, task: str, width: int | None = None, *, on_cpu: bool = True, **facts: Any
+) -> Recipe:
+    """Write the recipe of a task, for rows of such facts; load it."""
+    given = {"where": "rows.jsonl", "fields": [FieldFacts("a", 9, 0, 0)], **facts}
+    text = recipe_text(Survey(**given), task, "org/m", Size(width), on_cpu=on_cpu)
+    (folder / "recipe.yaml").write_text(text, encoding="utf-8")
+    return load(folder / "recipe.yaml")
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("task", GOALS)
 def test_every_recipe_is_valid_and_has_the_answers(task, on_cpu, tmp_path):
-    text = recipe_text(
-        task,
-        data="my: rows.jsonl",
-        model="org/m",
-        on_cpu=on_cpu,
-        num_rows=640,
-        fields=["a"],
-        base=Size(576),
-    )
-    (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
-    recipe = load(tmp_path / "recipe.yaml")
+    facts = {"where": "my: rows.jsonl", "num_rows": 640}
+    recipe = written(tmp_path, task, 576, on_cpu=on_cpu, **facts)
     assert recipe.task.type == {"kto": "preference"}.get(task, task)
     assert (recipe.base.model, recipe.data.train) == ("org/m", "my: rows.jsonl")
     assert recipe.method.start_from is None
@@ -46,33 +48,20 @@ def test_every_recipe_is_valid_and_has_the_answers(task, on_cpu, tmp_path):
         assert recipe.base.quantize == "none"
     if task != "kto":
         assert recipe.data.eval == 0.05
-    assert text.count("  # ") >= 4
+    assert (tmp_path / "recipe.yaml").read_text(encoding="utf-8").count("  # ") >= 4
 
 
 @pytest.mark.parametrize(("fields", "anchor"), [(["messages"], 1.0), (["text"], None)])
 def test_conversations_are_trained_with_an_anchor(fields, anchor, tmp_path):
-    text = recipe_text(
-        "causal_lm", data="rows.jsonl", model="m", on_cpu=True, num_rows=640, fields=fields
-    )
-    (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
-    recipe = load(tmp_path / "recipe.yaml")
+    facts = {"num_rows": 640, "fields": [FieldFacts(*fields, 640, 0, 0)]}
+    recipe = written(tmp_path, "causal_lm", **facts)
     assert recipe.task.anchor == anchor
     assert recipe.train.drift is not None
 
 
 @pytest.mark.parametrize(("num_rows", "share"), [(99, None), (100, 0.16), (200, 0.08), (400, 0.05)])
 def test_enough_rows_are_held_out_to_evaluate_on(num_rows, share, tmp_path):
-    text = recipe_text(
-        "causal_lm",
-        data="rows.jsonl",
-        model="org/m",
-        on_cpu=True,
-        num_rows=num_rows,
-        fields=["messages"],
-        base=Size(576),
-    )
-    (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
-    assert load(tmp_path / "recipe.yaml").data.eval == share
+    assert written(tmp_path, "causal_lm", 576, num_rows=num_rows).data.eval == share
 
 
 def test_options_answer_the_questions(peftkit, tmp_path, model_folder):
@@ -89,22 +78,14 @@ def test_options_answer_the_questions(peftkit, tmp_path, model_folder):
         "peftkit train recipe.yaml",
     ]
     recipe = load(tmp_path / "recipe.yaml")
-    assert (recipe.base.quantize, recipe.data.eval, recipe.train.epochs) == (
-        "none",
-        None,
-        8,
-    )  # 0.3 of 12 GB; 24 steps
-    again = peftkit("init", *args, "--task", "causal_lm")
-    assert (again.code, again.out) == (2, "")
-    assert "recipe.yaml" in again.err
+    settings = (recipe.base.quantize, recipe.data.eval, recipe.train.epochs)
+    assert settings == ("none", None, 8)  # 0.3 of 12 GB; 24 steps
+    assert "recipe.yaml" in peftkit("init", *args, "--task", "causal_lm").refusal()
 
 
 @pytest.mark.parametrize("task", GOALS)
 def test_a_recipe_for_few_rows_evaluates_nothing(task, tmp_path):
-    fields = {"data": "rows.jsonl", "model": "org/m", "on_cpu": True, "fields": ["a"]}
-    text = recipe_text(task, num_rows=9, **fields)
-    (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
-    recipe = load(tmp_path / "recipe.yaml")
+    recipe = written(tmp_path, task, num_rows=9)
     assert recipe.data.eval is None
     assert recipe.train.evaluates == ()
 
@@ -129,9 +110,7 @@ TASK = ("--data", "rows.jsonl", "--task", "embedding")
 )
 def test_bad_answers_are_named(options, message, peftkit, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [{"anchor": "a", "positive": "b"}])
-    done = peftkit("init", *options)
-    assert (done.code, done.out) == (2, "")
-    assert message in done.err
+    assert message in peftkit("init", *options).refusal()
     assert not (tmp_path / "recipe.yaml").exists()
 
 
@@ -145,8 +124,7 @@ def test_questions_suggest_the_task_of_the_rows(peftkit, tmp_path, monkeypatch):
 
     monkeypatch.setattr("typer.prompt", prompt)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    done = peftkit("init")
-    assert done.code == 0, done.err
+    peftkit("init").succeeded()
     assert len(questions) == 4
     assert questions[1].splitlines()[1].split()[0] == "embedding"
     recipe = load(tmp_path / "recipe.yaml")
@@ -161,8 +139,8 @@ def test_columns_with_other_names_are_named_by_an_option(peftkit, tmp_path):
     assert "peftkit init needs --fields INPUT,TARGET" in refused.err
     wrong = peftkit(*args, "--memory", "cpu", "--fields", "Customer,Agent Reply")
     assert "own.csv has the fields: Ticket, Customer Message, Agent Reply." in wrong.err
-    done = peftkit(*args, "--memory", "12 GB", "--fields", "Customer Message,Agent Reply")
-    assert done.code == 0, done.err
+    fields = ("--fields", "Customer Message,Agent Reply")
+    done = peftkit(*args, "--memory", "12 GB", *fields).succeeded()
     assert "--memory '12 GB'" in done.err
     recipe = load(tmp_path / "recipe.yaml")
     assert (recipe.task.prompt, recipe.task.completion) == ("Customer Message", "Agent Reply")
@@ -247,8 +225,7 @@ def test_names_special_to_yaml_are_quoted(names, peftkit, tmp_path):
     prompt, completion = names.split(",")
     write_rows(tmp_path / "12.jsonl", [{prompt: "Why is it so?", completion: "So."}] * 3)
     args = ("init", "--data", "12.jsonl", "--task", "causal_lm", "--model", "12", *CPU)
-    done = peftkit(*args, "--fields", names)
-    assert done.code == 0, done.err
+    peftkit(*args, "--fields", names).succeeded()
     recipe = load(tmp_path / "recipe.yaml")
     assert (recipe.task.prompt, recipe.task.completion) == (prompt, completion)
     assert recipe.base.model == "12"
@@ -309,8 +286,7 @@ def test_tool_rows_get_a_tool_template(peftkit, tmp_path, model_folder):
     write_rows(tmp_path / "calls.jsonl", [WITH_TOOLS] * 3)
     write_rows(tmp_path / "chats.jsonl", [turn("a", "b")] * 3)
     for name, template in (("calls", "chatml"), ("chats", None)):
-        done = peftkit(*args, "--data", f"{name}.jsonl", "--out", f"{name}.yaml")
-        assert done.code == 0, done.err
+        peftkit(*args, "--data", f"{name}.jsonl", "--out", f"{name}.yaml").succeeded()
         assert load(tmp_path / f"{name}.yaml").data.chat_template == template
 
 
@@ -334,8 +310,7 @@ def test_an_invalid_answer_repeats_its_question(peftkit, tmp_path, monkeypatch):
 
     monkeypatch.setattr("typer.prompt", prompt)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    done = peftkit("init")
-    assert done.code == 0, done.err
+    done = peftkit("init").succeeded()
     assert len(asked) == 9
     assert "there is no task 'sing'." in done.err
     assert asked[5][1] == "Customer Message,Agent Reply"

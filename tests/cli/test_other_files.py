@@ -2,20 +2,18 @@
 
 import inspect
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 from transformers import BertModel
 
 import peftkit as package
 from peftkit.formats.exchange import EXPORTERS
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
-from peftkit_cli.app import app
 from peftkit_cli.deploy.export import TARGETS
 from tests.helpers.classifiers import framing_tokenizer, save_base, write_texts
+from tests.helpers.command_line import commands
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.folders import write_rows
 from tests.helpers.hub_server import joined_hub
@@ -61,16 +59,10 @@ MARKS = {
 OTHERS = ("thesis.tex", "other-model.gguf", "other.safetensors", ".hidden", "sub/kept", "best/kept")
 
 
-def commands() -> Iterator[tuple[str, typer.core.TyperCommand]]:
-    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
-        below = getattr(command, "commands", None)
-        yield from ((f"{name} {n}", c) for n, c in below.items()) if below else [(name, command)]
-
-
 def test_every_command_and_exporter_with_an_output_has_a_case():
     writing = {
         name
-        for name, command in commands()
+        for name, command in commands().items()
         if any("--out" in p.opts or p.metavar == "DEST" for p in command.params)
     }
     covered = {name if name == "recipes cp" else name.split()[0] for name in CASES}

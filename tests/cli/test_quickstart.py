@@ -23,8 +23,7 @@ def test_it_trains_and_measures_before_and_after(peftkit, model_folder, tmp_path
     assert str(model_folder) in (small / "quickstart.yaml").read_text()
     monkeypatch.setattr(about, "recipes_folder", lambda: small)
     for _ in range(2):  # again, over the first
-        done = peftkit("quickstart")
-        assert done.code == 0, done.err
+        done = peftkit("quickstart").succeeded()
         assert "of 2 held-out orders" in done.out
         assert "peftkit chat " in done.out
         assert (tmp_path / "runs/quickstart/adapter_model.safetensors").is_file()

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from peftkit.figures import metric_name
 from peftkit.files.disk import LOCKS
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.generate import generate
-from tests.helpers.command_line import Run, start, turn
+from tests.helpers.command_line import Run, start, turn, typed
 from tests.helpers.folders import write_rows
 
 ASKED = "what is the lazy?"
@@ -51,12 +50,13 @@ def test_train_on_a_finished_run_requires_overwrite(project, peftkit):
     steps = ("--set", "train.max_steps=1", "--out", "a: run")
     assert peftkit("train", "recipe.yaml", *steps)[:2] == (0, "a: run\n")
     before = (project / "a: run" / "adapter_model.safetensors").read_bytes()
-    again = peftkit("train", "recipe.yaml", *steps, "--set", "train.seed=1")
-    assert (again.code, again.out) == (2, "")
-    assert "OutputError: " in again.err
+    assert (
+        "OutputError: "
+        in peftkit("train", "recipe.yaml", *steps, "--set", "train.seed=1").refusal()
+    )
     assert (project / "a: run" / "adapter_model.safetensors").read_bytes() == before
-    over = peftkit("train", "recipe.yaml", *steps, "--set", "train.seed=1", "--overwrite")
-    assert over.code == 0
+    again = (*steps, "--set", "train.seed=1", "--overwrite")
+    peftkit("train", "recipe.yaml", *again).succeeded()
     assert (project / "a: run" / "adapter_model.safetensors").read_bytes() != before
 
 
@@ -64,14 +64,12 @@ def test_train_on_a_finished_run_requires_overwrite(project, peftkit):
 def test_resume_refuses_changes_that_are_not_allowed(project, peftkit):
     train = ("train", "recipe.yaml", "--set", "train.save_every=2")
     assert peftkit(*train, "--set", "train.max_steps=2").code == 0
-    refused = peftkit(*train, "--set", "train.max_steps=4", "--resume")
-    assert (refused.code, refused.out) == (2, "")
-    assert "--allow-changes train.max_steps" in refused.err
-    assert "peftkit train --from RUN" in refused.err
+    errors = peftkit(*train, "--set", "train.max_steps=4", "--resume").refusal()
+    assert "--allow-changes train.max_steps" in errors
+    assert "peftkit train --from RUN" in errors
     allowed = peftkit(
         *train, "--set", "train.max_steps=4", "--resume", "--allow-changes", "train.max_steps"
-    )
-    assert allowed.code == 0, allowed.err
+    ).succeeded()
     assert "step 4/4" in allowed.err
     assert "step 2/4" not in allowed.err
 
@@ -87,15 +85,12 @@ def test_a_finished_run_gives_its_recipe_to_another(inside, tmp_path):
     assert "rank: 4" in kept
     assert "max_steps: 2" in kept
     for wrong in (("--from", "runs"), ("--from", "run/demo"), (), ("recipe.yaml", "--from", "x")):
-        refused = inside("train", *wrong)
-        assert (refused.code, refused.out) == (2, "")
-        assert "ConfigError: " in refused.err
+        assert "ConfigError: " in inside("train", *wrong).refusal()
 
 
 def test_check_shows_rows_as_the_loss_sees_them_without_writes(project, peftkit):
     before = sorted(project.rglob("*"))
-    done = peftkit("check", "recipe.yaml")
-    assert done.code == 0
+    done = peftkit("check", "recipe.yaml").succeeded()
     assert (done.out + done.err).count("Ready to train") == 1
     title = next(line for line in done.out.splitlines() if line.startswith("train.jsonl:1"))
     assert title.endswith("as the loss sees it")
@@ -155,9 +150,9 @@ def test_a_seed_repeats_a_sampled_completion(inside):
 
 def test_a_prompt_can_come_from_stdin(inside, monkeypatch):
     output = inside("generate", "runs/demo", "--prompt", ASKED).out
-    monkeypatch.setattr("sys.stdin", StringIO(ASKED + "\n"))
+    typed(monkeypatch, ASKED)
     assert inside("generate", "runs/demo", "--prompt", "-").out == output
-    monkeypatch.setattr("sys.stdin", StringIO(""))
+    typed(monkeypatch)
     assert inside("generate", "runs/demo", "--prompt", "-").code == 2
 
 
@@ -166,9 +161,8 @@ def test_chat_alternates_adapter_and_base(inside, monkeypatch):
         ASKED, "/base", ASKED, "/reset", "/adapter", ASKED, "/bas", "/help", "", "/quit",
         "never asked",
     ]  # fmt: skip
-    monkeypatch.setattr("sys.stdin", StringIO("\n".join(lines)))
-    done = inside("chat", "runs/demo", "--max-new-tokens", 5)
-    assert done.code == 0, done.err
+    typed(monkeypatch, *lines)
+    done = inside("chat", "runs/demo", "--max-new-tokens", 5).succeeded()
     first, bare, again = done.out.splitlines()
     assert first == again != bare
     assert "Did you mean '/base'?" in done.err
@@ -177,8 +171,7 @@ def test_chat_alternates_adapter_and_base(inside, monkeypatch):
 
 
 def test_eval_measures_and_speaks_json(inside):
-    done = inside("eval", "runs/demo", "--data", "eval.jsonl")
-    assert done.code == 0
+    done = inside("eval", "runs/demo", "--data", "eval.jsonl").succeeded()
     names = [line.split("  ")[0] for line in done.out.splitlines()]
     assert names == ["loss", "perplexity", "exact match", "tokens", "rows"]
     facts = json.loads(inside("eval", "runs/demo", "--data", "eval.jsonl", "--json").out)
@@ -204,8 +197,7 @@ def test_a_chat_adapter_is_evaluated_on_texts(inside, trained, tmp_path):
     refused = inside("eval", "runs/demo", "--data", texts)
     assert refused.code == 2
     assert "--row-style" in refused.err
-    done = inside("eval", "runs/demo", "--data", texts, "--row-style", "--json")
-    assert done.code == 0, done.err
+    done = inside("eval", "runs/demo", "--data", texts, "--row-style", "--json").succeeded()
     assert json.loads(done.out)["num_tokens"] < 64  # the run's data.max_length
     assert trained_length(trained / "runs" / "demo") == 64
     assert trained_length(next((trained / "runs" / "demo" / "checkpoints").iterdir())) == 64
@@ -220,9 +212,7 @@ def test_transformers_loads_a_merged_model(inside, trained, tmp_path):
     with torch.no_grad():
         difference = merged(ids).logits - opened.base.model(ids).logits
     assert difference.abs().max() < 1e-4  # fp32, weights of order 0.2: rounding of the sums
-    taken = inside("merge", "runs/demo", "--out", tmp_path / "merged")
-    assert (taken.code, taken.out) == (2, "")
-    assert "OutputError: " in taken.err
+    assert "OutputError: " in inside("merge", "runs/demo", "--out", tmp_path / "merged").refusal()
 
 
 def test_inspect_tells_what_an_adapter_is(inside, model_folder):
@@ -239,8 +229,7 @@ def test_inspect_tells_what_an_adapter_is(inside, model_folder):
     assert facts["num_parameters"] == 2 * (q + v)
     paths = {group["modules"] for group in facts["modules"]}
     assert paths == {"model.layers.*.self_attn.q_proj", "model.layers.*.self_attn.v_proj"}
-    output = inside("inspect", "runs/demo/adapter_config.json")
-    assert output.code == 0
+    output = inside("inspect", "runs/demo/adapter_config.json").succeeded()
     assert "model.layers.*.self_attn.q_proj" in output.out
 
 
@@ -254,8 +243,7 @@ def test_inspect_tells_the_roles_of_a_model(inside, model_folder):
     }  # fmt: skip
     assert groups["embed"]["shape"] == "384 -> 32"
     assert groups["down"]["shape"] == "64 -> 32"
-    output = inside("inspect", model_folder)
-    assert output.code == 0
+    output = inside("inspect", model_folder).succeeded()
     assert "self_attn.q_proj" in output.out
 
 
@@ -315,10 +303,9 @@ def test_wrong_input_is_told_with_exit_code_2(wrong, project, peftkit):
 @pytest.mark.parametrize(("command", "out"), [("train", "eval.jsonl/run"), ("check", "eval.jsonl")])
 def test_an_invalid_output_folder_is_reported_before_loading(out, command, project, peftkit):
     before = (project / "eval.jsonl").read_bytes()
-    done = peftkit(command, "recipe.yaml", "--set", f"train.output_dir={out}")
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("OutputError: ")
-    assert out in done.err
+    errors = peftkit(command, "recipe.yaml", "--set", f"train.output_dir={out}").refusal()
+    assert errors.startswith("OutputError: ")
+    assert out in errors
     assert (project / "eval.jsonl").read_bytes() == before
 
 
@@ -341,10 +328,9 @@ def test_another_base_requires_force(inside, tmp_path, model_folder):
         torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(other)
     args = ("--prompt", ASKED, "--base", other)
-    refused = inside("generate", "runs/demo", *args)
-    assert (refused.code, refused.out) == (2, "")
-    assert "AdapterError: " in refused.err
-    assert "--force" in refused.err
+    errors = inside("generate", "runs/demo", *args).refusal()
+    assert "AdapterError: " in errors
+    assert "--force" in errors
     assert inside("generate", "runs/demo", *args, "--force").code == 0
 
 
@@ -354,9 +340,7 @@ def test_missing_tensors_or_pickles_refused(inside, trained, tmp_path):
     for name in ("adapter_config.json", "peftkit.json"):
         shutil.copy(trained / "runs" / "demo" / name, folder)
     for command in (("generate", folder, "--prompt", "a"), ("inspect", folder)):
-        done = inside(*command)
-        assert (done.code, done.out) == (2, "")
-        assert "adapter_model.safetensors" in done.err
+        assert "adapter_model.safetensors" in inside(*command).refusal()
     (folder / "adapter_model.bin").write_bytes(b"\x80\x04.")
     assert "safetensors" in inside("generate", folder, "--prompt", "a").err
 

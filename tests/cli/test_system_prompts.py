@@ -1,7 +1,6 @@
 """One meaning of a conversation: chat and its like send what rows were learnt with."""
 
 import json
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM, CausalLMConfig
 from peftkit_cli.conversation import Conversation
 from tests.helpers.chat_templates import TEMPLATES
+from tests.helpers.command_line import typed
 from tests.helpers.folders import write_rows
 
 SYSTEM = 'You sell "foxes" 🦊.\nBe short.'
@@ -111,18 +111,13 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return prompts
 
 
-def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    monkeypatch.setattr("sys.stdin", StringIO("".join(line + "\n" for line in lines)))
-
-
 TURN = "<|im_start|>system\n"
 
 
 def test_chat_starts_with_the_training_prompt(adapter, peftkit, monkeypatch):
     prompts = sent(monkeypatch)
     typed(monkeypatch, "a", "/system Be long.", "b", '/system ""', "c", "/system", "/base", "d")
-    done = peftkit("chat", adapter)
-    assert done.code == 0, done.err
+    done = peftkit("chat", adapter).succeeded()
     first, second, third, of_base = prompts
     assert first.startswith(f"{TURN}{SYSTEM}<|im_end|>")
     assert second.startswith(f"{TURN}Be long.<|im_end|>")
@@ -191,8 +186,7 @@ def test_several_lines_are_one_message_and_a_conversation_is_saved_as_a_row(
     prompts = sent(monkeypatch)
     lines = ["/save a.jsonl", '"""/one', "", 'two"""', "/save", "/save no/a.jsonl"]
     typed(monkeypatch, *lines, "/save a.jsonl", "three", "/save a.jsonl")
-    done = peftkit("chat", adapter)
-    assert done.code == 0, done.err
+    done = peftkit("chat", adapter).succeeded()
     assert len(prompts) == 2
     assert "user\n/one\n\ntwo<|im_end|>" in prompts[0]
     assert "There is no conversation yet" in done.err

@@ -63,17 +63,13 @@ def without_posix(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_project_is_trained_merged_and_used_in_chat(project, peftkit, monkeypatch):
     assert free_bytes() is None
     short = ("--set", "train.max_steps=2", "--set", "train.save_every=1")
-    done = peftkit("train", "recipe.yaml", *short, "--set", "base.quantize=nf4")
-    assert done.code == 0, done.err
+    done = peftkit("train", "recipe.yaml", *short, "--set", "base.quantize=nf4").succeeded()
     assert "step 2/2" in done.err
-    done = peftkit("merge", "runs/demo", "--out", "merged", "--dtype", "fp32")
-    assert done.code == 0, done.err
+    peftkit("merge", "runs/demo", "--out", "merged", "--dtype", "fp32").succeeded()
     monkeypatch.setattr("sys.stdin", StringIO("what is the lazy?\n"))
-    done = peftkit("chat", "runs/demo", "--max-new-tokens", 3)
-    assert done.code == 0, done.err
+    done = peftkit("chat", "runs/demo", "--max-new-tokens", 3).succeeded()
     assert done.out.strip()
-    done = peftkit("env")
-    assert done.code == 0, done.err
+    done = peftkit("env").succeeded()
     assert "cores:" in done.out
 
 

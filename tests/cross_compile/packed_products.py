@@ -2,52 +2,45 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from peftkit.kernels import block_scaled
 from peftkit.kernels import packed_product_kernels as kernels
 from peftkit.kernels.gguf_blocks import TYPES
-from peftkit.kernels.packed import PackedFormat, pack_int8, unpack
+from peftkit.kernels.packed import PackedFormat, PackedWeight, pack_int8, unpack
 from peftkit.quant.layers import import_bitsandbytes
-from tests.cross_compile import interpreter  # noqa: F401
+from tests.cross_compile import interpreter, machine_code  # noqa: F401
 from tests.helpers.gguf_files import random_rows
 
 ROWS = 5
 """Rows of each weight, which end within a program's tile."""
-Weight = tuple[Tensor, tuple[Tensor, ...], PackedFormat]
 
 
 def _codes(rows: int, width: int, per_byte: int) -> Tensor:
     return torch.randint(256, (rows, width // per_byte), dtype=torch.uint8)
 
 
-def weights() -> Iterator[tuple[str, Weight]]:
+def weights() -> Iterator[tuple[str, PackedWeight]]:
     """Yield a name and a weight of each kind; rows and blocks end within a program's tile."""
     for kind, block in TYPES.items():
         rows, width = ROWS, 2 * block.values if block.values == 256 else 9 * 32
         data = torch.from_numpy(random_rows(kind, rows, width))
-        yield kind, (data, (), PackedFormat(kind, torch.Size((rows, width)), block.values))
+        form = PackedFormat(kind, torch.Size((rows, width)), block.values)
+        yield kind, PackedWeight(data, (), form)
 
     def coded(
         kind: str, shape: tuple[int, int], block: int, *scales: Tensor, height: int = 1
-    ) -> Weight:
+    ) -> PackedWeight:
         per_byte = 1 if kind in ("uint8", "fp8") else 2
         codes = _codes(*shape, per_byte)
         if kind == "fp8":
             codes[codes & 127 == 127] = 0  # NaN, which loading refuses
-        return codes, scales, PackedFormat(kind, torch.Size(shape), block, height)
+        return PackedWeight(codes, scales, PackedFormat(kind, torch.Size(shape), block, height))
 
     for kind, most in (("int4", 16), ("uint8", 256)):
         for block, width in ((128, 384), (48, 342), (342, 342)):
@@ -70,30 +63,29 @@ def weights() -> Iterator[tuple[str, Weight]]:
     yield "nvfp4", coded("nvfp4", (ROWS, 352), 16, scale, factor)
     yield "nvfp4 divided", coded("nvfp4", (ROWS, 352), 16, scale, factor.view(1))
     values, scale = pack_int8(torch.randn(ROWS, 341))
-    yield "int8", (values, (scale,), PackedFormat("int8", values.shape))
+    yield "int8", PackedWeight(values, (scale,), PackedFormat("int8", values.shape))
 
 
-def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """Return a product by the kernels."""
     packed, scales, form = weight
     return kernels.multiply(x, packed, scales, form.kind, form.shape, form.block, form.rows, bias)
 
 
-def wrong_values(weight: Weight, dtype: torch.dtype) -> int:
+def wrong_values(weight: PackedWeight, dtype: torch.dtype) -> int:
     """Return how many values that unit vectors select differ from the unpacked weight."""
-    packed, scales, form = weight
-    expected = unpack(packed, scales, form, dtype).T
-    units = torch.eye(form.shape[1], dtype=dtype)
+    expected = unpack(weight, dtype).T
+    units = torch.eye(weight.form.shape[1], dtype=dtype)
     with mock.patch.multiple(kernels, MOST_TOKENS=128, SUMS=8 * 128):  # few programs: faster
         found = torch.cat([product(some, weight) for some in units.split(128)])
     return int((found != expected).sum())
 
 
-def error(weight: Weight, dtype: torch.dtype, tokens: int) -> float:
+def error(weight: PackedWeight, dtype: torch.dtype, tokens: int) -> float:
     """Return the largest relative difference of a product from that in float64."""
-    packed, scales, form = weight
-    x, bias = torch.randn(tokens, form.shape[1]).to(dtype), torch.randn(form.shape[0]).to(dtype)
-    exact = unpack(packed, scales, form, dtype).double()
+    rows, width = weight.form.shape
+    x, bias = torch.randn(tokens, width).to(dtype), torch.randn(rows).to(dtype)
+    exact = unpack(weight, dtype).double()
     expected = torch.nn.functional.linear(x.double(), exact, bias.double())
     found = product(x, weight, bias)
     assert found.dtype == dtype
@@ -121,7 +113,6 @@ def compared() -> dict[str, tuple[int, float]]:
     return found
 
 
-READER = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 KINDS = (*TYPES, *block_scaled.KINDS, "int8")
 
 
@@ -154,16 +145,7 @@ def compiled(card: int, dtype: str) -> list[dict[str, int]]:
 def _resources(
     kernel: Any, types: dict[str, str], fixed: dict[str, Any], card: int
 ) -> dict[str, int]:
-    signature = {name: types[name] for name in kernel.arg_names}
-    aligned = [n for n, name in enumerate(signature) if name == "width" or "*" in signature[name]]
-    # arrays of torch begin at multiples of 16 bytes, which a launch sees
-    attributes = {(number,): [["tt.divisibility", 16]] for number in aligned}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
-    target = GPUTarget("cuda", card, 32)
-    made = triton.compile(source, target=target, options={"enable_fp_fusion": False})
+    arrays = [name for name in kernel.arg_names if name == "width" or "*" in types[name]]
+    made = machine_code.compiled(kernel, types, fixed, card, aligned=arrays, enable_fp_fusion=False)
     assert ".ftz" not in made.asm["ptx"]  # e4m3 and e2m1 values pass through subnormal ones
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(made.asm["cubin"])
-        command = [READER, "-res-usage", file.name]
-        shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return {n: int(size) for n, size in re.findall(r"(REG|STACK|LOCAL):(\d+)", shown)}
+    return machine_code.resources(made)

@@ -14,15 +14,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 COMPILED = """
-import json, re, subprocess, sys, tempfile
-from pathlib import Path
+import json, sys
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from peftkit.kernels import triton_attention
+from tests.cross_compile.machine_code import compiled, resources
 
-reader = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 dtype = sys.argv[2]
 strides = ("k_slot", "k_head", "v_slot", "v_head", "m_slot", "m_query")
@@ -41,20 +37,10 @@ for queries, size, value_size in ((4, 64, 64), (1, 96, 96), (32, 128, 128), (16,
         asked.append((triton_attention.join_kernel, {**fixed, "WHOLE": whole, "SINKS": whole}))
 found = []
 for kernel, fixed in asked:
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in fixed else types[n] for n in names}
     # a launch sees that arrays, heads and lengths of slots begin at multiples of 16
-    even = [n for n in names if n in strides or signature[n].startswith("*")]
-    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in even}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)
-    target = GPUTarget("cuda", int(sys.argv[1]), 32)
-    made = triton.compile(source, target=target, options={"num_stages": 2})
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(made.asm["cubin"])
-        read = [reader, "-res-usage", file.name]
-        told = subprocess.run(read, capture_output=True, text=True).stdout
-    used = {name: int(size) for name, size in re.findall(r"(REG|STACK|LOCAL):(\\d+)", told)}
-    found.append({**used, "shared": made.metadata.shared})
+    even = [n for n in kernel.arg_names if n not in fixed and (n in strides or "*" in types[n])]
+    made = compiled(kernel, types, fixed, int(sys.argv[1]), aligned=even, num_stages=2)
+    found.append({**resources(made), "shared": made.metadata.shared})
 print(json.dumps(found))
 """
 
@@ -115,18 +101,16 @@ from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Limits, Request
 from peftkit.inference.sampling import Sampling
 from peftkit.kernels import triton_attention
-from tests.helpers.families import EOS
-from tests.helpers.generation import MODELS
+from tests.helpers.generation import MODELS, TOKENIZER
 
 class Interpreted:
     calls = 0
-    def launch(self, name, *args):
+    def launch(self, name, *args, expected):
         Interpreted.calls += 1
         return getattr(triton_attention, name)(*args)
 
 def answers(model):
-    tokenizer = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
-    with CachedEngine(model, tokenizer, Limits(prefix_tokens=0)) as engine:
+    with CachedEngine(model, TOKENIZER, Limits(prefix_tokens=0)) as engine:
         engine.ends = frozenset()
         prompts = ([*range(20, 160), 7 + n] for n in range(3))
         running = [engine.submit(Request(ids, Sampling(4, 0.0), 0)) for ids in prompts]

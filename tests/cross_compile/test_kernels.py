@@ -15,19 +15,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 COMPILED = """
-import json, re, subprocess, sys, tempfile
-from pathlib import Path
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import json, sys
 from peftkit.kernels import triton_kernels
 from peftkit.kernels.gguf_blocks import TYPES
+from tests.cross_compile.machine_code import compiled, resources
 
 kernels = {
     triton_kernels.gated_kernel: ("gate", "up", "out"),
     triton_kernels.gated_backward_kernel: ("grad", "gate", "up", "grad_gate", "grad_up"),
 }
-reader = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 asked = [
     (kernel, pointers, {"number": "i32"}, {"KIND": kind, "SIZE": triton_kernels.BLOCK})
     for kernel, pointers in kernels.items()
@@ -47,21 +43,11 @@ for kind, block in TYPES.items():
 found = []
 for kernel, pointers, numbers, fixed in asked:
     types = {name: "*" + sys.argv[2] for name in pointers} | numbers
-    types |= dict.fromkeys(fixed, "constexpr")
-    signature = {name: types[name] for name in kernel.arg_names}
     unpacks = kernel is triton_kernels.unpack_kernel
-    # arrays of torch begin at multiples of 16 bytes, which a launch sees
-    aligned = {(n,): [["tt.divisibility", 16]] for n in range(2)} if unpacks else {}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)
-    options = {"enable_fp_fusion": not unpacks}
-    made = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
+    how = {"aligned": ("packed", "out") if unpacks else (), "enable_fp_fusion": not unpacks}
+    made = compiled(kernel, types, fixed, int(sys.argv[1]), **how)
     assert not unpacks or "fma" not in made.asm["ptx"]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(made.asm["cubin"])
-        read = [reader, "-res-usage", file.name]
-        told = subprocess.run(read, capture_output=True, text=True).stdout
-    used = re.findall(r"(REG|STACK|LOCAL):(\\d+)", told)
-    found.append({name: int(number) for name, number in used})
+    found.append(resources(made))
 print(json.dumps(found))
 """
 

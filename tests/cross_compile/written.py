@@ -14,14 +14,10 @@ Printed is one line of JSON.
 import contextlib
 import copy
 import json
-import re
-import subprocess
 import sys
-import tempfile
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -54,9 +50,9 @@ from peftkit.forward.blocks import Blocks
 from peftkit.kernels.gguf_blocks import TYPES
 from peftkit.kernels.packed import PackedFormat
 from peftkit.methods.lora import LoRA
-from peftkit.quant.copies import keep_copies
-from peftkit.quant.layers import Packing, QuantizedLinear
+from peftkit.quant.layers import Packing, QuantizedLinear, keep_copies
 from peftkit.quant.quantize import quantize_model
+from tests.cross_compile.machine_code import resources
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.gguf_files import config_of_a_small_llama, random_rows
 
@@ -69,7 +65,6 @@ FACTS: dict[str, Any] = {
     "regs_per_multiprocessor": 65536, "shared_memory_per_block_optin": 232448,
 }  # fmt: skip
 """What torch.cuda says of the card that Inductor writes for."""
-READER = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 @dataclass
@@ -151,11 +146,7 @@ class Kernel:
         self.tuner.device_props = facts
         source = ASTSource(self.tuner.fn, meta["signature"], meta["constants"], meta["configs"][0])
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            Path(file.name).write_bytes(made.asm["cubin"])
-            read = [READER, "-res-usage", file.name]
-            told = subprocess.run(read, check=True, capture_output=True, text=True).stdout
-        return {n: int(size) for n, size in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+        return resources(made)
 
 
 @contextlib.contextmanager

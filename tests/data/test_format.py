@@ -8,8 +8,7 @@ import pytest
 
 from peftkit.data import messages
 from peftkit.data.examples import Completion, Conversation, Instruction, Text
-from peftkit.data.field_names import FieldNames
-from peftkit.data.format import ParsedRow, parse
+from peftkit.data.format import FieldNames, ParsedRow, parse
 from peftkit.data.records import Record
 from peftkit.errors import ConfigError, DataError
 from peftkit.tasks.tokens import CausalLMConfig
@@ -279,16 +278,14 @@ def test_unknown_fields_are_listed_with_what_is_accepted():
 
 @pytest.mark.parametrize("answer", [42, 3.5])
 def test_a_number_is_an_answer(answer):
-    rows = [Record({"question": "6 x 7?", "answer": answer}, "a.jsonl:1")]
-    (example,) = parse(rows, "auto", where="a.jsonl").examples
+    (example,) = parsed({"question": "6 x 7?", "answer": answer}).examples
     assert isinstance(example, Instruction)
     assert example.output == str(answer)
 
 
 def test_names_in_capitals_are_the_same_names():
-    rows = [Record({"Instruction": "Say it.", "Response": "It."}, "a.csv:2")]
-    parsed = parse(rows, "auto", where="a.csv")
-    assert (parsed.format, parsed.unused) == ("alpaca", ())
+    found = parsed({"Instruction": "Say it.", "Response": "It."})
+    assert (found.format, found.unused) == ("alpaca", ())
 
 
 def test_a_file_of_two_formats_is_refused_at_the_row_that_differs():

@@ -3,6 +3,9 @@
 import base64
 import io
 import json
+import re
+import struct
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -149,8 +152,6 @@ def test_bytes_of_a_data_set_are_images():
     ],
 )
 def test_rows_that_cannot_be_are_named(row, words, tmp_path):
-    import re
-
     assert re.search(words, refused(tmp_path, row))
 
 
@@ -162,8 +163,6 @@ def file(image: Image.Image, kind: str, **more: Any) -> bytes:
 
 def bomb() -> bytes:
     """Return a PNG of a few bytes that says it has 50,000 x 50,000 pixels."""
-    import struct
-    import zlib
 
     def chunk(name: bytes, data: bytes) -> bytes:
         check = zlib.crc32(name + data)
@@ -194,8 +193,6 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_images_are_named_with_their_row(name, tmp_path):
-    import re
-
     data, words = HOSTILE[name]
     (tmp_path / "x").write_bytes(data)
     for stored in (

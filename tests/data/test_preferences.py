@@ -1,6 +1,5 @@
 """Rows of comparisons are found by their fields; what is none is named with its line and field."""
 
-import tempfile
 from typing import Any
 
 import pytest
@@ -197,17 +196,6 @@ def test_rows_with_nothing_to_prefer_are_dropped(answers):
     rows.append(openai(preferred_output=answers[0], non_preferred_output=answers[1]))
     pairs, _ = read_pairs_of(records(*rows), "a.jsonl")
     assert pairs[1:] == [Dropped("a.jsonl:2", USELESS), Dropped("a.jsonl:3", USELESS)]
-
-
-def test_all_bad_rows_are_listed_in_a_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(
-        DataError, match=r"9 of 9 rows(.|\n)*and 4 more(.|\n)*a\.jsonl-\w+\.txt"
-    ) as error:
-        read_pairs_of(records(*[{"prompt": "a", "chosen": "b"}] * 9), "a.jsonl")
-    (listed,) = tmp_path.rglob("*.txt")
-    assert str(listed) in error.value.found
-    assert "a.jsonl:9: rejected: missing" in listed.read_text()
 
 
 def test_a_margin_is_a_number():

@@ -77,6 +77,11 @@ def pages_with(*languages: str) -> Any:
     return pytest.mark.parametrize("page", pages, ids=name_of)
 
 
+def prose_of(page: Path) -> str:
+    """Return the text of a page without its fenced blocks."""
+    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
 def commands_of(text: str) -> Iterator[str]:
     """Yield the arguments of each call of peftkit in lines of a shell."""
     for line in text.replace("\\\n", " ").splitlines():
@@ -93,8 +98,7 @@ def commands_on(page: Path) -> list[tuple[str, str]]:
     found = [
         (b.where, c) for b in BLOCKS[page] if b.language == "bash" for c in commands_of(b.text)
     ]
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for code in re.findall(r"`([^`]+)`", text):
+    for code in re.findall(r"`([^`]+)`", prose_of(page)):
         found += [(name_of(page), command) for command in commands_of(" ".join(code.split()))]
     return found
 
@@ -252,9 +256,13 @@ def test_there_are_rows_for_each_task(tmp_path):
     assert {task_above(block, tmp_path).type for block in rows} == set(TASKS)
 
 
+PROSE = {page: prose_of(page) for page in (*PAGES, ROOT / "CONTRIBUTING.md")}
+
+
+@cache
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as the site and GitHub make them."""
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = prose_of(page)
     found = set()
     for heading in re.findall(r"(?m)^#+ (.+)$", text):
         bare = re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip().lower()
@@ -262,15 +270,15 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
-def test_every_link_within_the_house_leads_somewhere(page):
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
-        name, _, anchor = link.partition("#")
-        target = (page.parent / name).resolve() if name else page
-        assert target.is_file(), f"{page.name}: {link}"
-        if anchor:
-            assert anchor in anchors(target), f"{page.name}: {link}"
+def test_every_link_within_the_house_leads_somewhere():
+    broken = []
+    for page, text in PROSE.items():
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            if not target.is_file() or (anchor and anchor not in anchors(target)):
+                broken.append(f"{name_of(page)}: {link}")
+    assert not broken
 
 
 TRACKED = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("[!.]*/**/*.py")]
@@ -290,13 +298,15 @@ EXAMPLES = {"reward_funcs", "unsloth_zoo"}
 """Names of other programs that the pages mention."""
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
-def test_files_and_names_that_a_page_mentions_exist(page):
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for file in re.findall(r"`([\w/]+\.py)`", text):
-        assert any(f"/{path}".endswith(f"/{file}") for path in TRACKED), file
-    for name in set(re.findall(r"`([a-z]\w*_\w+)`", text)) - EXAMPLES:
-        assert name in words_of_code(), name
+def test_files_and_names_that_a_page_mentions_exist():
+    wrong = []
+    for page, text in PROSE.items():
+        for file in re.findall(r"`([\w/]+\.py)`", text):
+            if not any(f"/{path}".endswith(f"/{file}") for path in TRACKED):
+                wrong.append(f"{name_of(page)}: {file}")
+        names = set(re.findall(r"`([a-z]\w*_\w+)`", text)) - EXAMPLES - words_of_code()
+        wrong += [f"{name_of(page)}: {name}" for name in names]
+    assert not wrong
 
 
 def test_functions_in_the_pictures_of_the_design_pages_are_in_their_files():

@@ -50,6 +50,9 @@ COMPILED = {
 }
 
 
+COMMENT = re.compile(r"(?m)(?:^|  ) *# ")
+
+
 class Prose(NamedTuple):
     """Number of words in a file, and the matched phrases."""
 
@@ -69,6 +72,8 @@ def sentences(path: Path) -> Iterator[str]:
         value = node.value if isinstance(node, ast.Constant) else None
         if isinstance(value, str) and len(value.split()) > 3:
             yield re.sub(r"`[^`\n]*`", " x ", value)
+    if not COMMENT.search(text):  # tokens take longer than all else
+        return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and len(token.string.split()) > 2:
             yield token.string.lstrip("# ")

@@ -5,12 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from peftkit.execution.plan import (
-    Activations,
-    ExecutionPlan,
-    activation_modes,
-    plan_from,
-)
+from peftkit.execution.plan import Activations, ExecutionPlan, activation_modes, plan_from
 from peftkit.kernels.device import busy_tokens
 from peftkit.train.fitting import Fitting, choose
 
@@ -58,10 +53,8 @@ def test_rows_without_tokens_are_planned_by_rows():
     ],
 )
 def test_a_gpu_recomputes_first(available, expected):
-    costs: list[tuple[Activations, float]] = [("keep", 10.0), ("recompute", 4.0)]
     requested = ExecutionPlan(device="cuda", rows=200, busy_tokens=4096)
-    chosen = choose(requested, costs, available, 50)
-    assert chosen is not None
+    chosen = choose(requested, COSTS[:2], available, 50)
     assert (chosen.activations, chosen.tokens) == expected
 
 
@@ -83,18 +76,15 @@ def test_tokens_that_keep_a_card_busy_follow_from_model_and_card(
 
 def test_an_8b_keeps_its_activations_on_24_gb():
     """In nf4 it keeps 3.1 MB a token; 16.3 GB are left, and 660 tokens keep the card busy."""
-    costs: list[tuple[Activations, float]] = [
-        *(("keep", 3.1e6), ("recompute", 0.405e6), ("offload", 0.19e6))
-    ]
+    costs = list(zip(ALL, (3.1e6, 0.405e6, 0.19e6), strict=True))
     requested = ExecutionPlan(device="cuda", rows=8, tokens=16_384, busy_tokens=660)
     chosen = choose(requested, costs, 16.3e9, 1024)
-    assert chosen is not None
     assert (chosen.activations, chosen.tokens) == ("keep", 5258)
 
 
 def test_tiles_and_main_memory_are_the_last_resort():
     """Recomputed blocks repeat a product for tiles; offloaded inputs need main memory."""
-    tiled: list[tuple[Activations, float]] = [("keep", 10.0), ("recompute", 2.0), ("offload", 1.0)]
+    tiled = list(zip(ALL, (10.0, 2.0, 1.0), strict=True))
     requested = ExecutionPlan(rows=4, tokens=200)
 
     def chosen(available: float, most: int | None = None) -> tuple[str, bool, int | None] | None:
@@ -111,7 +101,6 @@ def test_tiles_and_main_memory_are_the_last_resort():
     fitting.most_offloaded = 100
     rows = [[SimpleNamespace(input_ids=range(80))]]
     smaller = fitting.smaller(replace(requested, activations="recompute"), rows)
-    assert smaller is not None
     assert (smaller.activations, smaller.tiles, smaller.tokens) == ("offload", True, 100)
     last = replace(smaller, tiles=False)  # counted to fit, and one row still ran out
     assert fitting.smaller(last, rows) == smaller
@@ -147,7 +136,6 @@ def test_one_row_longer_than_the_limit_does_not_keep_the_limit_where_it_is():
     row = SimpleNamespace(input_ids=range(1000))
     for _ in range(2):
         less = fitting_of(plans[0], ("keep",), 1000).smaller(plans[-1], [[row, row]])
-        assert less is not None
         plans.append(less)
     assert [plan.tokens for plan in plans] == [1280, 640, 320]
 

@@ -26,6 +26,7 @@ from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.vera import VeRA
 from tests.helpers.adapters import base_folder, logits, model_with_adapter
+from tests.helpers.folders import change_json
 
 TWO = torch.ones(2, 2)
 METHODS: dict[str, Method] = {
@@ -123,9 +124,7 @@ def test_peft_folders_of_all_styles_compute_the_same(style, tmp_path):
             tensors = {n.removeprefix("base_model.model."): t for n, t in tensors.items()}
         save_file(tensors, file)
     if style == "pissa":
-        config = source / "adapter_config.json"
-        fields = json.loads(config.read_text()) | {"init_lora_weights": "pissa"}
-        config.write_text(json.dumps(fields))
+        change_json(source / "adapter_config.json", init_lora_weights="pissa")
         with torch.no_grad():
             placed = load_adapter(model, source)
             expected = logits(model)

@@ -17,6 +17,7 @@ from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from tests.helpers.adapters import base_folder, logits, model_with_adapter
+from tests.helpers.folders import change_json
 
 METHODS = {
     "lora": LoRA(rank=4, alpha=8),
@@ -112,8 +113,7 @@ def mlx(tmp_path: Path) -> Path:
     ],
 )
 def test_a_wrong_config_is_reported(change, message, mlx):
-    config = mlx / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    change_json(mlx / "adapter_config.json", **change)
     with pytest.raises(AdapterError, match=message):
         read_mlx(mlx)
 

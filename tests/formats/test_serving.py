@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
@@ -25,6 +25,7 @@ from peftkit.formats.serving import MAX_LORA_RANKS, check_serving, max_lora_rank
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from tests.helpers.adapters import logits, model_with_adapter
+from tests.helpers.folders import change_json, change_tensors
 
 
 def test_a_card_names_the_hub_id_and_the_rank(model_folder):
@@ -69,10 +70,8 @@ PATTERNS = LoRA(rank=4, alpha=8, rslora=True, rank_pattern={"o": 2, "layers.1.ml
 def change(folder: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> None:
     """Let a folder look as another tool could have written it."""
     (folder / "peftkit.json").unlink()
-    config = folder / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
-    file = folder / "adapter_model.safetensors"
-    save_file(load_file(file) | tensors, file)
+    change_json(folder / "adapter_config.json", **fields)
+    change_tensors(folder / "adapter_model.safetensors", lambda own: own.update(tensors))
 
 
 @pytest.fixture

@@ -38,8 +38,8 @@ def gradients(model: nn.Module, loss: Tensor | None = None) -> dict[str, Tensor]
 
 
 @torch.no_grad()
-def logits(model: nn.Module) -> Tensor:
-    return model(input_ids=IDS).logits
+def logits(model: nn.Module, ids: Tensor = IDS) -> Tensor:
+    return model(input_ids=ids, use_cache=False).logits
 
 
 def base_folder(family: str, folder: Path) -> str:

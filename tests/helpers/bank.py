@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from peftkit.adapter import attach
-from peftkit.base.fingerprint import fingerprint
 from peftkit.base.load import Base
+from peftkit.base.pack import fingerprint
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA

@@ -1,6 +1,5 @@
 """The tensors of tiny base models, and folders of quantized ones."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from peftkit.base.purpose import Purpose
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.folders import change_json
 
 CLASSES = (
     *("CausalLM", "Seq2SeqLM", "MaskedLM", "SequenceClassification", "TokenClassification"),
@@ -31,10 +31,17 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def assert_same_state(found: nn.Module, expected: nn.Module) -> None:
+    """Compare all tensors, their dtypes too."""
+    left, right = state_of(found), state_of(expected)
+    assert left.keys() == right.keys()
+    for name, tensor in right.items():
+        assert left[name].dtype == tensor.dtype, name
+        assert torch.equal(left[name], tensor), name
+
+
 def mark_quantized(folder: Path, **settings: Any) -> None:
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | {"quantization_config": settings}
-    path.write_text(json.dumps(config))
+    change_json(folder / "config.json", quantization_config=settings)
 
 
 def write_changed(folder: Path, family: str, replace: Any) -> None:
@@ -59,9 +66,3 @@ def in_mxfp4(folder: Path) -> None:
 
     write_changed(folder, "gpt_oss", replace)
     mark_quantized(folder, quant_method="mxfp4")
-
-
-def logits(model: nn.Module) -> Tensor:
-    ids = torch.arange(24).remainder(23).view(2, 12) + 3
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits

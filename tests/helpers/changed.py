@@ -5,6 +5,7 @@ Those in COVERED, and tests marked `covers(*sources)`; a test marked `smoke` alw
 
 import subprocess
 from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ EVERYTHING = ("tests/conftest.py", "tests/helpers", "pyproject.toml", "constrain
 """Files and folders of which a change concerns every test."""
 
 
+@cache
 def changed_since(revision: str, root: Path = ROOT) -> set[str] | None:
     """Return the files that differ from a revision's common ancestor with HEAD, or are new.
 
@@ -70,15 +72,27 @@ def is_under(file: str, places: Collection[str]) -> bool:
     return any(file == place or file.startswith(f"{place}/") for place in places)
 
 
+@cache
+def covered_by(path: Path) -> tuple[str, set[str]]:
+    """Return a test file's path from ROOT, and the files and folders that COVERED lists for it."""
+    file = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+    sources = [{tests, *covered} for tests, covered in COVERED.items() if is_under(file, [tests])]
+    return file, set().union(*sources)
+
+
 def is_due(item: pytest.Item, changed: Collection[str]) -> bool:
     """Return whether a test runs in `make test` after a change to some files."""
-    if item.get_closest_marker("smoke"):
-        return True
-    file = item.path.relative_to(ROOT).as_posix()
-    sources = {name for mark in item.iter_markers("covers") for name in mark.args}
-    for tests, covered in COVERED.items():
-        if is_under(file, [tests]):
-            sources |= {tests, *covered}
-    if not sources:
+    file, sources = covered_by(item.path)
+    sources = sources.union(*(mark.args for mark in item.iter_markers("covers")))
+    if not sources or item.get_closest_marker("smoke"):
         return True
     return any(is_under(name, {*sources, *EVERYTHING, file}) for name in changed)
+
+
+def is_left_out(path: Path, changed: Collection[str]) -> bool:
+    """Return whether COVERED leaves out a whole file of tests, of which none is marked `smoke`."""
+    file, sources = covered_by(path)
+    if not sources or path.suffix != ".py":
+        return False
+    due = any(is_under(name, {*sources, *EVERYTHING, file}) for name in changed)
+    return not due and "pytest.mark.smoke" not in path.read_text(encoding="utf-8")

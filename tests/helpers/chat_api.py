@@ -1,8 +1,7 @@
 """Requests to the chat APIs of clients: /v1/messages and /v1/responses."""
 
+import json
 from typing import Any, NamedTuple
-
-from tests.helpers.sse import named_events
 
 
 class ChatApi(NamedTuple):
@@ -22,6 +21,17 @@ class ChatApi(NamedTuple):
         done = client.post(self.path, json={**self.asked, **fields, "stream": True})
         assert done.headers["content-type"].startswith("text/event-stream"), done.text
         return named_events(done.text)
+
+
+def named_events(text: str) -> list[dict[str, Any]]:
+    """Return the fields of each server-sent event; its name is also its type."""
+    events = []
+    for block in text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        fields = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {fields['type']}"
+        events.append(fields)
+    return events
 
 
 def call(name: str, n: int) -> str:

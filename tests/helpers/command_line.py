@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import pytest
+import typer
 
-from peftkit_cli.app import run
+from peftkit_cli.app import app, run
 from tests.helpers.folders import write_rows
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +23,16 @@ class Done(NamedTuple):
     code: int
     out: str
     err: str
+
+    def succeeded(self) -> "Done":
+        """Return itself, if the command succeeded."""
+        assert self.code == 0, self.err
+        return self
+
+    def refusal(self) -> str:
+        """Return the message of a command that refused its input and printed no data."""
+        assert (self.code, self.out) == (2, ""), self
+        return self.err
 
 
 Run = Callable[..., Done]
@@ -40,6 +52,20 @@ def peftkit(
         return Done(code, *capsys.readouterr())
 
     return call
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """Let the next command read lines from stdin."""
+    monkeypatch.setattr("sys.stdin", StringIO("".join(line + "\n" for line in lines)))
+
+
+def commands() -> dict[str, typer.core.TyperCommand]:
+    """Return all commands by name, also those of groups."""
+    found: dict[str, typer.core.TyperCommand] = {}
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        below = getattr(command, "commands", None)
+        found |= {f"{name} {n}": c for n, c in below.items()} if below else {name: command}
+    return found
 
 
 def environment() -> dict[str, str]:

@@ -111,12 +111,11 @@ def _conditional(stem: str, sizes: dict[str, Any], **settings: Any) -> Any:
     return _builder(architecture, f"{stem}Config", **{**sizes, **settings})
 
 
-def _opened(stem: str, sizes: dict[str, Any], **settings: Any) -> Callable[[], PreTrainedModel]:
+def half_open(closed: Callable[[], PreTrainedModel]) -> Callable[[], PreTrainedModel]:
     """Build with every gate half open, as trained ones are: at zero nothing passes, and trains."""
-    closed = _conditional(stem, sizes, **settings)
 
     def build() -> PreTrainedModel:
-        model: PreTrainedModel = closed()
+        model = closed()
         for name, parameter in model.named_parameters():
             if "gate" in name and parameter.numel() == 1:
                 parameter.data.fill_(0.5)
@@ -191,10 +190,11 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
         "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
         vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4,
         "mlp_ratio": 2, "patch_size": 4, **_WIDE}),
-    "mllama": _opened("Mllama", _IMAGE, text_config={**_GROUPED, "cross_attention_layers": [1]},
+    "mllama": half_open(_conditional("Mllama", _IMAGE,
+        text_config={**_GROUPED, "cross_attention_layers": [1]},
         vision_config={**_VISION, "attention_heads": 4, "num_global_layers": 1,
         "vision_output_dim": 64, "intermediate_layers_indices": [0], "max_num_tiles": 2,
-        "supported_aspect_ratios": [[1, 1], [1, 2]]}),
+        "supported_aspect_ratios": [[1, 1], [1, 2]]})),
     "idefics": _builder("IdeficsForVisionText2Text", "IdeficsConfig", **_SIZES,
         additional_vocab_size=4, cross_layer_interval=1, alpha_initializer="ones",
         vision_config={**_VISION, "embed_dim": 32}),
@@ -294,7 +294,7 @@ WITHOUT_QUERY = ("jetmoe", "mamba", "mamba2", "rwkv", "xlnet", "convnext")
 # fmt: on
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
     """Return a real byte-level BPE tokenizer with a ChatML template, trained in memory."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -315,6 +315,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         additional_special_tokens=["<|im_start|>"],
         chat_template=CHAT_TEMPLATE,
         model_max_length=256,
+        **settings,
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +17,17 @@ from peftkit.run import run
 WEIGHTS = "adapter_model.safetensors"
 Kind = TypeVar("Kind", bound=Event)
 Sections = dict[str, dict[str, Any]]
+
+
+def sections(folder: Path, base: Path, file: str, task: str, **settings: Any) -> Sections:
+    """Return a recipe of a LoRA over the rows of a file, which writes into `folder`/run."""
+    return {
+        "task": {"type": task, **settings},
+        "base": {"model": str(base), "dtype": "fp32"},
+        "method": {"type": "lora", "rank": 4},
+        "data": {"train": file, "max_length": 64},
+        "train": {"output_dir": str(folder / "run"), "save_every": None},
+    }
 
 
 @dataclass
@@ -32,12 +45,24 @@ class Finished:
     def stages(self, text: str) -> list[str]:
         return [event.text for event in self.of_kind(Stage) if event.text.startswith(text)]
 
-    def resumed(self, to: Path, last: str) -> Finished:
-        """Go on with a copy of it as it was before its last checkpoint."""
+    def resumed(self, to: Path, *last: str) -> Finished:
+        """Go on with a copy of it as it was before its last checkpoints."""
         shutil.copytree(self.folder, to)
-        shutil.rmtree(to / "checkpoints" / last)
+        for name in last:
+            shutil.rmtree(to / "checkpoints" / name)
         (to / WEIGHTS).unlink()
         return finished(self.told, train={"output_dir": str(to)}, resume=True)
+
+
+@contextmanager
+def replaced(file: Path, text: str) -> Iterator[None]:
+    """Have a file hold another text."""
+    before = file.read_text()
+    file.write_text(text)
+    try:
+        yield
+    finally:
+        file.write_text(before)
 
 
 def merged(told: Sections, changes: Sections) -> Sections:

@@ -18,6 +18,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from peftkit.base.locate import Location
+from peftkit.base.pretrained import quiet
 from peftkit.base.purpose import Purpose
 from peftkit.kernels.gguf_blocks import TYPES
 from tests.helpers.families import ARCHITECTURES, VOCAB, tiny_tokenizer
@@ -130,6 +131,18 @@ def write_random(folder: Path, architecture: str, auto_class: str) -> Location:
     return where
 
 
+def dense_model(path: Path, auto_class: str = "AutoModelForCausalLM") -> Any:
+    """Return the model that transformers makes of a GGUF file, in float32."""
+    with quiet():
+        model = getattr(transformers, auto_class).from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            dtype=torch.float32,
+            quantization_config=transformers.GgufConfig(dequantize=True),
+        )
+    return model.requires_grad_(False).eval()
+
+
 def write_gguf(
     path: Path,
     model: transformers.LlamaForCausalLM,
@@ -173,10 +186,7 @@ def write_gguf(
         name = names.get_name(name, (".weight",))
         data, kind = packed(name, tensor.contiguous())
         writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 HALVES = {  # where a block has its float16 numbers
@@ -228,13 +238,8 @@ def blocks_of_all_kinds() -> Iterator[tuple[str, Tensor]]:
             yield kind, torch.from_numpy(make(kind, 41, 2 * block.values))
 
 
-MIXTURE = {
-    "token_embd": "q6_k",
-    "attn_v": "q6_k",
-    "ffn_down": "q6_k",
-    "ffn_gate": "q5_k",
-    "attn_output": "q8_0",
-}
+MIXTURE = dict.fromkeys(("token_embd", "attn_v", "ffn_down"), "q6_k")
+MIXTURE |= {"ffn_gate": "q5_k", "attn_output": "q8_0"}
 """Of a Q4_K_M file, more or less: all other matrices are in q4_k."""
 
 

@@ -15,40 +15,24 @@ from peftkit.tasks.media.media_text import AudioTextConfig, MediaText
 from tests.helpers.speech import encoded, tones
 from tests.helpers.vision import FAMILIES as SEEING
 from tests.helpers.vision import (
-    GEMMA4,
-    GEMMA4_CONFIG,
+    MROPE_TEXT,
+    QWEN_WIDE,
     TEXT,
     WIDE,
-    A,
     Family,
     Q,
+    conversations,
     dialog,
+    gemma4,
     made,
+    qwen_images,
     template,
     token_id,
     tokenizer,
 )
 from tests.helpers.vision import write_image_rows as write_seen
 
-SPOKEN: list[dict[str, Any]] = [
-    {
-        "messages": dialog(
-            (Q, [{"type": "audio", "audio": "a.wav"}, {"type": "text", "text": "what is it?"}]),
-            (A, [{"type": "text", "text": "the fox"}]),
-        )
-    },
-    {
-        "messages": dialog(
-            (Q, "see <audio> the <audio> dog"),
-            (A, "the lazy dog over"),
-            (Q, "and then?"),
-            (A, "the answer"),
-        ),
-        "audios": ["b.wav", "a.wav"],
-    },
-    {"messages": dialog((Q, "no sound"), (A, "in the question"))},
-    {"audio": "b.wav", "messages": dialog((Q, "the other"), (A, "quick fox"))},
-]
+SPOKEN = conversations("audio", "wav", "no sound")
 _TURNS = [(turn["role"], turn["content"]) for turn in SPOKEN[1]["messages"][1:]]
 _ONE_EACH = [*SPOKEN]
 _ONE_EACH[1] = {"messages": dialog((Q, "see <audio> dog"), *_TURNS), "audios": ["b.wav"]}
@@ -119,61 +103,16 @@ GLMASR = Family(
     config=AudioTextConfig,
     rows=_ONE_EACH,
 )
-GEMMA4_HEARING = Family(
-    made(
-        "Gemma4",
-        **{
-            **GEMMA4_CONFIG,
-            "audio_config": {
-                "hidden_size": 32,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 4,
-                "subsampling_conv_channels": [128, 8],
-                "output_proj_dims": 32,
-                "conv_kernel_size": 3,
-            },
-        },
-    ),
-    lambda: without_video_support(transformers.Gemma4Processor)(
-        feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
-        image_processor=transformers.Gemma4ImageProcessorPil(
-            patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
-        ),
-        tokenizer=tokenizer(**GEMMA4),
-        video_processor=UnreadVideos({}),
-        chat_template=template("<|image|>", audio="<|audio|>"),
-    ),
-    config=AudioTextConfig,
-    rows=_SEEN_TOO,
-)
+_CONFORMER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+_CONFORMER |= {"subsampling_conv_channels": [128, 8], "output_proj_dims": 32, "conv_kernel_size": 3}
 _KINDS = ("image", "audio", "video")
-_OMNI = {
-    "image_token": "<|IMAGE|>",
-    "audio_token": "<|AUDIO|>",
-    "video_token": "<|VIDEO|>",
-    "vision_bos_token": "<|vision_bos|>",
-    "vision_eos_token": "<|vision_eos|>",
-    "audio_bos_token": "<|audio_bos|>",
-    "audio_eos_token": "<|audio_eos|>",
-}
+_OMNI = {f"{kind}_token": f"<|{kind.upper()}|>" for kind in _KINDS}
+_OMNI |= {f"{k}_{e}_token": f"<|{k}_{e}|>" for k in ("vision", "audio") for e in ("bos", "eos")}
 QWEN2_5_OMNI = Family(
     made(
         "Qwen2_5OmniThinker",
-        text_config={
-            **TEXT,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
-        },
-        vision_config={
-            "depth": 1,
-            "hidden_size": 32,
-            "out_hidden_size": 32,
-            "num_heads": 4,
-            "intermediate_size": 64,
-            "patch_size": 4,
-            "window_size": 16,
-            "fullatt_block_indexes": [0],
-            **WIDE,
-        },
+        text_config=MROPE_TEXT,
+        vision_config={**QWEN_WIDE, "depth": 1, "window_size": 16, "fullatt_block_indexes": [0]},
         audio_config={**_ENCODER, "n_window": 25, "output_dim": 32},
         **{f"{n}_token_index": token_id(_OMNI[f"{n}_token"], **_OMNI) for n in _KINDS},
         **{
@@ -183,9 +122,7 @@ QWEN2_5_OMNI = Family(
         },
     ),
     lambda: without_video_support(transformers.Qwen2_5OmniProcessor)(
-        image_processor=transformers.Qwen2VLImageProcessorPil(
-            patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
-        ),
+        image_processor=qwen_images(),
         video_processor=UnreadVideos({}),
         feature_extractor=_extractor(),
         tokenizer=tokenizer(**_OMNI),
@@ -199,7 +136,7 @@ QWEN2_5_OMNI = Family(
 HEARING: dict[str, Family] = {
     "qwen2_audio": QWEN2_AUDIO,
     "glmasr": GLMASR,
-    "gemma4_hearing": GEMMA4_HEARING,
+    "gemma4_hearing": gemma4(_CONFORMER, config=AudioTextConfig, rows=_SEEN_TOO),
     "qwen2_5_omni": QWEN2_5_OMNI,
 }
 FAMILIES = {**SEEING, **HEARING}

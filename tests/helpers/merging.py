@@ -16,11 +16,9 @@ from peftkit.methods.lora import LoRA
 from peftkit.methods.own_parameters import LNTuning
 from peftkit.methods.vera import VeRA
 from peftkit.quant.quantize import quantize_model
+from tests.helpers import adapters
 from tests.helpers.adapters import perturb
 from tests.helpers.families import FAMILIES
-
-IDS = torch.arange(3, 23).view(1, 20)
-
 
 METHODS: dict[str, Method] = {
     "lora": LoRA(rank=4, alpha=8),
@@ -35,8 +33,7 @@ METHODS: dict[str, Method] = {
 
 
 def logits(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=IDS, use_cache=False).logits.float()
+    return adapters.logits(model).float()
 
 
 def attach_perturbed(model: nn.Module, method: Method, size: float = 0.05) -> Adapter:

@@ -13,6 +13,7 @@ from peftkit.settings import DataConfig
 from peftkit.tasks.rewards.grpo import GRPO
 from peftkit.tasks.rewards.grpo_config import GRPOConfig
 from peftkit.tasks.rewards.reward_functions import RewardTerm
+from tests.helpers.finished import sections
 from tests.helpers.folders import write_rows as write
 
 MAX_NEW, KL = 7, 0.3
@@ -116,24 +117,8 @@ def reward_recipe(folder: Path, model_folder: Path, *functions: str, **task: Any
     (folder / "rewards.py").write_text(REWARDS)
     rows = [{"prompt": f"the quick brown {n}", "word": str(n)} for n in range(6)]
     file = write(folder / "p.jsonl", rows)
-    return {
-        "task": {
-            "type": "grpo",
-            "rewards": [{"use": f"{folder}/rewards.py:{name}"} for name in functions],
-            "answers": 4,
-            "max_new_tokens": 8,
-            "mask_cut": False,
-            **task,
-        },
-        "base": {"model": str(model_folder), "dtype": "fp32"},
-        "method": {"type": "lora", "rank": 4},
-        "data": {"train": file, "max_length": 64},
-        "train": {
-            "output_dir": str(folder / "run"),
-            "max_steps": 4,
-            "batch_size": 2,
-            "learning_rate": 0.02,
-            "save_every": None,
-            "compile": False,
-        },
-    }
+    rewards = [{"use": f"{folder}/rewards.py:{name}"} for name in functions]
+    task = {"rewards": rewards, "answers": 4, "max_new_tokens": 8, "mask_cut": False, **task}
+    told = sections(folder, model_folder, file, "grpo", **task)
+    told["train"] |= {"max_steps": 4, "batch_size": 2, "learning_rate": 0.02, "compile": False}
+    return told

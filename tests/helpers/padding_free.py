@@ -1,5 +1,6 @@
 """Rows without padding, packed or with a shared prefix, and their task."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,3 +59,39 @@ def loss_and_gradients(
     loss = task.loss(model, batch)[0]
     own = [p for p in model.parameters() if p.requires_grad]
     return loss.detach(), list(torch.autograd.grad(loss, own, allow_unused=True))
+
+
+def assert_same(
+    task: TokenTask, model: nn.Module, rows: Any, field: str = "grid_tokens"
+) -> dict[str, str]:
+    """Compare a padding-free batch with its padded rows; return the paths of the former.
+
+    Args:
+        field: Entry of the padding-free batch.
+    """
+    with task.training(model):
+        paths, batch = task.paths, task.collate(rows)
+        assert field in batch
+        if field == "grid_tokens" and task.layout.share:
+            assert batch["input_ids"].numel() == (num_distinct(rows) // 16 + 1) * 16
+        loss, gradients = loss_and_gradients(task, model, batch)
+    wanted, expected = loss_and_gradients(task, model, task.collate(rows))
+    # float32 sums in another order
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-4)
+    for a, b in zip(gradients, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            atol = 2e-4 * float(b.abs().max()) + 1e-6
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=atol)
+    return paths
+
+
+def num_distinct(rows: Sequence[Row]) -> int:
+    """Return how many prefixes the rows' documents have."""
+    prefixes = set()
+    for row in rows:
+        start = 0
+        for length in row.lengths:
+            prefixes |= {row.input_ids[start : start + n + 1] for n in range(length)}
+            start += length
+    return len(prefixes)

@@ -13,7 +13,7 @@ from peftkit.methods.lora import LoRA
 from tests.helpers.bank import tiny_base, write_adapter
 
 pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
-from peftkit_server.app import ChatService
+from peftkit_server.completions import ChatService
 from peftkit_server.grammars import Grammars
 
 # templates render only the names of tools: the tiny model has a short context

@@ -47,6 +47,20 @@ def recipe(folder: Path, name: str, **train: Any) -> Recipe:
     )
 
 
+def refusal(response: Any, status: int = 400) -> Any:
+    """Return the error of a refused request."""
+    assert response.status_code == status, response.text
+    return response.json()["error"]
+
+
+def scope_of(path: str, headers: dict[str, str] | None = None) -> dict[str, Any]:
+    """Return the ASGI scope of a POST request."""
+    sent = {"host": "127.0.0.1", **(headers or {})}
+    pairs = [(name.encode(), value.encode()) for name, value in sent.items()]
+    head = {"type": "http", "method": "POST", "query_string": b""}
+    return {**head, "path": path, "headers": pairs}
+
+
 def adapter_bytes(folder: Path) -> bytes:
     return (folder / "adapter_model.safetensors").read_bytes()
 

@@ -14,7 +14,7 @@ import transformers
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
 from peftkit.tasks.media.ctc import BLANK, SPACE, UNKNOWN, tokenizer_of
-from tests.helpers.families import tiny_tokenizer
+from tests.helpers.families import _SEQ2SEQ, tiny_tokenizer
 
 soundfile = pytest.importorskip("soundfile", reason="the extra peftkit[audio] is not installed")
 RATE = 16_000
@@ -24,49 +24,32 @@ WHISPER_TOKENS = (
     *(END, "<|startoftranscript|>", *(f"<|{code}|>" for code in LANGUAGES)),
     *(f"<|{mark}|>" for mark in _MARKS),
 )
-_SIZES: dict[str, Any] = {
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "d_model": 32,
-    "init_std": 0.5,
-}
-_WAV2VEC2: dict[str, Any] = {
+_ENCODER: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 64,
+    "initializer_range": 0.2,
+    "layerdrop": 0.0,
+    **dict.fromkeys(("attention_dropout", "activation_dropout", "final_dropout"), 0.0),
+    **dict.fromkeys(("hidden_dropout", "feat_proj_dropout"), 0.0),
+}
+_WAV2VEC2: dict[str, Any] = {
+    **_ENCODER,
+    "mask_time_prob": 0.0,
+    "num_feat_extract_layers": 3,
     "conv_dim": (16, 16, 16),
     "conv_kernel": (10, 8, 4),
     "conv_stride": (8, 8, 5),
-    "num_feat_extract_layers": 3,
     "num_conv_pos_embeddings": 16,
     "num_conv_pos_embedding_groups": 4,
-    "initializer_range": 0.2,
-    "mask_time_prob": 0.0,
-    "layerdrop": 0.0,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "feat_proj_dropout": 0.0,
-    "final_dropout": 0.0,
 }
-
 _FRAMES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
+    **_ENCODER,
+    "dropout": 0.0,
+    "subsampling_conv_channels": 8,
     "conv_kernel_size": 5,
     "conv_depthwise_kernel_size": 5,
-    "subsampling_conv_channels": 8,
-    "initializer_range": 0.2,
-    "layerdrop": 0.0,
-    **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0),
-    **dict.fromkeys(("hidden_dropout", "feat_proj_dropout", "final_dropout"), 0.0),
 }
 
 
@@ -116,17 +99,18 @@ def whisper(seconds: int = 1, **settings: Any) -> tuple[Any, Any]:
     processor = whisper_processor(seconds)
     token = processor.tokenizer.convert_tokens_to_ids
     config = transformers.WhisperConfig(
-        vocab_size=len(processor.tokenizer),
-        num_mel_bins=16,
-        max_source_positions=50 * seconds,
-        max_target_positions=64,
-        pad_token_id=token(END),
-        bos_token_id=token(END),
-        eos_token_id=token(END),
-        decoder_start_token_id=token("<|startoftranscript|>"),
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-        **{**_SIZES, **settings},
+        **{
+            **_SEQ2SEQ,
+            "init_std": 0.5,
+            "vocab_size": len(processor.tokenizer),
+            "num_mel_bins": 16,
+            "max_target_positions": 64,
+            "max_source_positions": 50 * seconds,
+            **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), token(END)),
+            "decoder_start_token_id": token("<|startoftranscript|>"),
+            **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens")),
+            **settings,
+        }
     )
     model = transformers.WhisperForConditionalGeneration(config).eval()
     model.model.decoder.embed_tokens.weight.data[token(END)].normal_(0.0, 0.5)  # it was no padding

@@ -127,6 +127,12 @@ class Played:
         self.notices = [e.text for e in self.events if isinstance(e, Notice)]
         self.saved = [e.path.name for e in self.events if isinstance(e, Saved)]
 
+    def failed(self, kind: Any, *texts: str) -> Any:
+        """Return the error, which must be of a kind and have these texts."""
+        assert isinstance(self.error, kind), self.error
+        assert [text for text in texts if text not in str(self.error)] == []
+        return self.error
+
     @property
     def weights(self) -> dict[str, Tensor]:
         return {n: p.detach().clone() for n, p in self.model.named_parameters()}
@@ -239,15 +245,16 @@ class GradientCheckpointingLayer(nn.Module):
 
     gradient_checkpointing = False
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
         self.scale = nn.Parameter(torch.full((8,), 0.9), requires_grad=False)
         self.shift = torch.full((8,), 0.9)  # neither parameter nor buffer, and yet no activation
 
     def run(self, x: Tensor) -> Tensor:
         for _ in range(4):
             x = torch.tanh(x * self.scale) * self.shift  # saves the tanh, (..., 8)
-        return x
+        return self.drop(x)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gradient_checkpointing and self.training:
@@ -258,10 +265,10 @@ class GradientCheckpointingLayer(nn.Module):
 class Deep(Toy):
     """Two blocks between embedding and head; what trains lies before them as well."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, *, in_blocks: float = 0.0) -> None:
         super().__init__(dropout)
         self.start = nn.Parameter(torch.zeros(8))
-        self.blocks = nn.Sequential(GradientCheckpointingLayer(), GradientCheckpointingLayer())
+        self.blocks = nn.Sequential(*(GradientCheckpointingLayer(in_blocks) for _ in range(2)))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.blocks(self.embed(ids) + self.start)

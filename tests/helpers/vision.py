@@ -19,21 +19,13 @@ from transformers.processing_utils import ProcessorMixin
 
 from peftkit.base.processors import UnreadVideos, without_video_support
 from peftkit.tasks.media.media_text import ImageTextConfig, MediaTextConfig
-from tests.helpers.families import _GROUPED, tiny_tokenizer
+from tests.helpers.families import _GROUPED, half_open, tiny_tokenizer
+from tests.helpers.families import _VISION as _TOWER
+from tests.helpers.families import _WIDE as WIDE
 from tests.helpers.folders import write_rows
 
 VOCAB = 448
-WIDE = {"initializer_range": 0.2}
 TEXT: dict[str, Any] = {**_GROUPED, "vocab_size": VOCAB, "max_position_embeddings": 512}
-_TOWER: dict[str, Any] = {
-    **WIDE,
-    "image_size": 8,
-    "patch_size": 4,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
 
 _TEMPLATE = """\
 {%- set marks = MARKS -%}
@@ -55,25 +47,21 @@ def dialog(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
     return [{"role": role, "content": content} for role, content in turns]
 
 
-CONVERSATIONS: list[dict[str, Any]] = [
-    {
-        "messages": dialog(
-            (Q, [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what is it?"}]),
-            (A, [{"type": "text", "text": "the fox"}]),
-        )
-    },
-    {
-        "messages": dialog(
-            (Q, "see <image> the <image> dog"),
-            (A, "the lazy dog over"),
-            (Q, "and then?"),
-            (A, "the answer"),
-        ),
-        "images": ["b.png", "a.png"],
-    },
-    {"messages": dialog((Q, "no picture"), (A, "in the question"))},
-    {"image": "b.png", "messages": dialog((Q, "the other"), (A, "quick fox"))},
-]
+def conversations(kind: str, ending: str, nothing: str) -> list[dict[str, Any]]:
+    """Return rows about images or sounds, of which the replies are ANSWERS."""
+    a, b = f"a.{ending}", f"b.{ending}"
+    first = [{"type": kind, kind: a}, {"type": "text", "text": "what is it?"}]
+    marked = f"see <{kind}> the <{kind}> dog"
+    turns = ((Q, marked), (A, "the lazy dog over"), (Q, "and then?"), (A, "the answer"))
+    return [
+        {"messages": dialog((Q, first), (A, [{"type": "text", "text": "the fox"}]))},
+        {"messages": dialog(*turns), f"{kind}s": [b, a]},
+        {"messages": dialog((Q, nothing), (A, "in the question"))},
+        {kind: b, "messages": dialog((Q, "the other"), (A, "quick fox"))},
+    ]
+
+
+CONVERSATIONS = conversations("image", "png", "no picture")
 ANSWERS = [["the fox"], ["the lazy dog over", "the answer"], ["in the question"], ["quick fox"]]
 """What is learnt of CONVERSATIONS."""
 QUESTIONS: list[dict[str, Any]] = [
@@ -119,28 +107,14 @@ def picture(colour: Any = (200, 30, 60), size: tuple[int, int] = (9, 12)) -> Ima
 
 def png(colour: Any = (200, 30, 60), size: tuple[int, int] = (9, 12)) -> bytes:
     """Return `picture` as a file."""
-    file = io.BytesIO()
-    picture(colour, size).save(file, "PNG")
-    return file.getvalue()
+    return _as_png(picture(colour, size))
 
 
 def tokenizer(*tokens: str, **named: str) -> Any:
     """Return the tiny tokenizer with further special tokens."""
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer(**({"extra_special_tokens": named} if named else {}))
     tokenizer.chat_template = None
     tokenizer.model_max_length = 512
-    if named:
-        made = tokenizer.__class__(
-            tokenizer_object=tokenizer.backend_tokenizer,
-            pad_token="<pad>",
-            bos_token="<s>",
-            eos_token="<|im_end|>",
-            unk_token="<unk>",
-            additional_special_tokens=["<|im_start|>"],
-            extra_special_tokens=named,
-            model_max_length=512,
-        )
-        tokenizer = made
     missing = [t for t in (*named.values(), *tokens) if t not in tokenizer.get_vocab()]
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *missing]})
     return tokenizer
@@ -164,20 +138,6 @@ def made(stem: str, kind: str = "ForConditionalGeneration", **settings: Any) -> 
     def build() -> PreTrainedModel:
         made: Any = getattr(transformers, f"{stem}{kind}")
         return made(getattr(transformers, f"{stem}Config")(**settings))
-
-    return build
-
-
-def _opened(stem: str, **settings: Any) -> Any:
-    """Build with every gate half open, as trained ones are: at zero nothing passes."""
-    closed = made(stem, **settings)
-
-    def build() -> PreTrainedModel:
-        model: PreTrainedModel = closed()
-        for name, parameter in model.named_parameters():
-            if "gate" in name and parameter.numel() == 1:
-                parameter.data.fill_(0.5)
-        return model
 
     return build
 
@@ -239,78 +199,32 @@ _QWEN_IDS = dict(
         strict=True,
     )
 )
-_MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+_MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2]}
+MROPE_TEXT = {**TEXT, "rope_parameters": _MROPE}
 
 
-def _qwen_processor(stem: str) -> Callable[[], Any]:
-    return lambda: without_video_support(getattr(transformers, f"{stem}Processor"))(
-        image_processor=transformers.Qwen2VLImageProcessorPil(
-            patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
+def qwen_images() -> Any:
+    """Return the image processor of Qwen's families."""
+    size = {"shortest_edge": 64, "longest_edge": 1024}
+    return transformers.Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size)
+
+
+QWEN_TOWER = {"depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 4, **WIDE}
+QWEN_WIDE = {**QWEN_TOWER, "out_hidden_size": 32, "intermediate_size": 64}
+
+
+def _qwen(stem: str, tower: dict[str, Any], **text: Any) -> Family:
+    return Family(
+        made(stem, **_QWEN_IDS, text_config={**MROPE_TEXT, **text}, vision_config=tower),
+        lambda: without_video_support(getattr(transformers, f"{stem}Processor"))(
+            image_processor=qwen_images(),
+            tokenizer=tokenizer(*QWEN),
+            video_processor=UnreadVideos({}),
+            chat_template=template("<|vision_start|><|image_pad|><|vision_end|>"),
         ),
-        tokenizer=tokenizer(*QWEN),
-        video_processor=UnreadVideos({}),
-        chat_template=template("<|vision_start|><|image_pad|><|vision_end|>"),
+        ("mm_token_type_ids",),
     )
 
-
-_QWEN2_VL = Family(
-    made(
-        "Qwen2VL",
-        **_QWEN_IDS,
-        text_config={**TEXT, **_MROPE},
-        vision_config={
-            "depth": 2,
-            "embed_dim": 32,
-            "hidden_size": 32,
-            "num_heads": 4,
-            "mlp_ratio": 2,
-            "patch_size": 4,
-            **WIDE,
-        },
-    ),
-    _qwen_processor("Qwen2VL"),
-    ("mm_token_type_ids",),
-)
-_QWEN25_VL = Family(
-    made(
-        "Qwen2_5_VL",
-        **_QWEN_IDS,
-        text_config={**TEXT, **_MROPE},
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "out_hidden_size": 32,
-            "num_heads": 4,
-            "intermediate_size": 64,
-            "patch_size": 4,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-            **WIDE,
-        },
-    ),
-    _qwen_processor("Qwen2_5_VL"),
-    ("mm_token_type_ids",),
-)
-_QWEN3_VL = Family(
-    made(
-        "Qwen3VL",
-        **_QWEN_IDS,
-        text_config={**TEXT, **_MROPE, "head_dim": 8},
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "out_hidden_size": 32,
-            "num_heads": 4,
-            "intermediate_size": 64,
-            "patch_size": 4,
-            "deepstack_visual_indexes": [0],
-            "num_position_embeddings": 16,
-            **WIDE,
-        },
-    ),
-    _qwen_processor("Qwen3VL"),
-    ("mm_token_type_ids",),
-)
 
 # ------------------------------------------------------------------- Gemma
 
@@ -381,12 +295,8 @@ _IDEFICS_CONFIG: dict[str, Any] = {
     "scale_factor": 2,
     "image_token_id": token_id("<image>", *_IDEFICS),
 }
-_INTERN = {
-    "start_image_token": "<img>",
-    "end_image_token": "</img>",
-    "context_image_token": "<IMG_CONTEXT>",
-    "video_token": "<video>",
-}
+_INTERN = {"start_image_token": "<img>", "end_image_token": "</img>"}
+_INTERN |= {"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}
 _INTERNVL = Family(
     made(
         "InternVL",
@@ -408,25 +318,28 @@ _INTERNVL = Family(
 
 # ------------------------------------------------------------------- mllama
 
+_MLLAMA_ID = token_id("<|image|>", "<|image|>")
 _MLLAMA = Family(
-    _opened(
-        "Mllama",
-        text_config={
-            **TEXT,
-            "cross_attention_layers": [1],
-            "num_hidden_layers": 3,
-            "vocab_size": token_id("<|image|>", "<|image|>"),  # of which the head has no row
-        },
-        vision_config={
-            **_TOWER,
-            "attention_heads": 4,
-            "num_global_layers": 1,
-            "vision_output_dim": 64,
-            "intermediate_layers_indices": [0],
-            "max_num_tiles": 2,
-            "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
-        },
-        image_token_index=token_id("<|image|>", "<|image|>"),
+    half_open(
+        made(
+            "Mllama",
+            text_config={
+                **TEXT,
+                "cross_attention_layers": [1],
+                "num_hidden_layers": 3,
+                "vocab_size": _MLLAMA_ID,  # of which the head has no row
+            },
+            vision_config={
+                **_TOWER,
+                "attention_heads": 4,
+                "num_global_layers": 1,
+                "max_num_tiles": 2,
+                "vision_output_dim": 64,
+                "intermediate_layers_indices": [0],
+                "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+            },
+            image_token_index=_MLLAMA_ID,
+        )
     ),
     lambda: transformers.MllamaProcessor(
         image_processor=transformers.MllamaImageProcessorPil(**_size(), max_image_tiles=2),
@@ -438,54 +351,39 @@ _MLLAMA = Family(
 
 # ------------------------------------------------------------------- Gemma 4
 
-GEMMA4 = {
-    "boi_token": "<|image>",
-    "eoi_token": "<image|>",
-    "image_token": "<|image|>",
-    "audio_token": "<|audio|>",
-    "boa_token": "<|audio>",
-    "eoa_token": "<audio|>",
-}
+_GEMMA4 = {"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>"}
+_GEMMA4 |= {"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"}
+_LAYERS = ["sliding_attention", "full_attention"]
 
-GEMMA4_CONFIG: dict[str, Any] = {
-    "text_config": {
-        **TEXT,
-        "vocab_size": 512,
-        "head_dim": 8,
-        "global_head_dim": 8,
-        "sliding_window": 8,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 512,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "use_bidirectional_attention": "vision",
-    },
-    "vision_config": {
-        **_TOWER,
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-        "pooling_kernel_size": 2,
-        "position_embedding_size": 64,
-    },
-    "audio_config": None,
-    "image_token_id": token_id(GEMMA4["image_token"], **GEMMA4),
-    "boi_token_id": token_id(GEMMA4["boi_token"], **GEMMA4),
-    "eoi_token_id": token_id(GEMMA4["eoi_token"], **GEMMA4),
-    "audio_token_id": token_id(GEMMA4["audio_token"], **GEMMA4),
-    "video_token_id": 500,
-}
-_GEMMA4_FAMILY = Family(
-    made("Gemma4", **GEMMA4_CONFIG),
-    lambda: without_video_support(transformers.Gemma4Processor)(
-        feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
-        image_processor=transformers.Gemma4ImageProcessorPil(
-            patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
+
+def gemma4(audio: dict[str, Any] | None = None, **more: Any) -> Family:
+    """Return the family; with an audio tower, it hears too."""
+    names, marks = ("image", "boi", "eoi", "audio"), {} if audio is None else {"audio": "<|audio|>"}
+    text = {"head_dim": 8, "global_head_dim": 8, "sliding_window": 8, "layer_types": _LAYERS}
+    text |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 512}
+    text |= {"vocab_size": 512}
+    tower = {"num_key_value_heads": 4, "head_dim": 8, "pooling_kernel_size": 2}
+    return Family(
+        made(
+            "Gemma4",
+            text_config={**TEXT, **text, "use_bidirectional_attention": "vision"},
+            vision_config={**_TOWER, **tower, "position_embedding_size": 64},
+            audio_config=audio,
+            **{f"{name}_token_id": token_id(_GEMMA4[f"{name}_token"], **_GEMMA4) for name in names},
+            video_token_id=500,
         ),
-        tokenizer=tokenizer(**GEMMA4),
-        video_processor=UnreadVideos({}),
-        chat_template=template("<|image|>"),
-    ),
-    ("mm_token_type_ids",),
-)
+        lambda: without_video_support(transformers.Gemma4Processor)(
+            feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
+            image_processor=transformers.Gemma4ImageProcessorPil(
+                patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
+            ),
+            tokenizer=tokenizer(**_GEMMA4),
+            video_processor=UnreadVideos({}),
+            chat_template=template("<|image|>", **marks),
+        ),
+        **more,
+    )
+
 
 # ------------------------------------------------------------------- Pixtral in Mistral 3
 
@@ -537,16 +435,22 @@ def write_image_rows(folder: Path, rows: Any) -> Path:
 FAMILIES: dict[str, Family] = {
     "llava": LLAVA,
     "llava_next": LLAVA_NEXT,
-    "qwen2_vl": _QWEN2_VL,
-    "qwen2_5_vl": _QWEN25_VL,
-    "qwen3_vl": _QWEN3_VL,
+    "qwen2_vl": _qwen("Qwen2VL", {**QWEN_TOWER, "embed_dim": 32, "mlp_ratio": 2}),
+    "qwen2_5_vl": _qwen(
+        "Qwen2_5_VL", {**QWEN_WIDE, "window_size": 16, "fullatt_block_indexes": [1]}
+    ),
+    "qwen3_vl": _qwen(
+        "Qwen3VL",
+        {**QWEN_WIDE, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        head_dim=8,
+    ),
     "gemma3": _GEMMA3_FAMILY,
     "paligemma": _PALIGEMMA,
     "idefics3": Family(made("Idefics3", **_IDEFICS_CONFIG), _idefics_processor),
     "smolvlm": Family(made("SmolVLM", **_IDEFICS_CONFIG), _idefics_processor),
     "internvl": _INTERNVL,
     "mllama": _MLLAMA,
-    "gemma4": _GEMMA4_FAMILY,
+    "gemma4": gemma4(extras=("mm_token_type_ids",)),
     "mistral3": _MISTRAL3,
 }
 
@@ -556,6 +460,10 @@ COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
 
 def solid_png(colour: Any, size: tuple[int, int] = (8, 8), mode: str = "RGB") -> bytes:
     """Return an image of one colour as a PNG file."""
+    return _as_png(Image.new(mode, size, colour))
+
+
+def _as_png(image: Image.Image) -> bytes:
     file = io.BytesIO()
-    Image.new(mode, size, colour).save(file, "PNG")
+    image.save(file, "PNG")
     return file.getvalue()

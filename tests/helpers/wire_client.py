@@ -131,17 +131,18 @@ class Client:
             )["sampling_session_id"]
         )
 
-    def sample(self, sampler: str, ids: Sequence[int], number: int = 0, **more: Any) -> Any:
+    def ask_sample(self, sampler: str, ids: Sequence[int], number: int = 0, **more: Any) -> Any:
+        """Return the response to a request for a sample."""
+        params = {"max_tokens": 6, "seed": 3, **more.pop("params", {})}
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": list(ids)}]}
+        named = {"sampling_session_id": sampler, "seq_id": number, "prompt": prompt}
+        return self.ask("asample", **named, sampling_params=params, **more)
+
+    def sample(self, *args: Any, **more: Any) -> Any:
         """Return a message `Sampled`, or an error."""
-        params = more.pop("params", {})
-        found = self.result(
-            "asample",
-            sampling_session_id=sampler,
-            seq_id=number,
-            prompt={"chunks": [{"type": "encoded_text", "tokens": list(ids)}]},
-            sampling_params={"max_tokens": 6, "seed": 3, **params},
-            **more,
-        )
+        response = self.ask_sample(*args, **more)
+        assert response.status_code == 200, response.text
+        found = self.retrieve(response.json()["request_id"])
         return wire.parsed("Sampled", found) if isinstance(found, bytes) else found
 
 

@@ -1,6 +1,7 @@
 """Requests to the server's worker, and their completions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
@@ -39,8 +40,15 @@ def run_jobs(
     """Run generations that all wait when the worker starts."""
     worker = Worker(bank, limits=Limits(**limits), ready=ready)
     worker.submit([one.job for one in requests])
+    with running(worker):
+        return [one.end() for one in requests], worker
+
+
+@contextmanager
+def running(worker: Worker) -> Iterator[None]:
+    """Run a worker within the context."""
     worker.start()
     try:
-        return [one.end() for one in requests], worker
+        yield
     finally:
         worker.stop()

@@ -6,18 +6,34 @@ from typing import Any
 
 import pytest
 
+from peftkit.inference.budget import CacheBudget
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Limits, Request
 from peftkit.inference.open_engine import open_engine, why_plain
 from peftkit.inference.sampling import Sampling
-from tests.helpers.families import EOS, FAMILIES
-from tests.helpers.generation import MODELS
+from tests.helpers.families import FAMILIES
+from tests.helpers.generation import MODELS, TOKENIZER, most_allocated
 from tests.simulated_gpu.simulation import simulated
 
-TOKENIZER: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
 MOST_STEPS = 3000
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4
 """Keys and values of two layers with two heads of eight float32 numbers."""
+
+
+@pytest.mark.parametrize("state", [0, 3])
+def test_a_budget_counts_slots_at_their_final_lengths(state):
+    held, slots = 10, {128: (4, 96), 256: (1, 160)}
+    budget = CacheBudget(1000, state, held, slots, (96, 128, 160, 192))
+    assert budget.num_tokens == 10 + 4 * (128 + state) + 2 * (192 + state)
+    assert budget.shrunk().num_tokens == 10 + 2 * (128 + state) + 2 * (192 + state)
+    more = budget.plus(480, held=5)
+    assert more.num_tokens == budget.num_tokens + 5 + 480 + state
+    assert (budget.fits, more.fits, more._replace(limit=None).fits) == (True, False, True)
+    most = budget.max_slots(256, 200)
+    assert most is not None
+    for number, fits in ((most, True), (most + 1, False)):
+        grown = budget.num_tokens + (number - 2) * (200 + state)
+        assert (grown <= 1000) == fits
 
 
 def finished(engine: CachedEngine) -> bool:
@@ -45,27 +61,10 @@ def test_a_prefix_that_fills_the_cache_is_served(llama, tokenizer, tokens, kept)
 SIZES = [(3, 12), (90, 30), (40, 100), (5, 150), (7, 12), (60, 60), (30, 90), (12, 110)] * 3
 
 
-def allocated(engine: CachedEngine) -> int:
-    """Return the bytes of all keys and values that exist."""
-    spans = [*engine._prompts, *engine._prefixes._spans]
-    holders = [*engine._arenas.values(), *{id(span): span for span in spans}.values()]
-    return sum(t.nbytes for one in holders for pair in one.layers.values() for t in pair)
-
-
-def most_allocated(engine: CachedEngine, common: int, number: int) -> tuple[int, int]:
-    """Answer requests of many lengths; return the most bytes and the most answers at once."""
-    for at, (length, further) in enumerate(SIZES[:number]):
-        prompt = [5] * common + [6 + at] * length
-        engine.submit(Request(prompt, Sampling(further)))
-    most = num_running = 0
-    for _ in range(MOST_STEPS):
-        if engine.is_idle:
-            break
-        engine.step()
-        num_running = max(num_running, engine.num_running)
-        most = max(most, allocated(engine))
-    assert engine.is_idle
-    return most, num_running
+def requests(common: int, number: int) -> list[Request]:
+    """Return requests of many lengths, with a common prefix."""
+    pairs = enumerate(SIZES[:number])
+    return [Request([5] * common + [6 + n] * size, Sampling(new)) for n, (size, new) in pairs]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +80,7 @@ def test_allocations_keep_the_limit(llama, tokenizer, tokens, common):
     assert why_plain(llama, tokenizer) is None
     with CachedEngine(llama, tokenizer, limits) as engine:
         engine.ends = frozenset()
-        most, num_running = most_allocated(engine, common, len(SIZES))
+        most, num_running = most_allocated(engine, requests(common, len(SIZES)))
     assert num_running > 2
     assert 0.8 < most / (tokens * BYTES_PER_TOKEN) <= 1
 
@@ -91,9 +90,8 @@ def test_recorded_steps_keep_no_more(llama):
         model = llama.to("cuda")
         assert why_plain(model, TOKENIZER) is None
         with CachedEngine(model, TOKENIZER, Limits(tokens=600)) as engine:
-            most, num_running = most_allocated(engine, 0, 8)
-            assert engine.recorder is not None
-            assert engine.recorder.num_recorded > 1
+            most, num_running = most_allocated(engine, requests(0, 8))
+            assert engine.graphs.num_recorded > 1
     assert num_running > 2
     assert most <= 600 * BYTES_PER_TOKEN
 
@@ -103,11 +101,11 @@ def test_the_peak_of_a_card_is_that_of_the_limit_and_of_a_layer_that_grows():
         model: Any = FAMILIES["llama"]().eval().to("cuda")
         assert why_plain(model, TOKENIZER) is None
         with CachedEngine(model, TOKENIZER, Limits(tokens=1500, pass_tokens=16)) as engine:
-            engine.recorder = None
+            engine.graphs.records = False
             gc.collect()
             before = card.allocated
             card.reset()
-            most_allocated(engine, 0, 12)
+            most_allocated(engine, requests(0, 12))
         cache = 1500 * BYTES_PER_TOKEN
         assert 0.7 * cache < card.peak - before < 1.5 * cache  # one of two layers exists twice
 

@@ -12,8 +12,7 @@ from peftkit.data.chat import Chat
 from peftkit.data.style import Style
 from peftkit.data.tokens import tokens
 from peftkit.inference.call_formats import FORMATS, NO_CALLS, Call, CallFormat
-from peftkit.inference.call_style import CallStyle
-from peftkit.inference.calls import AnswerPiece, Reader, format_of, read_answer
+from peftkit.inference.calls import AnswerPiece, CallStyle, Reader, format_of, read_answer
 from tests.helpers.call_templates import FORM_OF, ONE_CALL, TEMPLATES, with_calls, with_template
 
 TOOL: dict[str, Any] = {

@@ -13,7 +13,8 @@ from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.dialogues import Wait, dialogues
 from peftkit.inference.engine import Engine, Limits, Request
 from peftkit.inference.generate import ModelSampler, SampledAnswer
-from peftkit.inference.open_engine import PlainEngine, open_engine
+from peftkit.inference.open_engine import open_engine
+from peftkit.inference.plain_engine import PlainEngine
 from peftkit.inference.sampling import Sampling
 
 Tokenizer = PreTrainedTokenizerFast

@@ -8,8 +8,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from peftkit.adapter import attach
+from peftkit.forward.padding_free import num_common
 from peftkit.inference.bank import AdapterBank
-from peftkit.inference.cache import num_common, worth_sharing
+from peftkit.inference.cache import worth_sharing
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Completion, Limits, Request
 from peftkit.inference.open_engine import open_engine, why_plain
@@ -17,8 +18,8 @@ from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from tests.helpers.bank import tiny_base, write_adapter
-from tests.helpers.families import EOS, FAMILIES
-from tests.helpers.generation import MODELS, greedy_tokens
+from tests.helpers.families import FAMILIES
+from tests.helpers.generation import MODELS, TOKENIZER, greedy_tokens
 from tests.simulated_gpu.simulation import simulated
 
 Tokenizer = PreTrainedTokenizerFast
@@ -183,17 +184,16 @@ def test_what_prompts_have_in_common():
 def test_all_rows_wait_for_the_device_once_a_token(sampling):
     with simulated() as card:
         model = FAMILIES["llama"]().eval().to("cuda")
-        tokenizer: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
-        with open_engine(model, tokenizer) as engine:
+        with open_engine(model, TOKENIZER) as engine:
             assert isinstance(engine, CachedEngine)
             for prompt in PROMPTS:
                 engine.submit(Request(prompt, sampling))
             engine.step()
             waits = []
             while not engine.is_idle:
-                before, batch = len(card.waits), engine._batch
+                before, batch = len(card.waits), engine.graphs._batch
                 engine.step()
-                if engine._batch is batch:  # else its rows are told of to the device
+                if engine.graphs._batch is batch:  # else its rows are told of to the device
                     waits.append([w.where for w in card.waits[before:] if "graph" not in w.why])
     assert len(waits) > 5
     assert all(len(one) == 1 for one in waits), waits

@@ -11,9 +11,10 @@ from peftkit.events import Event, Fallback, Notice
 from peftkit.forward import batch_layout
 from peftkit.forward.compat import cache_name, missing_arguments, with_all_methods
 from peftkit.forward.fused import fused_modules, why_unfused
-from peftkit.inference import fallbacks, open_engine
+from peftkit.inference import open_engine
 from peftkit.inference.cached_engine import CachedEngine
-from peftkit.inference.open_engine import PlainEngine, generation_fallbacks
+from peftkit.inference.open_engine import generation_fallbacks
+from peftkit.inference.plain_engine import PlainEngine
 from peftkit.kernels import device
 from peftkit.methods.lora import LoRA
 from peftkit.model.roles import ALL_LINEAR
@@ -188,10 +189,10 @@ def test_pageable_copies_are_reported_once(monkeypatch):
 
 def test_this_machine_is_described_by_the_same_fallbacks(monkeypatch):
     state = torch.get_rng_state()
-    monkeypatch.setattr(fallbacks, "no_compiler", lambda: "")
-    assert fallbacks.fallbacks_here() == []
+    monkeypatch.setattr(open_engine, "no_compiler", lambda: "")
+    assert open_engine.fallbacks_here() == []
     assert torch.equal(torch.get_rng_state(), state)
     monkeypatch.setattr(open_engine, "missing_arguments", lambda *_: "a renamed argument")
-    (engine,) = fallbacks.fallbacks_here()
+    (engine,) = open_engine.fallbacks_here()
     assert isinstance(engine, Fallback)
     assert "a renamed argument, which the engine needs." in engine.text

@@ -36,7 +36,6 @@ from peftkit.train.loop import fit
 from peftkit_cli import app
 from tests.helpers.folders import write_rows
 from tests.helpers.listening import (
-    EACH,
     FAMILIES,
     HEARING,
     model_of,
@@ -229,7 +228,7 @@ def test_a_resumed_run_ends_equal(case, base_folder, data, run_folder, tmp_path)
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n in PLAIN else pytest.mark.slow) for n in EACH],
+    [pytest.param(n, marks=() if n in PLAIN else pytest.mark.slow) for n in FAMILIES],
 )
 def test_generation_is_the_likeliest_token_again_and_again(name, tmp_path):
     """Several prompts at once, cached, give what whole forward passes of each alone do."""

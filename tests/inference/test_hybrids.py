@@ -25,11 +25,10 @@ from peftkit.inference.states import SlotStates, StateKey, has_states
 from peftkit.methods.lora import LoRA
 from tests.helpers.adapters import perturb
 from tests.helpers.bank import tiny_base, write_adapter
-from tests.helpers.families import _GROUPED, _HEADS, EOS, VOCAB, _builder
-from tests.helpers.generation import MODELS
+from tests.helpers.families import _GROUPED, _HEADS, VOCAB, _builder
+from tests.helpers.generation import MODELS, TOKENIZER, most_allocated
 from tests.helpers.hybrids import HYBRIDS, RECENT
 
-TOKENIZER: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
 FAST = ("qwen3_5", "lfm2", "granitemoehybrid", "kimi_linear")
 SERVED = (
     *FAST,
@@ -232,26 +231,10 @@ def test_layers_that_read_the_keys_of_others_fall_back():
     assert "reads keys that its layer has not given" in str(why_plain(model, TOKENIZER))
 
 
-def allocated(engine: CachedEngine) -> int:
-    """Return the bytes of all keys, values and states that exist."""
-    spans = [*engine._prompts, *engine._prefixes._spans]
-    arenas = list(engine._arenas.values())
-    holders = [*arenas, *{id(span): span for span in spans}.values()]
-    keys = sum(t.nbytes for one in holders for pair in one.layers.values() for t in pair)
-    rows = sum(state.nbytes for span in spans for state in span.states.values())
-    return keys + rows + sum(arena.states.num_bytes for arena in arenas)
-
-
-def most_allocated(engine: CachedEngine) -> int:
+def most_of(engine: CachedEngine) -> int:
     engine.ends = frozenset()
-    for number in range(12):
-        size = 3 + 7 * (number % 4)
-        engine.submit(Request(prompt(size, number), Sampling(9 + 5 * (number % 3))))
-    most = 0
-    while not engine.is_idle:
-        engine.step()
-        most = max(most, allocated(engine))
-    return most
+    pairs = [(prompt(3 + 7 * (n % 4), n), Sampling(9 + 5 * (n % 3))) for n in range(12)]
+    return most_allocated(engine, [Request(*pair) for pair in pairs])[0]
 
 
 def test_states_count_within_the_memory_limit(monkeypatch):
@@ -262,10 +245,10 @@ def test_states_count_within_the_memory_limit(monkeypatch):
     # one layer of two counts twice while it grows
     most = 300 * size.token * 2 // 3
     with CachedEngine(model, TOKENIZER, Limits(tokens=300)) as engine:
-        assert 0.5 * most < most_allocated(engine) <= most + 300 * size.token // 3
+        assert 0.5 * most < most_of(engine) <= most + 300 * size.token // 3
     monkeypatch.setattr(type(size), "state_tokens", 0)
     with CachedEngine(model, TOKENIZER, Limits(tokens=300)) as engine:
-        assert most_allocated(engine) > most + 300 * size.token // 3
+        assert most_of(engine) > most + 300 * size.token // 3
 
 
 def test_memory_is_counted_as_it_is_allocated():

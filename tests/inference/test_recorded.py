@@ -16,12 +16,12 @@ from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Completion, Request
 from peftkit.inference.generate import stream
 from peftkit.inference.open_engine import generation_fallbacks, why_plain
-from peftkit.inference.recorder import Recorder
+from peftkit.inference.recorder import Graphs
 from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
 from tests.helpers.bank import tiny_base, write_adapter
 from tests.helpers.families import EOS, FAMILIES
-from tests.helpers.generation import MODELS
+from tests.helpers.generation import MODELS, TOKENIZER
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
 
@@ -35,7 +35,6 @@ class Words:
         return " ".join(map(str, ids))
 
 
-TOKENIZER: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
 LENGTHS = (12, 18, 9, 14, 16, 7, 11)
 PROMPTS = [[7 + n, 8, 9 + n] * (40 if n == 3 else 1) for n in range(len(LENGTHS))]
 SETTINGS = [Sampling(size, 0.0 if n % 2 else 1.0, seed=n) for n, size in enumerate(LENGTHS)]
@@ -57,8 +56,7 @@ def answers(engine: CachedEngine, adapters: tuple[str | None, ...] = (None,)) ->
 def on_card(model: Any, record: bool = True) -> CachedEngine:
     assert why_plain(model.to("cuda"), TOKENIZER) is None
     engine = CachedEngine(model, TOKENIZER)
-    assert engine.recorder is not None
-    engine.recorder.is_able = record
+    engine.graphs.is_able = record
     return engine
 
 
@@ -84,17 +82,16 @@ def test_recorded_answers_are_those_of_a_cpu(name):
         expected = answers(engine)
     with simulated(), on_card(model) as engine:
         assert answers(engine) == expected
-        assert engine.recorder is not None
-        assert engine.recorder.is_able
-        assert engine.recorder.num_recorded > 0
+        assert engine.graphs.is_able
+        assert engine.graphs.num_recorded > 0
 
 
 def test_the_trial_of_an_engine_refuses_a_graph_with_other_logits(monkeypatch):
     model: Any = MODELS["llama"]().eval()
-    record, replayed = Recorder._record, []
+    record, replayed = Graphs._record, []
 
     def changed(factor: float) -> Callable[..., Any]:
-        def recorded(self: Recorder, run: Callable[[], torch.Tensor]) -> Any:
+        def recorded(self: Graphs, run: Callable[[], torch.Tensor]) -> Any:
             graph, out = record(self, run)
 
             def replay() -> None:
@@ -107,7 +104,7 @@ def test_the_trial_of_an_engine_refuses_a_graph_with_other_logits(monkeypatch):
         return recorded
 
     for factor in (1.0, 1.1):
-        monkeypatch.setattr(Recorder, "_record", changed(factor))
+        monkeypatch.setattr(Graphs, "_record", changed(factor))
         with simulated():
             problem = open_engine._by_trying(model.to("cuda"), TOKENIZER, model.config)
         assert replayed[-1] == factor
@@ -121,12 +118,12 @@ def test_a_token_is_a_few_launches_and_graphs_are_reused(caplog):
     for record in (True, False):
         model: Any = FAMILIES["llama"]().eval()
         with simulated() as card, on_card(model, record) as engine:
-            assert engine.recorder is not None
+            assert engine.graphs.records
             if record:
                 first = answers(engine)
-                before = engine.recorder.num_recorded
+                before = engine.graphs.num_recorded
                 assert answers(engine) == first
-                assert engine.recorder.num_recorded - before <= 2  # seldom enough before
+                assert engine.graphs.num_recorded - before <= 2  # seldom enough before
             counts = []
             engine.submit(Request([5, 6], Sampling(12)))
             while not engine.is_idle:
@@ -148,8 +145,8 @@ def test_a_model_that_waits_for_the_host_is_not_recorded(caplog):
         model.model.norm.register_forward_hook(lambda module, args, out: float(out.sum()) and None)
         with engine, caplog.at_level(logging.WARNING):
             assert answers(engine) == expected
-        assert engine.recorder is not None
-        assert (engine.recorder.is_able, engine.recorder.num_recorded) == (False, 0)
+        assert engine.graphs.records
+        assert (engine.graphs.is_able, engine.graphs.num_recorded) == (False, 0)
         (fallback,) = generation_fallbacks(model, TOKENIZER)  # for later runs and servers
     assert fallback.path == "Decoding runs without CUDA graphs"
     assert fallback.cause == "Capturing a step has failed."
@@ -171,7 +168,7 @@ def test_experts_are_recorded_only_without_waits(capability, dtype, is_recorded)
     model: Any = FAMILIES["mixtral"]().eval().to(dtype)
     with simulated(Card(capability=capability)):
         engine = CachedEngine(model.to("cuda"), TOKENIZER)
-        assert (engine.recorder is not None) == is_recorded
+        assert engine.graphs.records == is_recorded
 
 
 class Capture:
@@ -199,7 +196,7 @@ def test_a_failed_recording_restores_the_stream(caplog, monkeypatch):
             assert answers(engine) == expected
         assert torch.cuda.current_stream() is before
         with CachedEngine(model, TOKENIZER) as engine:
-            assert engine.recorder is None  # it is not tried again
+            assert not engine.graphs.records  # it is not tried again
             assert answers(engine) == expected
     assert len(caplog.records) == 1
 
@@ -242,8 +239,8 @@ def test_each_row_has_its_adapter(llama, tokenizer, tmp_path):
         with bank.engine() as engine:
             assert isinstance(engine, CachedEngine)
             groups = [answers(engine, names), answers(engine, ("two",))]
-            if engine.recorder is not None:
-                assert engine.recorder.num_recorded > 1
+            if engine.graphs.records:
+                assert engine.graphs.num_recorded > 1
         for name in bank.names:
             bank.drop(name)
         return [ids for of in groups for ids in of]

@@ -10,8 +10,8 @@ from peftkit.inference.generate import ModelSampler, generate_ids
 from peftkit.inference.open_engine import open_engine, why_plain
 from peftkit.inference.sampling import Sampling
 from peftkit_server.worker import Worker
-from tests.helpers.families import EOS, FAMILIES
-from tests.helpers.generation import MODELS
+from tests.helpers.families import FAMILIES
+from tests.helpers.generation import MODELS, TOKENIZER
 from tests.helpers.memory import limit_memory
 from tests.helpers.worker import Submitted
 from tests.simulated_gpu.simulation import simulated
@@ -103,18 +103,17 @@ def test_rollouts_go_on(llama, tokenizer):
 
 
 def test_a_card_that_runs_out_answers_all():
-    tokenizer: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
     prompts = [[7 + n] * 30 for n in range(6)]
     with simulated() as card:
         model: Any = FAMILIES["llama"]().eval().to("cuda")
-        assert why_plain(model, tokenizer) is None
+        assert why_plain(model, TOKENIZER) is None
         told: list[int] = []
-        with CachedEngine(model, tokenizer, on_fewer=told.append) as engine:
-            engine.recorder = None
+        with CachedEngine(model, TOKENIZER, on_fewer=told.append) as engine:
+            engine.graphs.records = False
             expected = engine.answers(prompts, Sampling(6))
         card.memory = card.allocated + 60_000
-        with CachedEngine(model, tokenizer, on_fewer=told.append) as engine:
-            engine.recorder = None
+        with CachedEngine(model, TOKENIZER, on_fewer=told.append) as engine:
+            engine.graphs.records = False
             answers = engine.answers(prompts, Sampling(6))
     assert told
     assert [one.ids for (one,) in answers] == [one.ids for (one,) in expected]

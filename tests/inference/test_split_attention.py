@@ -22,12 +22,10 @@ from peftkit.inference.partial_attention import (
     partial_attention,
 )
 from peftkit.inference.sampling import Sampling
-from tests.helpers.families import EOS
-from tests.helpers.generation import MODELS
+from tests.helpers.generation import MODELS, TOKENIZER
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
 
-TOKENIZER: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
 PROMPTS = [[7 + n % 2, *range(20, 170), 8 + n] for n in range(5)]
 """Two prefixes, of three and two prompts."""
 LENGTHS = (14, 18, 13, 16, 24)
@@ -170,9 +168,9 @@ def test_a_graph_does_not_keep_a_dropped_prefix(monkeypatch):
     spans: weakref.WeakSet[Span] = weakref.WeakSet()
 
     def watch(engine: CachedEngine) -> None:
-        spans.update(span for step in engine._steps.values() for span in step.decode.prefixes)
-        if engine.is_idle:
-            assert not any(step.decode.prefixes for step in engine._steps.values())
+        prefixes = [step.decode.prefixes for step in engine.graphs._steps.values()]
+        spans.update(span for of_step in prefixes for span in of_step)
+        assert not (engine.is_idle and any(prefixes))
 
     with simulated():
         answers(MODELS["llama"]().eval().to("cuda"), watch)

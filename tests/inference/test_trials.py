@@ -14,11 +14,11 @@ from peftkit.data.pack import padded_rows
 from peftkit.errors import DataError
 from peftkit.forward.noise import Trial
 from peftkit.forward.probes import check_packing
-from peftkit.inference import left_padding
+from peftkit.inference import plain_engine
+from peftkit.inference.bank_layer import rows_in_order
 from peftkit.inference.cached_attention import Decode, LayerMask
-from peftkit.inference.left_padding import takes_padding
 from peftkit.inference.open_engine import why_plain
-from peftkit.inference.row_order import rows_in_order
+from peftkit.inference.plain_engine import takes_padding
 from tests.helpers.families import _GROUPED, EOS, PAD, _builder
 
 TOKENIZER: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": PAD})
@@ -138,7 +138,7 @@ def test_padding_packing_and_order_are_accepted_and_their_errors_are_refused(
         assert [path for path, right in ordered.items() if not right] == [
             path for path in ordered if is_from(path, depth // 2)
         ]
-        monkeypatch.setattr(left_padding, "padded_rows", padding_that_counts)
+        monkeypatch.setattr(plain_engine, "padded_rows", padding_that_counts)
         assert not takes_padding(model_of(family, depth, dtype), PAD)
 
 

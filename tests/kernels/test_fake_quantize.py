@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from peftkit.kernels.fake_quantize import FORMATS, fake_quantized, gguf_rows, packed
-from peftkit.kernels.gptq import RANGES, gptq
+from peftkit.kernels.fake_quantize import FORMATS, RANGES, fake_quantized, gguf_rows, gptq, packed
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need: pip install gguf")
 

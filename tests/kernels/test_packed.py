@@ -16,10 +16,15 @@ from peftkit.adapter import attach
 from peftkit.forward import blocks as blocks_module
 from peftkit.forward.blocks import Blocks
 from peftkit.kernels import packed
-from peftkit.kernels.packed import PackedFormat, recomputing, unpack
+from peftkit.kernels.packed import PackedFormat, PackedWeight, recomputing, unpack
 from peftkit.methods.lora import LoRA
-from peftkit.quant.copies import keep_copies
-from peftkit.quant.layers import empty_packed, import_bitsandbytes, pack, packed_tensors
+from peftkit.quant.layers import (
+    empty_packed,
+    import_bitsandbytes,
+    keep_copies,
+    pack,
+    packed_tensors,
+)
 from peftkit.quant.quantize import quantize_model
 from tests.helpers.adapters import gradients as gradients_of
 from tests.helpers.families import FAMILIES
@@ -57,9 +62,9 @@ class Unpacked:
         self.most, self._made = 0, []
         unpack = packed.unpack
 
-        def counted(data: Tensor, *args: Any) -> Tensor:
-            made = unpack(data, *args)
-            self.times[data.data_ptr()] += 1
+        def counted(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+            made = unpack(weight, dtype)
+            self.times[weight.data.data_ptr()] += 1
             self._made.append(StorageWeakRef(made.untyped_storage()))
             self.most = max(self.most, self.held)
             return made
@@ -168,21 +173,21 @@ STACK = torch.Size((160, 3072, 5120))
 """Gate and up of DeepSeek V2's experts: 2.5e9 values, more than an int32 counts."""
 
 
-def stack_of(kind: str) -> tuple[Tensor, tuple[Tensor, ...], PackedFormat]:
+def stack_of(kind: str) -> PackedWeight:
     """Return a stack without values, as it is kept."""
     with torch.device("meta"):
         if kind == "nf4":
             codes, packing = empty_packed(STACK, kind, torch.bfloat16)
-            return codes, packing.scales, packing.form
+            return packing.weight(codes)
         codes, scale = torch.empty(STACK, dtype=torch.uint8), torch.empty(160, 24, 40)
-        return codes, (scale,), PackedFormat(kind, STACK, 128, 128)
+        return PackedWeight(codes, (scale,), PackedFormat(kind, STACK, 128, 128))
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])
 def test_bitsandbytes_is_never_asked_for_more_values_than_it_counts(kind):
     import_bitsandbytes()
     with Counting() as counting:
-        values = unpack(*stack_of(kind), torch.bfloat16)
+        values = unpack(stack_of(kind), torch.bfloat16)
     assert values.shape == STACK
     assert len(counting.sizes) > 8
     assert max(counting.sizes) < 2**31
@@ -195,16 +200,16 @@ def test_unpacking_in_chunks_is_exact(kind, shape, monkeypatch):
     import_bitsandbytes()
     weight = torch.randn(shape)
     if kind == "fp8":
-        form = PackedFormat(kind, weight.shape, 64)
-        scales: tuple[Tensor, ...] = (torch.rand(*shape[:-1], shape[-1] // 64),)
+        scales = (torch.rand(*shape[:-1], shape[-1] // 64),)
         codes = weight.to(torch.float8_e4m3fn).view(torch.uint8)
+        stored = PackedWeight(codes, scales, PackedFormat(kind, weight.shape, 64))
     else:
         codes, packing = pack(weight, kind)
-        form, scales = packing.form, packing.scales
-    expected = unpack(codes, scales, form, torch.bfloat16)
+        stored = packing.weight(codes)
+    expected = unpack(stored, torch.bfloat16)
     for module in ("packed", "block_scaled"):
         monkeypatch.setattr(f"peftkit.kernels.{module}.MAX_VALUES", 1 << 10)
         monkeypatch.setattr(f"peftkit.kernels.{module}.PART_VALUES", 1 << 10)
     with Counting() as counting:
-        assert torch.equal(unpack(codes, scales, form, torch.bfloat16), expected)
+        assert torch.equal(unpack(stored, torch.bfloat16), expected)
     assert max(counting.sizes) == 1 << 10

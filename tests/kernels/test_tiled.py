@@ -15,7 +15,7 @@ from peftkit.methods.bottleneck import Bottleneck
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.model.blocks import feed_forward_modules
-from peftkit.quant.copies import keep_copies
+from peftkit.quant.layers import keep_copies
 from peftkit.quant.quantize import quantize_model
 from tests.helpers.adapters import gradients as gradients_of
 from tests.helpers.adapters import perturb
@@ -109,13 +109,20 @@ def test_dropout_of_a_tile_repeats_in_backward(monkeypatch):
     assert float(grad[3, 1]) == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-2)
 
 
-def test_recomputation_ends_before_the_feed_forward(monkeypatch):
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
+    """A model in tiles of five tokens, and the sizes that a feed-forward layer computes."""
     monkeypatch.setattr(plan, "TILE", 5)
     model: Any = moved(ARCHITECTURES["llama"](), LoRA(rank=3))
     seen: list[int] = []
     model.model.layers[1].mlp.act_fn.register_forward_hook(
         lambda module, args, out: seen.append(out.shape[1])
     )
+    return model, seen
+
+
+def test_recomputation_ends_before_the_feed_forward(watched):
+    model, seen = watched
     blocks = Blocks(model)
     blocks.set_activations("recompute", tiles=True)
     loss(model, inputs(model)).backward()  # tiles are compared with the whole layer
@@ -128,13 +135,8 @@ def test_recomputation_ends_before_the_feed_forward(monkeypatch):
     assert seen == [12]
 
 
-def test_computing_between_two_steps_keeps_the_tiles(monkeypatch):
-    monkeypatch.setattr(plan, "TILE", 5)
-    model: Any = moved(ARCHITECTURES["llama"](), LoRA(rank=3))
-    seen: list[int] = []
-    model.model.layers[1].mlp.act_fn.register_forward_hook(
-        lambda module, args, out: seen.append(out.shape[1])
-    )
+def test_computing_between_two_steps_keeps_the_tiles(watched):
+    model, seen = watched
     run = Blocks(model)
     run.set_activations("recompute", tiles=True)
     between = Blocks(model)

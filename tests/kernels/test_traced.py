@@ -22,7 +22,13 @@ from peftkit.kernels.delta_rule import _UnitLowerSolve
 from peftkit.kernels.device import _SmallLayer
 from peftkit.kernels.fused import Gated, RMSNorm, Rotary
 from peftkit.kernels.lora import Layer, Saved, _GroupedLoRALinear, grouped_lora_linear
-from peftkit.kernels.packed import PackedFormat, PackedLinear, pack_int8, packed_linear
+from peftkit.kernels.packed import (
+    PackedFormat,
+    PackedLinear,
+    PackedWeight,
+    pack_int8,
+    packed_linear,
+)
 from peftkit.kernels.stacked import PackedExperts, PackedStack, _Grouped
 from peftkit.kernels.tiled import _Tiled, tiled
 from peftkit.kernels.varlen import _Gathered, grid_of, into_grid
@@ -55,7 +61,8 @@ def lora(dropout: bool) -> Case:
 def packed() -> Case:
     codes, scales = pack_int8(randn(5, 12))
     form = PackedFormat("int8", torch.Size((5, 12)))
-    run = lambda x, bias: packed_linear(x, bias, codes, (scales,), form, torch.float64)  # noqa: E731
+    weight = PackedWeight(codes, (scales,), form)
+    run = lambda x, bias: packed_linear(x, bias, weight, torch.float64)  # noqa: E731
     return run, [randn(2, 9, 12), randn(5)]
 
 

@@ -27,6 +27,7 @@ from peftkit.merging.combine import (
     drop,
     trim,
 )
+from tests.helpers.folders import change_json
 
 ROUNDING = 2e-6
 """Of sums of products of order one in float32, stored as factors of order one."""
@@ -190,10 +191,10 @@ class Folders:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Folders:
-    blendedrs = Folders(tmp_path)
-    blendedrs.save("a", adapter(1))
-    blendedrs.save("b", adapter(20, ranks=(1, 5, 2), scaling=3.0))
-    return blendedrs
+    made = Folders(tmp_path)
+    made.save("a", adapter(1))
+    made.save("b", adapter(20, ranks=(1, 5, 2), scaling=3.0))
+    return made
 
 
 def test_what_is_written_is_what_was_computed_and_carries_its_origin(folders):
@@ -289,10 +290,8 @@ def test_a_missing_layer_is_zero_but_has_no_vote(folders):
 
 
 def test_endings_never_reach_layers_that_no_adapter_had(folders):
-    config = folders.root / "a" / "adapter_config.json"
-    fields = json.loads(config.read_text())
-    fields["target_modules"] = ["layers.0.q", "v", "layers.1.q"]
-    config.write_text(json.dumps(fields))
+    targets = ["layers.0.q", "v", "layers.1.q"]
+    change_json(folders.root / "a" / "adapter_config.json", target_modules=targets)
     folders.combine({"a": 1.0}, "cat")
     written = json.loads((folders.root / "out" / "adapter_config.json").read_text())
     assert written["target_modules"] == ["layers.0.q", "layers.1.q", "v"]

@@ -1,10 +1,8 @@
 """A merged model is an ordinary one that computes what base and adapter compute."""
 
 import copy
-import json
 import math
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +24,7 @@ from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.own_parameters import BitFit
 from peftkit.quant.quantize import quantize_model
 from tests.helpers.families import FAMILIES
+from tests.helpers.folders import change_json, tensors_in
 from tests.helpers.hybrids import HYBRIDS
 from tests.helpers.merging import METHODS, attach_perturbed, logits
 
@@ -37,10 +36,6 @@ PAIRS = [("llama", method) for method in METHODS] + [
     ("gpt2", "lora"), ("gpt2", "ia3"), ("gpt2", "vera"), ("phi3", "dora"), ("mixtral", "lora"),
 ]  # fmt: skip
 """Every method; layers that are transposed, fused, of experts."""
-
-
-def weights(folder: Path) -> dict[str, Tensor]:
-    return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
 
 
 @pytest.mark.parametrize(("family", "method"), PAIRS)
@@ -62,7 +57,7 @@ def test_merged_equals_base_with_adapter(saved, family, method):
 def test_untouched_weights_and_files_are_those_of_the_base_bit_for_bit(saved):
     saved(method=LoRA(rank=4, targets=("q", "down")), dtype=torch.bfloat16, shard="20KB")
     merged = merge(saved.adapter, saved.out, verify=False)
-    before, after = weights(saved.base), weights(saved.out)
+    before, after = tensors_in(saved.base), tensors_in(saved.out)
     assert len(list(saved.out.glob("*.safetensors"))) > 2
     assert after.keys() == before.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -91,7 +86,7 @@ def test_added_tokens_without_training_stay_tokens(saved, spare_rows):
 def test_a_dtype_asked_for_is_that_of_the_whole_model(saved):
     saved(dtype=torch.bfloat16)
     merged = merge(saved.adapter, saved.out, dtype="fp16")
-    assert {tensor.dtype for tensor in weights(saved.out).values()} == {torch.float16}
+    assert {tensor.dtype for tensor in tensors_in(saved.out).values()} == {torch.float16}
     assert saved.merged().dtype == torch.float16
     assert merged.agreement is not None
     assert merged.agreement.top1 > 0.9
@@ -102,16 +97,16 @@ def test_tied_embeddings_stay_tied(saved):
     merge(saved.adapter, saved.out, verify=False)
     model: Any = saved.merged()
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert "lm_head.weight" not in weights(saved.out)
+    assert "lm_head.weight" not in tensors_in(saved.out)
 
 
 def test_a_base_saved_without_its_head_is_merged_over_its_files(saved):
     saved("gpt2")
     model = AutoModelForCausalLM.from_pretrained(saved.base)
     model.transformer.save_pretrained(saved.base)  # as gpt2 lies on the hub: "h.0.attn..."
-    assert "h.0.attn.c_attn.weight" in weights(saved.base)
+    assert "h.0.attn.c_attn.weight" in tensors_in(saved.base)
     merge(saved.adapter, saved.out)
-    assert "h.0.attn.c_attn.weight" in weights(saved.out)
+    assert "h.0.attn.c_attn.weight" in tensors_in(saved.out)
     torch.testing.assert_close(logits(saved.merged()), saved.logits, atol=CLOSE, rtol=0)
 
 
@@ -128,8 +123,8 @@ def test_both_ways_write_the_same_weights_bit_for_bit(saved, family, dtype, meth
     merge(saved.adapter, saved.out, dtype=dtype, verify=False)
     monkeypatch.setattr("peftkit.merging.merge.changes_of", lambda *args: None)
     merge(saved.adapter, saved.root / "whole", dtype=dtype, verify=False)
-    over_files, whole = weights(saved.out), weights(saved.root / "whole")
-    assert over_files.keys() == whole.keys() == weights(saved.base).keys()
+    over_files, whole = tensors_in(saved.out), tensors_in(saved.root / "whole")
+    assert over_files.keys() == whole.keys() == tensors_in(saved.base).keys()
     for name, tensor in over_files.items():
         assert tensor.dtype == whole[name].dtype
         assert torch.equal(tensor, whole[name]), name
@@ -140,7 +135,7 @@ def test_both_ways_write_the_same_weights_bit_for_bit(saved, family, dtype, meth
 @pytest.mark.parametrize("trouble", ["a name of no module", "quantised weights"])
 def test_fused_files_are_merged_in_memory(saved, trouble):
     saved()
-    stored = weights(saved.base)
+    stored = tensors_in(saved.base)
     name = "model.layers.1.mlp.up_proj.weight"
     if trouble == "quantised weights":
         stored[name] = torch.zeros(64 * 16, 1, dtype=torch.uint8)
@@ -153,10 +148,10 @@ def test_fused_files_are_merged_in_memory(saved, trouble):
     assert changes_of(file, shards, model, None, Tally()) is None
 
 
-def test_an_adapter_trained_over_4_bits_merges_into_the_original_weights(saved):
+def test_an_adapter_trained_over_4_bits_merges_into_the_original_tensors_in(saved):
     saved(quantize="nf4")
     merge(saved.adapter, saved.out, verify=False)
-    before, after = weights(saved.base), weights(saved.out)
+    before, after = tensors_in(saved.base), tensors_in(saved.out)
     name = "model.layers.0.self_attn.q_proj"
     adapter = load_file(saved.adapter / "adapter_model.safetensors")
     a, b = (adapter[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
@@ -170,13 +165,6 @@ def test_merging_into_the_training_weights_on_request(saved, family, kind):
     merge(saved.adapter, saved.out, from_quantized=True)
     torch.testing.assert_close(logits(saved.merged()), saved.logits, atol=CLOSE, rtol=0)
     assert f"dequantised {kind} weights of the base" in (saved.out / "README.md").read_text()
-
-
-def test_quantised_weights_are_refused_where_there_are_none(saved):
-    saved()
-    with pytest.raises(MergeError, match="no quantised weights to merge into"):
-        merge(saved.adapter, saved.out, from_quantized=True)
-    assert not saved.out.exists()
 
 
 def test_a_base_that_is_quantised_on_disk_is_merged_only_on_request(saved):
@@ -205,9 +193,7 @@ def test_weights_not_trained_on_are_refused_unless_forced(saved):
 def test_an_adapter_that_names_no_base_wants_one(saved):
     saved()
     (saved.adapter / "peftkit.json").unlink()
-    config = saved.adapter / "adapter_config.json"
-    fields = json.loads(config.read_text()) | {"base_model_name_or_path": None}
-    config.write_text(json.dumps(fields))
+    change_json(saved.adapter / "adapter_config.json", base_model_name_or_path=None)
     with pytest.raises(AdapterError, match="does not name its base"):
         merge(saved.adapter, saved.out)
     merge(saved.adapter, saved.out, base=str(saved.base), verify=False)
@@ -251,13 +237,6 @@ def test_without_verification_nothing_is_loaded_and_the_card_says_so(saved):
     torch.testing.assert_close(logits(saved.merged()), saved.logits, atol=CLOSE, rtol=0)
 
 
-def test_an_adapter_that_was_never_trained_is_refused(saved):
-    saved(size=0.0)
-    with pytest.raises(MergeError, match="update is zero"):
-        merge(saved.adapter, saved.out)
-    assert not saved.out.exists()
-
-
 def test_an_update_lost_in_rounding_is_refused(saved):
     saved(dtype=torch.bfloat16, size=1e-9)
     with pytest.raises(MergeError, match="lost when it is rounded"):
@@ -265,19 +244,22 @@ def test_an_update_lost_in_rounding_is_refused(saved):
     merge(saved.adapter, saved.out, dtype="fp32", verify=False)
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_values_that_overflow_are_the_adapters_fault(saved, verify):
-    saved(size=1e25)
-    with pytest.raises(MergeError, match="so large") as error:
-        merge(saved.adapter, saved.out, verify=verify)
+@pytest.mark.parametrize(
+    ("made", "how", "message"),
+    [
+        ({}, {"from_quantized": True}, "no quantised weights to merge into"),
+        ({"size": 0.0}, {}, "update is zero"),
+        ({"size": 1e25}, {}, "so large"),
+        ({"size": 1e25}, {"verify": False}, "so large"),
+        ({"size": 1000.0}, {"dtype": "fp16", "verify": False}, "too large for float16"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(made, how, message, saved):
+    saved(**made)
+    with pytest.raises(MergeError, match=message) as error:
+        merge(saved.adapter, saved.out, **how)
     assert error.value.exit_code == 2
     assert not saved.out.exists()
-
-
-def test_weights_that_overflow_their_dtype_are_said_to(saved):
-    saved(size=1000.0)
-    with pytest.raises(MergeError, match="too large for float16"):
-        merge(saved.adapter, saved.out, dtype="fp16", verify=False)
 
 
 def test_a_folder_that_is_taken_is_left_alone(saved):

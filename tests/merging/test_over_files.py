@@ -12,12 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from peftkit.errors import BaseError, RunError
 from peftkit.merging.over_files import INDEX, Shards, find_shards, write_over_files
+from tests.helpers.folders import tensors_in
 
 CHANGED = "model.layers.1.mlp.up_proj.weight"
-
-
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
 
 
 @pytest.fixture(params=["one file", "shards"])
@@ -42,7 +39,7 @@ def out(tmp_path: Path) -> Path:
 
 def test_what_is_not_changed_is_copied_bit_for_bit(folder, out):
     write_over_files(shards_of(folder), out, {CHANGED: lambda weight: weight.float() + 1})
-    before, after = tensors_of(folder), tensors_of(out)
+    before, after = tensors_in(folder), tensors_in(out)
     assert after.keys() == before.keys()
     for name, tensor in before.items():
         expected = (tensor.float() + 1).bfloat16() if name == CHANGED else tensor
@@ -61,12 +58,12 @@ def test_files_are_the_same_to_the_byte_when_nothing_changes(folder, out):
 
 def test_a_requested_dtype_applies_to_weights_and_config(folder, out):
     write_over_files(shards_of(folder), out, {}, dtype=torch.float16)
-    for name, tensor in tensors_of(out).items():
+    for name, tensor in tensors_in(out).items():
         assert tensor.dtype == torch.float16
-        assert torch.equal(tensor, tensors_of(folder)[name].to(torch.float16))
+        assert torch.equal(tensor, tensors_in(folder)[name].to(torch.float16))
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.float16
     if (out / INDEX).exists():
-        total = sum(t.numel() * t.element_size() for t in tensors_of(out).values())
+        total = sum(t.numel() * t.element_size() for t in tensors_in(out).values())
         assert json.loads((out / INDEX).read_text())["metadata"]["total_size"] == total
 
 

@@ -15,6 +15,7 @@ from peftkit.formats.peft.load import load_adapter, read_adapter
 from peftkit.merging.merge import merge
 from peftkit.merging.prompt_format import write_template
 from tests.helpers.families import FAMILIES
+from tests.helpers.folders import change_json
 from tests.helpers.merging import Saver
 
 OTHER = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -30,11 +31,9 @@ def set_style(saver: Saver, style: Style) -> None:
 @pytest.mark.parametrize("from_quantized", [False, True])
 def test_the_merged_model_has_the_training_template(saved, from_quantized):
     saved(quantize="nf4" if from_quantized else "none")
-    config = saved.base / "tokenizer_config.json"
     no_limit = int(1e30)  # as transformers writes it
-    fields = json.loads(config.read_text())
-    fields |= {"chat_template": OTHER, "model_max_length": no_limit}
-    config.write_text(json.dumps(fields))
+    given = {"chat_template": OTHER, "model_max_length": no_limit}
+    change_json(saved.base / "tokenizer_config.json", **given)
     (saved.base / "chat_template.jinja").write_text(OTHER)
     style = Style("chat", "{%- set calm = true -%}" + CHATML)
     set_style(saved, style)
@@ -52,13 +51,11 @@ def test_a_merged_model_has_the_training_system_prompt(saved, in_config):
     saved()
     if in_config:
         (saved.base / "chat_template.jinja").unlink(missing_ok=True)
-        config = saved.base / "tokenizer_config.json"
         named = [{"name": "default", "template": CHATML}]
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": named}))
+        change_json(saved.base / "tokenizer_config.json", chat_template=named)
     style = Style("chat", system='Sell "foxes" {{ 1 }}.\nBe short. 🦊')
     set_style(saved, style)
-    events: list[Event] = []
-    merge(saved.adapter, saved.out, verify=False, on_event=events.append)
+    merge(saved.adapter, saved.out, verify=False)
     trained, merged = (AutoTokenizer.from_pretrained(path) for path in (saved.base, saved.out))
     turns = [{"role": "user", "content": "the quick fox"}]
     ids = merged.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)

@@ -148,9 +148,6 @@ def test_an_adapter_takes_the_first_of_a_tuple_and_keeps_the_rest():
     assert torch.equal(scores, scores_before)
 
 
-# ------------------------------------------------------------------- laws
-
-
 # ------------------------------------------------------------------- what it cannot
 
 

@@ -1,6 +1,5 @@
 """LoRA on stacks of experts: the same by every way that transformers multiplies by them."""
 
-import json
 from typing import Any
 
 import pytest
@@ -9,9 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peftkit.adapter import attach
-from peftkit.errors import AdapterError, TargetError
-from peftkit.formats.peft.folder import save_adapter
-from peftkit.formats.peft.load import load_adapter
+from peftkit.errors import TargetError
 from peftkit.kernels.stacked import AdaptedStack, NoProductError
 from peftkit.merging.fold import merge_into
 from peftkit.methods.dora import DoRA
@@ -145,20 +142,6 @@ def test_routers_that_return_a_tuple_are_refused(name):
     with pytest.raises(TargetError, match=r"lora cannot sit on model\..*\.router\.weight"):
         attach(model, LoRA(rank=2, targets=("q", "router")))
     assert not any("lora" in name for name, _ in model.named_parameters())
-
-
-@pytest.mark.parametrize("version", [None, "0.17.1", "0.18.0"])
-def test_the_layout_of_old_peft_is_refused(version, tmp_path):
-    model = ARCHITECTURES["mixtral"]()
-    adapter = attach(model, EXPERTS)
-    save_adapter(adapter, tmp_path)
-    adapter.detach()
-    (tmp_path / "peftkit.json").unlink()
-    path = tmp_path / "adapter_config.json"
-    fields = json.loads(path.read_text()) | {"peft_version": version}
-    path.write_text(json.dumps(fields))
-    with pytest.raises(AdapterError, match="layout of the adapter's stacked experts"):
-        load_adapter(model, tmp_path)
 
 
 def test_a_role_of_a_fused_stack_adapts_only_its_rows():

@@ -17,7 +17,7 @@ from peftkit.kernels import lora
 from peftkit.kernels.lora import Layer, grouped_lora_linear
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRAGroup, LoRALinear
-from peftkit.quant.copies import keep_copies
+from peftkit.quant.layers import keep_copies
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.tokens import CausalLM

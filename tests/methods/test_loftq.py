@@ -47,22 +47,15 @@ def test_it_starts_as_the_best_of_its_rank_for_what_was_lost(family, kind):
         assert torch.equal(left[others], (weight - quantized)[others])
 
 
-def test_without_its_start_it_is_refused_by_the_name_of_what_makes_it():
-    _, model = pair("llama")
+def test_without_its_start_and_over_weights_that_lost_nothing_it_is_refused(tmp_path):
+    original, model = pair("llama")
     with pytest.raises(AdapterError, match=r"Compute them with loftq_starts\(\.\.\.\)"):
         attach(model, LOFTQ)
-
-
-def test_over_weights_that_lost_nothing_it_is_refused(tmp_path):
-    original, model = pair("llama")
     with pytest.raises(TargetError, match="The weight equals the original"):
         loftq_starts(original, LOFTQ, copy.deepcopy(original))
     save_adapter(attach(model, LOFTQ, starts=loftq_starts(model, LOFTQ, original)), tmp_path)
     with pytest.raises(AdapterError, match="this layer is not quantised"):
         load_adapter(original, tmp_path)
-
-
-def test_stacked_experts_have_no_such_start():
     model = ARCHITECTURES["mixtral"]()
     with pytest.raises(TargetError, match=r"stacked experts .* supports neither"):
         loftq_starts(model, LoRA(rank=2, init="loftq"), model)

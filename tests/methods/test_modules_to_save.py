@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, TargetError
@@ -19,6 +19,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.methods.modules_to_save import named_modules
 from peftkit.quant.quantize import quantize_model
 from tests.helpers.cell import saved, tiny_model, trained
+from tests.helpers.folders import change_tensors
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name
@@ -74,9 +75,7 @@ def test_the_config_names_the_module_as_peft_does(folder):
 
 def test_a_file_without_the_modules_it_names_is_refused(folder):
     (folder / NOTES).unlink()
-    tensors = load_file(folder / TENSORS)
-    del tensors["base_model.model.lm_head.weight"]
-    save_file(tensors, folder / TENSORS, {"format": "pt"})
+    change_tensors(folder / TENSORS, lambda own: own.pop("base_model.model.lm_head.weight"))
     with pytest.raises(AdapterError, match="no tensors for the module 'lm_head'"):
         load_adapter(tiny_model("llama"), folder)
 

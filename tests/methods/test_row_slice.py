@@ -6,8 +6,7 @@ from torch import nn
 
 from peftkit.errors import AdapterError
 from peftkit.methods.ia3 import IA3
-from peftkit.model.row_slice import RowSlice
-from peftkit.model.targets import Site
+from peftkit.model.targets import RowSlice, Site
 
 ROWS = {"q": torch.tensor([0, 1, 2]), "v": torch.tensor([6, 8])}
 FUSED = RowSlice(Site("attn.qkv", ("q", "v"), ROWS), 9, None, rank=2)

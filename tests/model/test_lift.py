@@ -7,7 +7,7 @@ import torch
 
 from peftkit.adapter import attach
 from peftkit.methods.lora import LoRA
-from peftkit.model.lift import lifted
+from peftkit.model.modes import lifted
 from peftkit.model.places import unwrap_adapter
 from tests.helpers.families import FAMILIES
 

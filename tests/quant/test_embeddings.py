@@ -17,9 +17,8 @@ from peftkit.execution.environment import gpu_of_size
 from peftkit.kernels import packed as kernel
 from peftkit.kernels.packed import slices_of, unpack, unpack_rows
 from peftkit.planning.memory import MemoryEstimator
-from peftkit.quant.embedding import QuantizedEmbedding
 from peftkit.quant.layers import QuantizedLinear, pack
-from peftkit.quant.quantize import quantize_model
+from peftkit.quant.quantize import QuantizedEmbedding, quantize_model
 from peftkit.recipe import Recipe
 from peftkit.settings import BaseConfig
 from tests.helpers.families import ARCHITECTURES, FURTHER, tiny_tokenizer
@@ -58,14 +57,14 @@ def opened(folder: Path, embeddings: str, **more: Any) -> Any:
 def test_rows_and_slices_match_the_whole_matrix_bit_for_bit(kind, double_quant, monkeypatch):
     weight = torch.randn(1030, 128)
     data, packing = pack(weight, kind, double_quant=double_quant)
-    how = packing.scales, packing.form
-    whole = unpack(data, *how, torch.float32)
+    packed = packing.weight(data)
+    whole = unpack(packed, torch.float32)
     rows = torch.tensor([[0, 5, 1029], [5, 700, 64]])
-    assert torch.equal(unpack_rows(data, *how, torch.float32, rows), whole[rows])
+    assert torch.equal(unpack_rows(packed, torch.float32, rows), whole[rows])
     monkeypatch.setattr(kernel, "SLICE_SIZE", 256 * 128)
-    slices = list(slices_of(data, *how))
+    slices = list(slices_of(packed))
     assert len(slices) > 3
-    found = torch.cat([unpack(*rows, torch.float32) for rows in slices])
+    found = torch.cat([unpack(rows, torch.float32) for rows in slices])
     assert torch.equal(found, whole)
 
 

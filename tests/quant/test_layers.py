@@ -14,8 +14,7 @@ from peftkit.kernels import checked
 from peftkit.kernels import packed as packed_module
 from peftkit.kernels.checked import CheckedProduct
 from peftkit.model.places import linear_shape
-from peftkit.quant.copies import keep_copies
-from peftkit.quant.layers import QuantizedLinear, pack
+from peftkit.quant.layers import QuantizedLinear, keep_copies, pack
 from peftkit.quant.quantize import KINDS, quantize_model
 from peftkit.quant.weights import adopt_bitsandbytes, weight_of
 

@@ -141,8 +141,8 @@ def test_rows_of_encoders_are_each_alone(name, tokenizer):
             found = [loss_and_gradients(task, model, task.collate(part)) for part in parts]
             assert_equal(added(found, trained(model)), expected)
     if isinstance(task, Seq2Seq):
-        texts = task.texts(model, rows)
-        assert texts == [task.texts(model, [row])[0] for row in rows]
+        texts = task.completions(model, rows)
+        assert texts == [task.completions(model, [row])[0] for row in rows]
         assert name != "t5" or len(set(texts)) > 1
 
 

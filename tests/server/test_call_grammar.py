@@ -9,8 +9,7 @@ pytest.importorskip("llguidance", reason="the extra peftkit[json] is not install
 
 from peftkit.data.chat import Chat
 from peftkit.data.style import Style
-from peftkit.inference.call_style import CallStyle
-from peftkit.inference.calls import read_answer
+from peftkit.inference.calls import CallStyle, read_answer
 from peftkit_server.call_grammar import call_grammar
 from peftkit_server.grammars import Grammars
 from peftkit_server.refusals import RequestError

@@ -161,10 +161,7 @@ def run(client: Client, sizes: list[int], changes: list[str]) -> list[str]:
 
 
 def _form() -> dict[str, Any]:
-    return {
-        "files": {"file": ("a.jsonl", b"{}")},
-        "data": {"purpose": "fine-tune"},
-    }
+    return {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "fine-tune"}}
 
 
 @pytest.mark.slow

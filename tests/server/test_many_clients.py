@@ -16,6 +16,7 @@ from peftkit_server.generation import Generation, Output
 from peftkit_server.worker import Worker
 from tests.helpers.bank import tiny_base
 from tests.helpers.families import FAMILIES
+from tests.helpers.serving import scope_of
 
 
 @pytest.fixture
@@ -63,13 +64,11 @@ def test_clients_that_vanish_at_random_leave_nothing_stuck(number, bank):
             rng.randrange(1, 40),
             rng.choice([b"true", b"false"]),
         )
-        gone, sent = asyncio.Event(), False
+        gone, bodies = asyncio.Event(), iter([body])
 
         async def receive() -> dict[str, Any]:
-            nonlocal sent
-            if not sent:
-                sent = True
-                return {"type": "http.request", "body": body, "more_body": False}
+            for sent in bodies:
+                return {"type": "http.request", "body": sent}
             await gone.wait()
             return {"type": "http.disconnect"}
 
@@ -78,11 +77,7 @@ def test_clients_that_vanish_at_random_leave_nothing_stuck(number, bank):
         async def send(message: dict[str, Any]) -> None:
             done.append(message)
 
-        scope = {
-            "type": "http", "method": "POST", "path": "/v1/completions", "headers": [
-                (b"host", b"127.0.0.1:8000"), (b"content-type", b"application/json")
-            ], "query_string": b"", "http_version": "1.1", "asgi": {"version": "3.0"},
-        }  # fmt: skip
+        scope = scope_of("/v1/completions", {"content-type": "application/json"})
         call = asyncio.create_task(app(scope, receive, send))
         if not stays:
             await asyncio.sleep(rng.random() * 0.2)

@@ -7,7 +7,7 @@ from starlette.testclient import TestClient
 
 from peftkit_server import metrics
 from peftkit_server.app import make_app
-from tests.helpers.serving import HERE
+from tests.helpers.serving import HERE, refusal
 
 TEXT = "/v1/completions"
 
@@ -66,7 +66,5 @@ def test_metrics_require_the_key_of_the_server(bank):
 def test_without_prometheus_client_the_way_to_get_it_is_named(bank, monkeypatch):
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
     with TestClient(make_app(bank), base_url=HERE) as client:
-        refused = client.get("/metrics")
-        assert refused.status_code == 501
-        assert "pip install 'peftkit[metrics]'" in refused.json()["error"]["message"]
+        assert "pip install 'peftkit[metrics]'" in refusal(client.get("/metrics"), 501)["message"]
         assert client.get("/health").status_code == 200

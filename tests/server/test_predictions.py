@@ -29,8 +29,8 @@ from starlette.testclient import TestClient
 from peftkit_server.limits import Limits
 from peftkit_server.predictions.app import make_predictor_app
 from peftkit_server.predictions.predictor import Predictor
-from peftkit_server.predictions.server import predicting_tasks, serve_predictor
-from tests.helpers.serving import HERE
+from peftkit_server.server import predicting_tasks, serve_predictor
+from tests.helpers.serving import HERE, refusal, scope_of
 
 KEY = "a-key"
 EMBEDDING = [
@@ -158,19 +158,17 @@ def test_a_model_names_its_endpoints(task, clients):
     assert client.get(f"/v1/models/{task}").json() == model
     assert model["task"] == task
     for path in ("/v1/chat/completions", "/v1/embeddings", "/v1/rerank", "/v1/classify"):
-        done = client.post(path, json={})
-        assert done.status_code == 400
-        is_wrong = done.json()["error"]["code"] == "unsupported_endpoint"
+        error = refusal(client.post(path, json={}))
+        is_wrong = error["code"] == "unsupported_endpoint"
         assert is_wrong == (path not in model["endpoints"])
         if is_wrong:
-            assert model["endpoints"][0] in done.json()["error"]["message"]
+            assert model["endpoints"][0] in error["message"]
     assert client.get("/v1/models", headers={"Authorization": "Bearer no"}).status_code == 401
 
 
 def test_a_model_of_chats_names_its_endpoints(client):
-    done = client.post("/v1/embeddings", json={"model": "one", "input": "a"})
-    assert done.status_code == 400
-    assert "/v1/chat/completions" in done.json()["error"]["message"]
+    error = refusal(client.post("/v1/embeddings", json={"model": "one", "input": "a"}))
+    assert "/v1/chat/completions" in error["message"]
     assert "/v1/responses" in client.get("/v1/models/one").json()["endpoints"]
 
 
@@ -282,8 +280,7 @@ def test_a_request_is_not_computed_after_its_client_left():
         async def send(message: Any) -> None:
             statuses.append(message.get("status"))
 
-        head = {"type": "http", "method": "POST", "path": "/v1/embeddings", "query_string": b""}
-        await app(head | {"headers": [(b"host", b"127.0.0.1")]}, receive, send)
+        await app(scope_of("/v1/embeddings"), receive, send)
         return statuses[0]
 
     async def all_of_them() -> list[int]:
@@ -328,19 +325,8 @@ def test_an_upload_is_refused_before_its_file_is_written(fields, length, status,
     async def send(message: Any) -> None:
         statuses.append(message.get("status"))
 
-    headers = {
-        "host": "127.0.0.1",
-        "content-type": "multipart/form-data; boundary=x",
-        "content-length": str(length),
-    }
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/audio/transcriptions",
-        "query_string": b"",
-        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-    }
-    asyncio.run(app(scope, receive, send))
+    headers = {"content-type": "multipart/form-data; boundary=x", "content-length": str(length)}
+    asyncio.run(app(scope_of("/v1/audio/transcriptions", headers), receive, send))
     assert statuses[0] == status
 
 

@@ -24,7 +24,7 @@ from peftkit_server.generation import Generation
 from peftkit_server.limits import DEFAULTS, NAMES, Limits, parse_limits
 from peftkit_server.quotas import Intake
 from peftkit_server.schedule import Schedule
-from tests.helpers.serving import HERE
+from tests.helpers.serving import HERE, refusal, scope_of
 
 ANN, BOB = ({"Authorization": f"Bearer {name}"} for name in ("key-ann", "key-bob"))
 KEYS = ("key-ann", "key-bob")
@@ -102,10 +102,9 @@ def test_one_key_leaves_places_in_the_queue(bank):
                 thread.start()
             while app.state.worker.batch.num_waiting < 3:  # half of the queue, and of the batch
                 time.sleep(0.01)
-            refused = client.post("/v1/chat/completions", json=CHAT, headers=ANN)
-            assert refused.status_code == 429
-            assert refused.json()["error"]["code"] == "key_share"
-            assert "Try again" in refused.json()["error"]["message"]
+            error = refusal(client.post("/v1/chat/completions", json=CHAT, headers=ANN), 429)
+            assert error["code"] == "key_share"
+            assert "Try again" in error["message"]
             threads.append(threading.Thread(target=send, args=(BOB,)))
             threads[-1].start()
             while app.state.worker.batch.num_waiting < 4:
@@ -206,15 +205,8 @@ def test_a_body_that_does_not_arrive_ends_its_request(bank):
         async def send(message: Any) -> None:
             sent.append(message)
 
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/chat/completions",
-            "query_string": b"",
-            "headers": [(b"host", b"127.0.0.1")],
-        }
         began = time.monotonic()
-        await asyncio.wait_for(app(scope, receive, send), 30)
+        await asyncio.wait_for(app(scope_of("/v1/chat/completions"), receive, send), 30)
         assert time.monotonic() - began < 20
 
     asyncio.run(request())
@@ -268,8 +260,7 @@ def test_browsers_may_send_a_key_and_nothing_without_one(bank):
         allowed = client.options("/v1/chat/completions", headers=preflight)
         assert allowed.status_code == 200
         assert allowed.headers["access-control-allow-origin"] == "*"
-        assert (
-            client.get("/v1/models", headers={"Origin": "https://app.example"}).status_code == 401
-        )
+        origin = {"Origin": "https://app.example"}
+        assert client.get("/v1/models", headers=origin).status_code == 401
     with TestClient(make_app(bank), base_url=HERE) as client:
         assert client.options("/v1/chat/completions", headers=preflight).status_code == 403

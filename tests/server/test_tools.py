@@ -14,7 +14,8 @@ pytest.importorskip("llguidance", reason="the extra peftkit[json] is not install
 
 from peftkit.inference.bank import AdapterBank  # noqa: E402
 from peftkit.inference.call_formats import FORMATS  # noqa: E402
-from peftkit_server.app import ChatService, make_app  # noqa: E402
+from peftkit_server.app import make_app  # noqa: E402
+from peftkit_server.completions import ChatService  # noqa: E402
 from peftkit_server.grammars import Grammars  # noqa: E402
 from peftkit_server.limits import Limits  # noqa: E402
 from peftkit_server.tool_fields import ToolCall, with_calls  # noqa: E402

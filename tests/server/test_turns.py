@@ -20,7 +20,7 @@ from peftkit_server.refusals import RequestError
 from peftkit_server.worker import Worker
 from tests.helpers.folders import write_rows
 from tests.helpers.serving import WORDS, adapter_bytes, recipe
-from tests.helpers.worker import Submitted
+from tests.helpers.worker import Submitted, running
 
 
 class Working:
@@ -83,12 +83,9 @@ def test_requests_leave_a_run_bit_equal(bank, tmp_path):
         beside.worker.call(lambda: seen.append((wrapped(), learns())))
 
     beside.at_step = at_step
-    beside.worker.start()
-    try:
+    with running(beside.worker):
         assert beside.wait().step == 4
         texts = [request.end().text for request in asked]
-    finally:
-        beside.worker.stop()
     assert seen == [(0, False)] * 4  # operations run without adapters and dropout
     decode = bank.base.tokenizer.decode
     whole = [decode(expected[name], skip_special_tokens=True) for name in prompts]
@@ -141,12 +138,9 @@ def test_requests_at_any_event_keep_a_run(kind, bank, tmp_path):
             beside.give_way()
 
     beside.at_event = at_event
-    beside.worker.start()
-    try:
+    with running(beside.worker):
         assert beside.wait().step == 4
         assert {request.end().num_tokens for request in asked} == {2}
-    finally:
-        beside.worker.stop()
     assert figures["beside"] == figures["alone"] != []
     assert adapter_bytes(tmp_path / "beside") == adapter_bytes(tmp_path / "alone")
 
@@ -170,12 +164,9 @@ def test_an_answer_waits_for_a_step_not_for_the_run(bank, tmp_path):
             working.worker.submit([request.job])
 
     working.at_step = at_step
-    working.worker.start()
-    try:
+    with running(working.worker):
         working.wait()
         assert request.end().num_tokens == 2
-    finally:
-        working.worker.stop()
     assert set(answered_at) == {2}
 
 
@@ -223,8 +214,7 @@ def test_operations_run_in_order_and_tell_what_fails(bank):
     calls = [worker.call(lambda n=n: order.append(n) or n) for n in range(5)]
     failed = worker.call(lambda: 1 / 0)
     with_gradient = worker.call(torch.is_grad_enabled)
-    worker.start()
-    try:
+    with running(worker):
         assert [call.result(20) for call in calls] == order == [0, 1, 2, 3, 4]
         assert isinstance(failed.exception(20), ZeroDivisionError)
         assert with_gradient.result(20)
@@ -232,8 +222,6 @@ def test_operations_run_in_order_and_tell_what_fails(bank):
         worker.submit([request.job])
         assert request.end().num_tokens == 4
         assert worker.call(lambda: 7).result(20) == 7  # the engine is on the model while it waits
-    finally:
-        worker.stop()
 
 
 @pytest.mark.parametrize("outside", [False, True])
@@ -246,12 +234,9 @@ def test_code_of_a_job_that_exits_stops_nothing_else(bank, outside):
 
     worker.queue(work)
     exits = worker.call(sys.exit) if outside else None
-    worker.start()
-    try:
+    with running(worker):
         assert worker.call(lambda: 7).result(20) == 7
         assert exits is None or isinstance(exits.exception(20), SystemExit)
-    finally:
-        worker.stop()
 
 
 def test_no_request_waits_on_a_dead_one(bank, monkeypatch):
@@ -263,14 +248,11 @@ def test_no_request_waits_on_a_dead_one(bank, monkeypatch):
     calls = [worker.call(lambda: 1), worker.call(lambda: 2)]
     request = Submitted("one", [7])
     worker.submit([request.job])
-    worker.start()
-    try:
+    with running(worker):
         assert all(isinstance(call.exception(20), RequestError) for call in calls)
         assert request.end().status == 503
         with pytest.raises(RequestError):
             worker.call(lambda: 3)
-    finally:
-        worker.stop()
     assert not worker.is_alive
 
 
@@ -283,10 +265,7 @@ def test_the_work_of_keys_runs_in_turn(bank, kind):
             worker.call(lambda owner=owner: order.append(owner), owner)
         else:
             worker.queue(lambda give_way, owner=owner: order.append(owner), owner)
-    worker.start()
-    try:
+    with running(worker):
         while len(order) < 6:
             worker.call(lambda: None, "dora").result(20)
-    finally:
-        worker.stop()
     assert order == ["ann", "bob", "carl", "ann", "bob", "ann"]

@@ -1,5 +1,6 @@
 """Every route of the server with two keys: none reaches the other's data or delays its requests."""
 
+import sqlite3
 import threading
 import time
 from collections import Counter
@@ -141,6 +142,7 @@ def tinker_requests(theirs: Ids, mine: Ids) -> Iterator[Sent]:
     bodies: list[tuple[str, dict[str, Any]]] = [
         ("session_heartbeat", session),
         ("create_model", {**session, "model_seq_id": 9, "base_model": "base"}),
+        ("create_model", {**session, "model_seq_id": 0, "base_model": "base"}),
         ("get_info", {"model_id": theirs.tenant}),
         ("optim_step", {**operation, "adam_params": {}}),
         ("save_weights", {**operation, "seq_id": 4, "path": "y"}),
@@ -205,6 +207,7 @@ def test_no_key_reaches_the_data_of_another(model_folder: Path, tmp_path: Path):
     with serving(model_folder, tmp_path / "server", keys=(ANN, BOB)) as client:
         ann, bob = made(client, ANN), made(client, BOB)
         everything = [*requests(ann, bob)]
+        assert {send(client, "no key", each).status_code for each in everything} == {401}
         assert {each.route for each in everything} == routes_of(client) - WITHOUT_IDS
         for each in everything:
             refused = send(client, BOB, each)
@@ -226,6 +229,10 @@ def test_no_key_reaches_the_data_of_another(model_folder: Path, tmp_path: Path):
         }
     # with her own key she reached all of it, except what an earlier request has deleted
     assert missing <= {"DELETE /v1/models/{name:path}"}
+    kept = b"".join(path.read_bytes() for path in client.folder.rglob("*") if path.is_file())
+    rows = sqlite3.connect(client.folder / "server.sqlite").execute("SELECT * FROM documents")
+    kept += "".join(str(row) for row in rows).encode()
+    assert not any(key.encode() in kept for key in (ANN, BOB))  # the keys themselves
 
 
 WITHOUT_WORK = {

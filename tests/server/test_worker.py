@@ -18,7 +18,7 @@ from peftkit.inference.sampling import Chosen, Sampling
 from peftkit_server.generation import Output
 from peftkit_server.refusals import RequestError
 from peftkit_server.worker import Worker
-from tests.helpers.worker import Submitted, run_jobs
+from tests.helpers.worker import Submitted, run_jobs, running
 
 
 def test_two_adapters_and_the_base_share_a_batch(bank):
@@ -57,12 +57,9 @@ def test_prompts_wait_for_an_earlier_operation_and_its_failure(bank):
     assert (worker.batch.num_waiting, worker.batch.num_running) == (2, 0)
     with pytest.raises(RequestError, match="too many"):
         worker.submit([Submitted("one", [7]).job] * 2, first=lambda: None)
-    worker.start()
-    try:
+    with running(worker):
         assert isinstance(failed.end(), IndexError)
         assert after.end().num_tokens == 4
-    finally:
-        worker.stop()
     assert told == ["2"]
     assert worker.batch.num_waiting == 0
 
@@ -80,15 +77,12 @@ def test_an_operation_restores_the_base(bank, monkeypatch):
 
     monkeypatch.setattr(bank, "lifted", lifted)
     worker = Worker(bank)
-    worker.start()
-    try:
+    with running(worker):
         assert worker.call(is_bare.is_set).result(20)
         assert not is_bare.is_set()
         with pytest.raises(IndexError):
             worker.call(lambda: [][0]).result(20)
         assert not is_bare.is_set()
-    finally:
-        worker.stop()
 
 
 def test_a_failure_affects_one_request(bank, monkeypatch):
@@ -121,15 +115,12 @@ def test_a_model_that_fails_to_start_fails_waiting_requests(bank, monkeypatch):
     worker, first, second = Worker(bank), Submitted("one", [7]), Submitted("one", [8])
     monkeypatch.setattr(AdapterBank, "engine", fails)
     worker.submit([first.job])
-    worker.start()
-    try:
+    with running(worker):
         error = first.end()
         assert isinstance(error, RunError)
         assert "no more" in str(error)
         worker.submit([second.job])
         assert isinstance(second.end(), Output)
-    finally:
-        worker.stop()
 
 
 def test_stopping_tells_those_who_wait(bank):

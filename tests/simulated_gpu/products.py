@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from peftkit.kernels.packed import PackedFormat, unpack
+from peftkit.kernels.packed import PackedFormat, PackedWeight, unpack
 
 
 @torch.library.custom_op("simulated::packed_product", mutates_args=())
@@ -24,7 +24,8 @@ def packed_product(
 ) -> Tensor:
     """Return what the kernel computes of these arguments."""
     form = PackedFormat(kind, torch.Size(shape), block, height)
-    return functional.linear(x, unpack(packed, tuple(scales), form, x.dtype), bias)
+    weight = unpack(PackedWeight(packed, tuple(scales), form), x.dtype)
+    return functional.linear(x, weight, bias)
 
 
 @packed_product.register_fake

@@ -34,17 +34,27 @@ def recipe_for(task: str, folder: Path) -> Recipe:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
     tokenizer.mask_token = "<unk>"
     tokenizer.save_pretrained(base)
+    targets = {"targets": ["q", "v"]}
+    return small_recipe(folder, task, base, data, targets, max_length=64, eval_every=None)
+
+
+def small_recipe(
+    folder: Path,
+    task: Any,
+    base: Path,
+    data: Path | str,
+    method: dict[str, Any],
+    *,
+    max_length: int | None = None,
+    **train: Any,
+) -> Recipe:
+    """Return a recipe of three steps with LoRA, which evaluates on its training data."""
+    given = {"max_steps": 3, "batch_size": 3, "learning_rate": 0.02, "compile": False}
+    limits = {} if max_length is None else {"max_length": max_length}
     return Recipe(
         task=task,
         base={"model": str(base), "dtype": "fp32"},
-        method={"type": "lora", "rank": 3, "targets": ["q", "v"]},
-        data={"train": data, "eval": data, "max_length": 64},
-        train={
-            "output_dir": folder / "out",
-            "max_steps": 3,
-            "batch_size": 3,
-            "learning_rate": 0.02,
-            "eval_every": None,
-            "compile": False,
-        },
+        method={"type": "lora", "rank": 3, **method},
+        data={"train": str(data), "eval": str(data), **limits},
+        train={"output_dir": folder / "out", **given, **train},
     )

@@ -12,13 +12,13 @@ import torch
 from peftkit.execution import graphs
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Request
-from peftkit.inference.open_engine import PlainEngine, why_plain
+from peftkit.inference.open_engine import why_plain
+from peftkit.inference.plain_engine import PlainEngine
 from peftkit.inference.sampling import Sampling
-from tests.helpers.families import EOS, FAMILIES
+from tests.helpers.families import FAMILIES
+from tests.helpers.generation import TOKENIZER
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
-
-TOKENIZER: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
 
 
 def run(model: Any, *lengths: int) -> CachedEngine:
@@ -58,8 +58,7 @@ def test_an_engine_leaves_nothing_on_the_card():
             before, alive = card.allocated, []
             for _ in range(4):
                 engine = run(model, 12)
-                assert engine.recorder is not None
-                assert engine.recorder.num_recorded == 1
+                assert engine.graphs.num_recorded == 1
                 alive.append(weakref.ref(engine))
                 assert card.allocated == before, "while the closed engine is still referenced"
                 del engine
@@ -110,15 +109,14 @@ def test_steps_are_recorded_after_all_graphs_are_gone():
                 engine.submit(Request([7, 8, 9], Sampling(length, 0.0), 0))
                 engine.run()
                 engine.forget("any")  # as when an adapter is unloaded
-            assert engine.recorder is not None
-            assert engine.recorder.is_able
-            assert engine.recorder.num_recorded >= 3
+            assert engine.graphs.is_able
+            assert engine.graphs.num_recorded >= 3
 
 
 def test_each_card_records_on_a_stream_of_its_own():
     with simulated(Card(count=2)):
         for device in ("cuda:0", "cuda:1"):
-            found = run(model_on(device), 12).recorder
+            found = run(model_on(device), 12).graphs
             assert found is not None
             assert found.num_recorded == 1, device
 

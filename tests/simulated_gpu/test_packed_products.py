@@ -15,14 +15,13 @@ from peftkit.inference.open_engine import generation_fallbacks
 from peftkit.inference.sampling import Sampling
 from peftkit.kernels import packed, packed_product
 from peftkit.kernels.gguf_blocks import TYPES
-from peftkit.kernels.packed import PackedFormat, packed_linear
+from peftkit.kernels.packed import PackedFormat, PackedWeight, packed_linear
 from peftkit.quant.layers import Packing, QuantizedLinear, import_bitsandbytes
-from tests.helpers.families import EOS
+from tests.helpers.generation import TOKENIZER
 from tests.helpers.gguf_files import config_of_a_small_llama, random_rows
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
 
-TOKENIZER: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
 KINDS = ("q4_k", "int4")
 PROMPTS = [[7, 8, 9], [11, 12]]
 
@@ -65,9 +64,9 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The kinds of weights in the order of their unpacking."""
     kinds, unpack = [], packed.unpack
 
-    def counted(data: Tensor, scales: Any, form: PackedFormat, dtype: torch.dtype) -> Tensor:
-        kinds.append(form.kind)
-        return unpack(data, scales, form, dtype)
+    def counted(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+        kinds.append(weight.form.kind)
+        return unpack(weight, dtype)
 
     monkeypatch.setattr(packed, "unpack", counted)
     return kinds
@@ -119,7 +118,7 @@ def test_products_of_many_rows_and_with_gradients_unpack(unpacked):
     codes, packing = weight_of("q8_0", (40, 64))
 
     def run(x: Tensor) -> None:
-        packed_linear(x, None, codes.to("cuda"), (), packing.form, torch.float32)
+        packed_linear(x, None, packing.weight(codes.to("cuda")), torch.float32)
 
     most = packed_product.MOST_ROWS
     with simulated() as card:
@@ -136,12 +135,12 @@ def test_a_head_is_not_cut_into_slices(monkeypatch):
     codes, packing = weight_of("q6_k", (4096, 256))
     monkeypatch.setattr(packed, "SLICE_SIZE", 1 << 18)
     x = torch.randn(3, 256)
-    expected = packed_linear(x, None, codes, (), packing.form, torch.float32)
+    expected = packed_linear(x, None, packing.weight(codes), torch.float32)
     with simulated() as card:
-        here = codes.to("cuda")
+        here = packing.weight(codes.to("cuda"))
         for _ in range(2):
             card.reset()
-            found = packed_linear(x.to("cuda"), None, here, (), packing.form, torch.float32)
+            found = packed_linear(x.to("cuda"), None, here, torch.float32)
         assert card.operators["packed_product"] == 1
         assert not card.operators["unpack_gguf"]
         torch.testing.assert_close(on_cpu(found), expected)

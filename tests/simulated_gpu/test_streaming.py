@@ -15,7 +15,7 @@ from peftkit.base.stored import pack_base
 from peftkit.errors import BaseError
 from peftkit.forward.blocks import Blocks
 from peftkit.methods.lora import LoRA
-from peftkit.quant import copies
+from peftkit.quant import layers
 from tests.helpers.families import ARCHITECTURES, FAMILIES, tiny_tokenizer
 from tests.simulated_gpu.simulation import on_cpu, simulated
 
@@ -24,7 +24,7 @@ LAYERS = 4
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(copies, "COPY_SHARE", 0.0)
+    monkeypatch.setattr(layers, "COPY_SHARE", 0.0)
     monkeypatch.setattr(transfer, "SLOT", 1024)  # of which a block takes several
     monkeypatch.setattr(transfer, "NUM_SLOTS", 3)
     monkeypatch.setattr(streaming, "EXPERT_BYTES", 2 * 32 * 64)  # two matrices (64, 64) in 4 bits

@@ -19,7 +19,7 @@ from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.vision import COLOURS, solid_png
-from tests.simulated_gpu.recipes import recipe_for
+from tests.simulated_gpu.recipes import recipe_for, small_recipe
 from tests.simulated_gpu.same import CLOSE, Heard, train
 from tests.simulated_gpu.simulation import simulated
 
@@ -43,6 +43,7 @@ def assert_same(found: Heard, expected: Heard) -> None:
     assert expected.device == "cpu"
 
 
+QV = {"targets": ["q", "v"]}
 FAST = ("lora", "head and rows", "dora", "prefix")
 
 
@@ -94,19 +95,8 @@ def image_recipe(folder: Path) -> Recipe:
                 solid_png(colour, (9 + number, 41))
             )
     ARCHITECTURES["vit"]().save_pretrained(folder / "base")
-    return Recipe(
-        task={"type": "image_classification", "fresh_head": True},
-        base={"model": str(folder / "base"), "dtype": "fp32"},
-        method={"type": "lora", "rank": 3, "targets": "attention"},
-        data={"train": str(folder / "data"), "eval": str(folder / "data")},
-        train={
-            "output_dir": folder / "out",
-            "max_steps": 3,
-            "batch_size": 3,
-            "learning_rate": 0.02,
-            "compile": False,
-        },
-    )
+    task = {"type": "image_classification", "fresh_head": True}
+    return small_recipe(folder, task, folder / "base", folder / "data", {"targets": "attention"})
 
 
 def audio_recipe(folder: Path) -> Recipe:
@@ -116,21 +106,9 @@ def audio_recipe(folder: Path) -> Recipe:
     model, processor = QWEN2_AUDIO.build()
     model.save_pretrained(folder / "base")
     processor.save_pretrained(folder / "base")
-    data = str(write_sound_rows(folder, SPOKEN))
-    return Recipe(
-        task="audio_text",
-        base={"model": str(folder / "base"), "dtype": "fp32"},
-        method={"type": "lora", "rank": 3, "targets": ["q", "v"]},
-        data={"train": data, "eval": data, "max_length": 128},
-        train={
-            "output_dir": folder / "out",
-            "max_steps": 3,
-            "batch_size": 4,
-            "learning_rate": 0.02,
-            "eval_every": None,
-            "compile": False,
-        },
-    )
+    data = write_sound_rows(folder, SPOKEN)
+    how: dict[str, Any] = {"max_length": 128, "batch_size": 4, "eval_every": None}
+    return small_recipe(folder, "audio_text", folder / "base", data, QV, **how)
 
 
 def speech_recipe(task: dict[str, str], folder: Path) -> Recipe:
@@ -139,20 +117,8 @@ def speech_recipe(task: dict[str, str], folder: Path) -> Recipe:
 
     made = hears_frames("Parakeet") if task["type"] == "ctc" else whisper()
     rows = [{"audio": 3 * [440.0, 880.0], "text": "one"}, {"audio": 3 * [300.0], "text": "a"}]
-    data = str(write_speech_rows(folder, rows))
-    return Recipe(
-        task=task,
-        base={"model": str(saved(folder / "base", made)), "dtype": "fp32"},
-        method={"type": "lora", "rank": 3, "targets": ["q", "v"]},
-        data={"train": data, "eval": data},
-        train={
-            "output_dir": folder / "out",
-            "max_steps": 3,
-            "batch_size": 2,
-            "learning_rate": 0.02,
-            "compile": False,
-        },
-    )
+    data = write_speech_rows(folder, rows)
+    return small_recipe(folder, task, saved(folder / "base", made), data, QV, batch_size=2)
 
 
 TASKS = (

@@ -10,7 +10,7 @@ from peftkit.config.schema import from_dict
 from peftkit.data.general import ANCHORS
 from peftkit.events import StepDone
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.inference.own_answers import own_answers
+from peftkit.inference.generate import own_answers
 from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.tasks.text.anchor import LENGTH, PER_STEP, SEED

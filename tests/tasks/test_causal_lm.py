@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from peftkit.data.generation import prompt_ids
-from peftkit.data.row_text import last_answer
+from peftkit.data.pack import last_answer
 from peftkit.data.style import Style
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Notice, Progress, Stage, Table

@@ -9,7 +9,7 @@ from peftkit.errors import DataError
 from peftkit.events import Event, Notice
 from peftkit.run import prepare
 from tests.helpers.command_line import turn
-from tests.helpers.finished import Finished, finished, recipe
+from tests.helpers.finished import Finished, finished, recipe, sections
 from tests.helpers.folders import write_rows
 
 GRPO = {"type": "grpo", "rewards": [{"use": "length", "max_chars": 9}], "max_new_tokens": 8}
@@ -20,14 +20,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Finis
     """An adapter of rows of prompt and completion."""
     folder = tmp_path_factory.mktemp("plain")
     rows = [{"prompt": "the dog ", "completion": "and the fox"}] * 4
-    told: dict[str, dict[str, Any]] = {
-        "base": {"model": str(model_folder), "dtype": "fp32"},
-        "method": {"type": "lora", "rank": 2},
-        "data": {"train": write_rows(folder / "sft.jsonl", rows), "max_length": 64},
-        "task": {"type": "causal_lm"},
-        "train": {"output_dir": str(folder / "run"), "max_steps": 1, "compile": False},
-    }
-    return finished(told)
+    told = sections(folder, model_folder, write_rows(folder / "sft.jsonl", rows), "causal_lm")
+    return finished(told, train={"max_steps": 1, "compile": False})
 
 
 def continued(plain: Finished, events: list[Event] | None = None, **sections: Any) -> Any:

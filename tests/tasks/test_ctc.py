@@ -15,14 +15,12 @@ from peftkit.errors import DataError
 from peftkit.evaluation.evaluate import evaluate
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.merging.merge import merge
-from peftkit.methods.lora import LoRA
-from peftkit.recipe import Recipe
-from peftkit.run import run as run_recipe
-from peftkit.settings import BaseConfig, DataConfig, TrainConfig
+from peftkit.settings import DataConfig
 from peftkit.tasks.media.ctc import CTC, CTCConfig
 from peftkit.tasks.media.media_classification import AudioClassificationConfig
 from peftkit.tasks.media.speech import ShortAudio
 from peftkit_cli.app import app
+from tests.helpers.finished import finished, sections
 from tests.helpers.speech import (
     RATE,
     encoded,
@@ -152,16 +150,12 @@ def test_a_sound_too_short_for_its_model_is_told(family, tmp_path):
 )  # its norms are of batches
 def test_a_new_vocabulary_trains_merges_and_opens(family, rows, tmp_path):
     made = made_of(family)
-    base, run = saved(tmp_path / "base", made), tmp_path / "run"
-    result = run_recipe(
-        Recipe(
-            base=BaseConfig(model=str(base), dtype="fp32"),
-            data=DataConfig(train=str(rows), eval=str(rows)),
-            method=LoRA(rank=8, targets=("all-linear",)),
-            task=CTCConfig(vocabulary="data", case="upper"),
-            train=TrainConfig(output_dir=run, max_steps=25, learning_rate=1e-2),
-        )
-    )
+    settings = {"vocabulary": "data", "case": "upper"}
+    told = sections(tmp_path, saved(tmp_path / "base", made), str(rows), "ctc", **settings)
+    told["method"] |= {"rank": 8, "targets": "all-linear"}
+    told["data"] = {"train": str(rows), "eval": str(rows)}
+    result = finished(told, train={"max_steps": 25, "learning_rate": 1e-2})
+    run = result.folder
     assert result.metrics["before_wer"] >= 1.0
     assert result.metrics["eval_loss"] < result.metrics["before_loss"] / 2
     opened = open_adapter(run)
@@ -198,15 +192,9 @@ def test_sounds_are_told_by_their_labels(tmp_path):
     base = saved(
         tmp_path / "base", wav2vec2("ForSequenceClassification", feat_extract_norm="layer")
     )
-    result = run_recipe(
-        Recipe(
-            base=BaseConfig(model=str(base), dtype="fp32"),
-            data=DataConfig(train=str(folder), eval=str(folder)),
-            method=LoRA(rank=4),
-            task=AudioClassificationConfig(),
-            train=TrainConfig(output_dir=run, max_steps=15, learning_rate=1e-2),
-        )
-    )
+    told = sections(tmp_path, base, str(folder), "audio_classification")
+    told["data"] = {"train": str(folder), "eval": str(folder)}
+    result = finished(told, train={"max_steps": 15, "learning_rate": 1e-2})
     assert result.metrics["eval_accuracy"] == 1.0
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"audio": "data/low/1.wav"}) + "\n")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.masking_utils import (
     bidirectional_mask_function,
@@ -30,7 +30,7 @@ from tests.helpers.padding_free import (
     PACKED,
     ROWS,
     SHARED_PREFIXES,
-    loss_and_gradients,
+    assert_same,
     row_of,
     task_on,
 )
@@ -61,19 +61,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         table[n] = kernel._replace(run=counted)
         monkeypatch.setattr(attention_kernels, "KERNELS", tuple(table))
     return found
-
-
-def assert_same(task: Any, model: nn.Module, rows: Any, field: str) -> None:
-    with task.training(model):
-        batch = task.collate(rows)
-        assert field in batch
-        loss, grads = loss_and_gradients(task, model, batch)
-    want, wanted = loss_and_gradients(task, model, task.collate(rows))
-    torch.testing.assert_close(loss, want, rtol=1e-4, atol=1e-4)
-    for a, b in zip(grads, wanted, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None and b is not None:
-            torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
 
 
 @pytest.mark.parametrize("name", SPANS)

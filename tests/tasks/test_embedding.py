@@ -12,19 +12,17 @@ from torch.nn.functional import cross_entropy, normalize
 
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
-from peftkit.config import schema
 from peftkit.errors import BaseError, DataError
 from peftkit.evaluation.evaluate import evaluate
 from peftkit.evaluation.predict import predict_file
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
-from peftkit.recipe import Recipe
-from peftkit.run import run
 from peftkit.settings import DataConfig
 from peftkit.tasks.retrieval.embedding import Embedding, EmbeddingConfig, pooling_of
 from tests.helpers.classifiers import framing_tokenizer
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.finished import finished, sections
 from tests.helpers.folders import write_rows
 from tests.helpers.toy import step_of
 
@@ -139,15 +137,9 @@ def test_pooling_is_the_bases_own(folder):
 
 def test_a_run_learns_to_find_and_writes_vectors(folder, tmp_path):
     file = write_rows(tmp_path / "train.jsonl", ROWS)
-    told = {
-        "task": {"type": "embedding"},
-        "base": {"model": str(folder), "dtype": "fp32"},
-        "method": {"type": "lora", "rank": 4},
-        "data": {"train": file, "eval": file, "max_length": 64},
-        "train": {"output_dir": str(tmp_path / "run"), "max_steps": 40, "batch_size": 5}
-        | {"learning_rate": 0.01, "save_every": None},
-    }
-    result = run(schema.from_dict(Recipe, told, "the test"))
+    told = sections(tmp_path, folder, file, "embedding")
+    train = {"max_steps": 40, "batch_size": 5, "learning_rate": 0.01}
+    result = finished(told, data={"eval": file}, train=train)
     opened = open_adapter(tmp_path / "run")
     found = evaluate(opened.base, file, task=opened.task)
     assert found["recall@1"] == result.metrics["eval_recall@1"] >= 0.8
@@ -164,13 +156,8 @@ def test_a_run_learns_to_find_and_writes_vectors(folder, tmp_path):
 
 def test_a_merged_model_is_a_folder_of_sentence_transformers(folder, tmp_path):
     file = write_rows(tmp_path / "train.jsonl", ROWS)
-    told = {
-        "task": {"type": "embedding", "pooling": "cls", "normalize": False},
-        "base": {"model": str(folder), "dtype": "fp32"},
-        "data": {"train": file, "max_length": 64},
-        "train": {"output_dir": str(tmp_path / "run"), "max_steps": 2, "batch_size": 5},
-    }
-    run(schema.from_dict(Recipe, told, "the test"))
+    told = sections(tmp_path, folder, file, "embedding", pooling="cls", normalize=False)
+    finished(told, train={"max_steps": 2, "batch_size": 5})
     merge(tmp_path / "run", tmp_path / "merged")
     modules = json.loads((tmp_path / "merged" / "modules.json").read_text())
     assert [module["path"] for module in modules] == ["", "1_Pooling"]

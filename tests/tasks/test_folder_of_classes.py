@@ -24,6 +24,7 @@ from peftkit.run import prepare
 from peftkit.run import run as run_recipe
 from peftkit.tasks.classes.sequence_classification import SequenceClassificationConfig
 from tests.helpers.classifiers import LABELS, TAGS, TEXTS, save_base, write_texts, write_words
+from tests.helpers.finished import recipe, sections
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # PEFT asks by an old name
@@ -46,20 +47,11 @@ def settings(folder: Path, task: str, family: str = "bert", **method: Any) -> Re
     """Return a recipe over a new base in this folder."""
     write = write_texts if task == SEQUENCE else write_words
     data = write(folder / "rows.jsonl")
-    return Recipe(
-        task=task,
-        base={"model": str(save_base(folder / "base", family)), "dtype": "fp32"},
-        method={"type": "lora", "rank": 2, "targets": ["q", "v"], **method},
-        data={"train": data, "eval": data, "max_length": 64},
-        train={
-            "output_dir": folder / "out",
-            "max_steps": 30,
-            "batch_size": 6,
-            "learning_rate": 0.01,
-            "eval_every": None,
-            "save_every": None,
-        },
-    )
+    told = sections(folder, save_base(folder / "base", family), data, task)
+    train = {"output_dir": folder / "out", "max_steps": 30, "batch_size": 6, "learning_rate": 0.01}
+    method = {"rank": 2, "targets": ["q", "v"], **method}
+    train["eval_every"] = None
+    return recipe(told, data={"eval": data}, method=method, train=train)
 
 
 @pytest.fixture(scope="module")

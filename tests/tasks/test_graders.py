@@ -20,8 +20,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe, load
 from peftkit.settings import DataConfig
 from peftkit.tasks.metrics import bleu, gleu
-from peftkit.tasks.rewards.grader_formulas import computed, parsed
-from peftkit.tasks.rewards.graders import fields_of
+from peftkit.tasks.rewards.graders import computed, fields_of, parsed
 from peftkit.tasks.rewards.grading import MAX_TEXT, SIMILARITIES, Answered, Grade, Grading
 from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
 from peftkit.tasks.user_code import UserCode

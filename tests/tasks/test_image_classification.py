@@ -13,20 +13,16 @@ import torch.nn.functional as F
 from PIL import Image
 from transformers import ViTImageProcessorPil
 
-from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.data.rows.lazy import fingerprint
 from peftkit.errors import DataError
 from peftkit.evaluation.evaluate import evaluate
 from peftkit.events import Event, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.methods.lora import LoRA
-from peftkit.recipe import Recipe
-from peftkit.run import run as run_recipe
-from peftkit.settings import BaseConfig, DataConfig, TrainConfig
+from peftkit.settings import DataConfig
 from peftkit.tasks.media.media_classification import ImageClassification, ImageClassificationConfig
-from peftkit.train.loop import fit
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.finished import finished, sections
 from tests.helpers.folders import write_rows
 from tests.helpers.vision import COLOURS, solid_png
 
@@ -177,7 +173,7 @@ def test_rows_are_the_same_wherever_they_lie(folder):
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_loss_is_the_model_s_and_decreases(name, folder, tmp_path):
+def test_loss_is_the_model_s(name, folder):
     model = model_of(name)
     task = task_on(model)
     rows = task.load(str(folder))
@@ -190,25 +186,6 @@ def test_loss_is_the_model_s_and_decreases(name, folder, tmp_path):
     right = (out.logits.argmax(-1) == batch["targets"]).float().mean()
     assert before["accuracy"] == pytest.approx(float(right))
     assert before["loss"] == pytest.approx(float(out.loss), rel=1e-5)
-
-    model.requires_grad_(False)
-    attach(model, LoRA(rank=4, targets="attention", train_fully=("classifier",)))
-    losses: list[float] = []
-    settings = TrainConfig(
-        output_dir=tmp_path / "run", max_steps=30, batch_size=6, learning_rate=0.01
-    )
-    fit(
-        model,
-        task,
-        rows,
-        rows,
-        settings,
-        on_event=lambda e: losses.append(e.loss) if isinstance(e, StepDone) else None,
-    )
-    model.eval()
-    after = task.metrics(model, rows)
-    assert losses[-1] < losses[0] / 2
-    assert after["accuracy"] == after["f1_macro"] == 1.0
 
 
 def test_a_base_brings_its_processor_or_gets_one_of_its_size(tmp_path):
@@ -225,26 +202,25 @@ def test_a_base_brings_its_processor_or_gets_one_of_its_size(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
-def test_a_recipe_trains_a_new_head_saves_it_and_is_measured(folder, tmp_path):
-    base = ARCHITECTURES["vit"]()  # of three labels without names
+@pytest.mark.parametrize("name", SIZES)
+def test_a_recipe_trains_a_new_head_saves_it_and_is_measured(name, folder, tmp_path):
+    base = ARCHITECTURES[name]()  # of three labels without names
     base.save_pretrained(tmp_path / "base")
-    settings = Recipe(
-        task={"type": "image_classification", "fresh_head": True},
-        base=BaseConfig(model=str(tmp_path / "base"), dtype="fp32"),
-        method=LoRA(rank=4, targets="attention"),
-        data=DataConfig(train=str(folder), eval=str(folder)),
-        train=TrainConfig(
-            output_dir=tmp_path / "run", max_steps=30, batch_size=6, learning_rate=0.01
-        ),
+    told = sections(
+        tmp_path, tmp_path / "base", str(folder), "image_classification", fresh_head=True
     )
-    result = run_recipe(settings)
-    opened = open_adapter(tmp_path / "run")
+    told["method"]["targets"], told["data"] = "attention", {"train": str(folder)}
+    train = {"max_steps": 30, "batch_size": 6, "learning_rate": 0.01}
+    done = finished(told, data={"eval": str(folder)}, train=train)
+    losses = [step.loss for step in done.of_kind(StepDone)]
+    assert losses[-1] < losses[0] / 2
+    opened = open_adapter(done.folder)
     found = evaluate(opened.base, folder, task=opened.task)
-    assert found["loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-4)
-    assert found["accuracy"] == 1.0
+    assert found["loss"] == pytest.approx(done.metrics["eval_loss"], rel=1e-4)
+    assert found["accuracy"] == found["f1_macro"] == 1.0
     task = task_on(opened.base.model)
     batch = task.collate(task.load(str(folder)))
-    theirs = peft.PeftModel.from_pretrained(base.eval(), tmp_path / "run")
+    theirs = peft.PeftModel.from_pretrained(base.eval(), done.folder)
     with torch.no_grad():
         wanted = theirs(pixel_values=batch["pixel_values"]).logits
         ours = opened.base.model(pixel_values=batch["pixel_values"]).logits

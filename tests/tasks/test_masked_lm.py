@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from peftkit.adapter import attach
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.evaluation.evaluate import evaluate
 from peftkit.events import Event, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.methods.lora import LoRA
-from peftkit.recipe import Recipe
-from peftkit.run import run as run_recipe
-from peftkit.settings import BaseConfig, DataConfig, TrainConfig
+from peftkit.settings import DataConfig
 from peftkit.tasks.text.masked_lm import MaskedLM, MaskedLMConfig
-from peftkit.train.loop import fit
 from tests.helpers.classifiers import framing_tokenizer
 from tests.helpers.families import ARCHITECTURES, BOS, EOS, UNK
+from tests.helpers.finished import WEIGHTS, Sections, finished, merged, sections
 from tests.helpers.memory import use_small_chunks
-from tests.helpers.toy import Crash, crash_after
 
 Tokenizer = PreTrainedTokenizerFast
 FAMILIES = ("bert", "roberta", "distilbert", "modernbert", "deberta_v2", "electra")
@@ -152,44 +146,25 @@ def test_evaluation_masks_are_fixed(tmp_path, bert, masking):
     assert "".join(text for _, text in pieces) == f"<s>{TEXTS[0]}<|im_end|>"
 
 
-def train(folder: Path, masking: Tokenizer, **options: Any) -> tuple[list[float], dict[str, Any]]:
-    """Train a tiny BERT with dropout from its loading on; return losses and trained weights."""
-    crash, resume = options.get("crash"), options.get("resume", False)
-    torch.manual_seed(0)
-    model = ARCHITECTURES["bert"]()
-    adapter = attach(model, LoRA(rank=4, dropout=0.2, targets="attention"))
-    task = MaskedLM(model, masking, MaskedLMConfig(), DataConfig(train="", max_length=32))
-    folder.mkdir(exist_ok=True)
-    rows = task.load(write(folder, [text + " fox" * n for text in TEXTS for n in range(5)]))
-    losses: list[float] = []
-
-    def listen(event: Event) -> None:
-        if isinstance(event, StepDone):
-            losses.append(event.loss)
-        if crash:
-            crash_after(crash)(event)
-
-    settings = TrainConfig(
-        output_dir=folder / "run",
-        max_steps=6,
-        batch_size=4,
-        tokens_per_batch=None,
-        eval_every=2,
-        save_every=1,
-    )
-    with suppress(Crash):
-        fit(model, task, rows, rows[:3], settings, resume=resume, on_event=listen)
-    return losses, {name: tensor.clone() for name, tensor in adapter.state().items()}
+@pytest.fixture
+def told(tmp_path: Path, masking: Tokenizer) -> Sections:
+    """Return a recipe over a base whose dropout is on in training."""
+    ARCHITECTURES["bert"]().save_pretrained(tmp_path / "base")
+    masking.save_pretrained(tmp_path / "base")
+    file = write(tmp_path, [text + " fox" * n for text in TEXTS for n in range(5)])
+    told = sections(tmp_path, tmp_path / "base", file, "masked_lm")
+    train = {"max_steps": 6, "batch_size": 4, "tokens_per_batch": None, "learning_rate": 0.01}
+    changes = {"method": {"dropout": 0.2, "targets": "attention"}, "data": {"eval": file}}
+    return merged(told, {**changes, "train": train})
 
 
 @pytest.mark.covers("peftkit")
-def test_a_resumed_run_is_equal_to_the_bit(tmp_path, masking):
-    losses, weights = train(tmp_path / "whole", masking)
-    before, _ = train(tmp_path / "parts", masking, crash=3)
-    after, resumed = train(tmp_path / "parts", masking, resume=True)
-    assert len(losses) == 6
-    assert before + after == losses
-    assert all(torch.equal(resumed[name], tensor) for name, tensor in weights.items())
+def test_a_resumed_run_is_equal_to_the_bit(told, tmp_path):
+    done = finished(told, train={"save_every": 1, "eval_every": 2, "keep_checkpoints": 6})
+    half = done.resumed(tmp_path / "half", "step-6", "step-5", "step-4")
+    losses, again = ([step.loss for step in run.of_kind(StepDone)] for run in (done, half))
+    assert again == losses[3:]
+    assert (half.folder / WEIGHTS).read_bytes() == (done.folder / WEIGHTS).read_bytes()
 
 
 def test_metrics_are_of_the_hidden_tokens(tmp_path, bert, masking):
@@ -210,24 +185,14 @@ def test_metrics_are_of_the_hidden_tokens(tmp_path, bert, masking):
     assert task.metrics(bert, rows)["accuracy"] == right > 0
 
 
-def test_a_recipe_trains_and_evaluates(tmp_path, bert, masking):
-    bert.save_pretrained(tmp_path / "base")
-    masking.save_pretrained(tmp_path / "base")
-    where = write(tmp_path, TEXTS)
-    settings = Recipe(
-        task="masked_lm",
-        base=BaseConfig(model=str(tmp_path / "base"), quantize="nf4"),
-        method=LoRA(targets="attention"),
-        data=DataConfig(train=where, eval=where),
-        train=TrainConfig(output_dir=tmp_path / "run", max_steps=4, learning_rate=0.01),
-    )
-    result = run_recipe(settings)
-    opened = open_adapter(tmp_path / "run")
-    assert opened.task == settings.task
-    found = evaluate(opened.base, where, task=opened.task)
+def test_a_recipe_trains_and_evaluates(told):
+    done = finished(told, base={"quantize": "nf4"})
+    opened = open_adapter(done.folder)
+    assert opened.task == MaskedLMConfig()
+    found = evaluate(opened.base, told["data"]["eval"], task=opened.task)
     for name in ("loss", "perplexity"):
-        assert found[name] == pytest.approx(result.metrics[f"eval_{name}"], rel=1e-4)
-    fields = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+        assert found[name] == pytest.approx(done.metrics[f"eval_{name}"], rel=1e-4)
+    fields = json.loads((done.folder / "adapter_config.json").read_text())
     assert fields["task_type"] is None
 
 

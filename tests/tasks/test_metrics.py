@@ -1,11 +1,10 @@
 """The metrics are those of scikit-learn, scipy and seqeval."""
 
 import math
+from types import ModuleType
 
 import pytest
 import torch
-from scipy.stats import pearsonr
-from sklearn import metrics as reference
 
 from peftkit.tasks.metrics import (
     class_metrics,
@@ -19,8 +18,15 @@ from peftkit.tasks.metrics import (
 )
 
 
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    from sklearn import metrics  # in the worker that runs these tests, not in each
+
+    return metrics
+
+
 @pytest.mark.parametrize(("num_rows", "num_labels"), [(1, 2), (41, 5)])
-def test_metrics_of_classes_are_scikit_learns(num_rows, num_labels):
+def test_metrics_of_classes_are_scikit_learns(num_rows, num_labels, reference):
     generator = torch.Generator().manual_seed(num_rows)
     predicted = torch.randint(num_labels, (num_rows,), generator=generator)
     true = torch.randint(num_labels - 1, (num_rows,), generator=generator)  # one is never true
@@ -31,7 +37,7 @@ def test_metrics_of_classes_are_scikit_learns(num_rows, num_labels):
         assert found[f"f1_{kind}"] == pytest.approx(expected), kind
 
 
-def test_the_report_of_classes_is_scikit_learns():
+def test_the_report_of_classes_is_scikit_learns(reference):
     generator = torch.Generator().manual_seed(0)
     predicted = torch.randint(4, (41,), generator=generator)
     true = torch.randint(3, (41,), generator=generator)  # one is never true, one is nowhere
@@ -45,7 +51,7 @@ def test_the_report_of_classes_is_scikit_learns():
 
 
 @pytest.mark.parametrize("num_rows", [1, 41])
-def test_metrics_of_several_labels_are_scikit_learns(num_rows):
+def test_metrics_of_several_labels_are_scikit_learns(num_rows, reference):
     generator = torch.Generator().manual_seed(num_rows)
     predicted = torch.rand(num_rows, 5, generator=generator) > 0.6
     true = torch.rand(num_rows, 5, generator=generator) > 0.6
@@ -57,10 +63,12 @@ def test_metrics_of_several_labels_are_scikit_learns(num_rows):
         assert found[f"f1_{kind}"] == pytest.approx(expected), kind
 
 
-def test_metrics_of_numbers_are_scikit_learns_and_scipys():
+def test_metrics_of_numbers_are_scikit_learns_and_scipys(reference):
     generator = torch.Generator().manual_seed(0)
     true = torch.randn(41, generator=generator)
     predicted = 3 * true + torch.randn(41, generator=generator) + 100
+    from scipy.stats import pearsonr
+
     found = number_metrics(predicted, true)
     assert found["mse"] == pytest.approx(reference.mean_squared_error(true, predicted))
     assert found["pearson"] == pytest.approx(pearsonr(true, predicted).statistic)
@@ -96,7 +104,7 @@ def test_entities_are_right_only_with_place_and_kind():
     assert entity_metrics([["O"]], [["B-X"]])["entity_recall"] == 0.0
 
 
-def test_plain_tags_count_word_by_word_without_o():
+def test_plain_tags_count_word_by_word_without_o(reference):
     true, guess = [["NOUN", "O", "VERB"], ["O"]], [["NOUN", "VERB", "O"], ["O"]]
     flat = reference.f1_score(
         ["NOUN", "O", "VERB", "O"],
@@ -109,7 +117,7 @@ def test_plain_tags_count_word_by_word_without_o():
 
 
 @pytest.mark.parametrize("num_texts", [2, 25])
-def test_ndcg_at_10_is_scikit_learns(num_texts):
+def test_ndcg_at_10_is_scikit_learns(num_texts, reference):
     generator = torch.Generator().manual_seed(num_texts)
     scores, relevances = torch.rand(2, 7, num_texts, generator=generator).double()
     found = ranking_metrics(

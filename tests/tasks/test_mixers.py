@@ -29,6 +29,7 @@ from tests.helpers.padding_free import (
     PACKED,
     ROWS,
     SHARED_PREFIXES,
+    assert_same,
     loss_and_gradients,
     task_on,
 )
@@ -50,22 +51,10 @@ def adapted(name: str, **settings: Any) -> nn.Module:
     return model
 
 
-def assert_same(model: nn.Module, tokenizer: Any, field: str, batches: Any = BATCHES) -> str:
+def isolated(model: nn.Module, tokenizer: Any, field: str, batches: Any = BATCHES) -> str:
     """Compare with each document alone; return how mixers isolate documents."""
     task = task_on(model, tokenizer, packing=True)
-    for given in batches:
-        with task.training(model):
-            mixers = task.paths["mixers"]
-            batch = task.collate(given)
-            assert field in batch
-            loss, gradients = loss_and_gradients(task, model, batch)
-        wanted, expected = loss_and_gradients(task, model, task.collate(given))  # padded
-        torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-4)
-        scale = max(float(b.abs().max()) for b in expected if b is not None)
-        for a, b in zip(gradients, expected, strict=True):
-            assert (a is None) == (b is None)
-            if a is not None and b is not None:
-                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * scale)
+    (mixers,) = {assert_same(task, model, rows, field)["mixers"] for rows in batches}
     return mixers
 
 
@@ -148,7 +137,7 @@ def test_kernels_take_the_bounds_of_documents(name, on_gpu, monkeypatch, tokeniz
     if name == "qwen3_5":  # its mixer passes one name on to the rule as another
         inner = replacement
         monkeypatch.setattr(module, rule, lambda *a, cu_seq_lens_q=None, **k: inner(*a, **k))
-    assert assert_same(adapted(name), tokenizer, "span_queries").endswith(way)
+    assert isolated(adapted(name), tokenizer, "span_queries").endswith(way)
     assert calls["conv"]
     assert bool(calls["rule"]) == bool(rule)
 
@@ -158,7 +147,7 @@ def test_kernels_take_the_bounds_of_documents(name, on_gpu, monkeypatch, tokeniz
     "name", ["qwen3_5", pytest.param("granitemoehybrid", marks=pytest.mark.slow)]
 )
 def test_without_kernels_spans_become_a_grid(name, on_gpu, tokenizer):
-    assert assert_same(adapted(name), tokenizer, "span_queries").endswith("padded row per document")
+    assert isolated(adapted(name), tokenizer, "span_queries").endswith("padded row per document")
 
 
 def test_a_kernel_that_ignores_bounds_is_not_used(on_gpu, monkeypatch, tokenizer):
@@ -170,7 +159,7 @@ def test_a_kernel_that_ignores_bounds_is_not_used(on_gpu, monkeypatch, tokenizer
         return conv(x, *args, **named)
 
     monkeypatch.setattr(module, "causal_conv1d_fn", ignores)
-    mixers = assert_same(adapted("lfm2"), tokenizer, "span_queries")
+    mixers = isolated(adapted("lfm2"), tokenizer, "span_queries")
     assert mixers.endswith("padded row per document")
 
 
@@ -231,7 +220,7 @@ def test_recomputed_blocks_find_their_documents(name, way, tokenizer):
     model = adapted(name).train()
     blocks = Blocks(model)
     blocks.set_activations(way)
-    assert_same(model, tokenizer, "grid_tokens", [SHARED_PREFIXES])
+    isolated(model, tokenizer, "grid_tokens", [SHARED_PREFIXES])
     blocks.restore()
 
 
@@ -338,7 +327,7 @@ def test_another_rule_is_not_replaced(calls, monkeypatch, tokenizer):
         return 2 * out, state
 
     monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", doubled)
-    assert_same(adapted("qwen3_5"), tokenizer, "grid_tokens", [ROWS])
+    isolated(adapted("qwen3_5"), tokenizer, "grid_tokens", [ROWS])
     assert all(lengths is None for lengths in calls)  # the comparison with ours alone
 
 

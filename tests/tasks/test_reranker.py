@@ -10,16 +10,14 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from peftkit.base.load import load_base
-from peftkit.config import schema
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.evaluation.evaluate import evaluate
 from peftkit.evaluation.predict import predict, predict_file
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.recipe import Recipe
-from peftkit.run import run
 from peftkit.tasks.retrieval.reranker import Reranker, RerankerConfig, RerankRow
 from tests.helpers.classifiers import save_base, task_for
 from tests.helpers.command_line import peftkit
+from tests.helpers.finished import finished, sections
 from tests.helpers.folders import write_rows
 
 __all__ = ["peftkit"]  # a fixture
@@ -137,15 +135,9 @@ def test_a_head_starts_as_yes_over_no(tied, tmp_path):
 
 def test_a_run_improves_reported_ranking(folder, tmp_path, peftkit):
     file = write_rows(tmp_path / "a.jsonl", ROWS)
-    told = {
-        "task": {"type": "reranker", "loss": "listwise"},
-        "base": {"model": str(folder), "dtype": "fp32"},
-        "method": {"type": "lora", "rank": 4},
-        "data": {"train": file, "eval": file, "max_length": 64},
-        "train": {"output_dir": str(tmp_path / "run"), "max_steps": 25, "batch_size": 3}
-        | {"learning_rate": 0.01, "save_every": None},
-    }
-    result = run(schema.from_dict(Recipe, told, "the test"))
+    told = sections(tmp_path, folder, file, "reranker", loss="listwise")
+    train = {"max_steps": 25, "batch_size": 3, "learning_rate": 0.01}
+    result = finished(told, data={"eval": file}, train=train)
     assert result.metrics["eval_ndcg@10"] == result.metrics["eval_mrr@10"] == 1.0
     assert 0 < result.metrics["before_ndcg@10"] <= 1
     opened = open_adapter(tmp_path / "run")

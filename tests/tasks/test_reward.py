@@ -10,19 +10,17 @@ from torch.nn.functional import logsigmoid
 
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
-from peftkit.config import schema
 from peftkit.errors import DataError
 from peftkit.evaluation.evaluate import evaluate
 from peftkit.evaluation.predict import predict, predict_file
-from peftkit.events import Event, StepDone
+from peftkit.events import StepDone
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.methods.lora import LoRA
-from peftkit.recipe import Recipe
-from peftkit.run import run
 from peftkit.settings import DataConfig
 from peftkit.tasks.pairs.reward import Reward, RewardConfig
 from tests.helpers.classifiers import save_base
 from tests.helpers.command_line import peftkit
+from tests.helpers.finished import finished, sections
 from tests.helpers.pair_cases import PAIRS, write
 
 __all__ = ["peftkit"]  # a fixture
@@ -61,18 +59,10 @@ def test_the_loss_is_its_formula(kind, model_folder, tmp_path):
 
 def test_a_run_scores_texts_and_files(model_folder, tmp_path, peftkit):
     file = write_rows(tmp_path / "train.jsonl")
-    told = {
-        "task": {"type": "reward"},
-        "base": {"model": str(model_folder), "dtype": "fp32"},
-        "method": {"type": "lora", "rank": 4},
-        "data": {"train": file, "eval": file, "max_length": 64},
-        "train": {"output_dir": str(tmp_path / "run"), "max_steps": 15, "batch_size": 5}
-        | {"learning_rate": 0.02, "save_every": None},
-    }
-    events: list[Event] = []
-    result = run(schema.from_dict(Recipe, told, "the test"), on_event=events.append)
-    steps = [event for event in events if isinstance(event, StepDone)]
-    assert {"accuracy", "margin"} <= steps[-1].figures.keys()
+    told = sections(tmp_path, model_folder, file, "reward")
+    train = {"max_steps": 15, "batch_size": 5, "learning_rate": 0.02}
+    result = finished(told, data={"eval": file}, train=train)
+    assert {"accuracy", "margin"} <= result.of_kind(StepDone)[-1].figures.keys()
     opened = open_adapter(tmp_path / "run")
     found = evaluate(opened.base, file, task=opened.task)
     assert found["accuracy"] == 1.0
@@ -109,17 +99,10 @@ def test_invalid_and_too_long_pairs_are_named(model_folder, tmp_path):
 
 def test_an_sft_adapter_starts_a_reward_model(tmp_path, model_folder):
     file = write_rows(tmp_path / "train.jsonl")
-    told: dict[str, Any] = {
-        "task": {"type": "preference", "loss": "orpo"},
-        "base": {"model": str(model_folder), "dtype": "fp32"},
-        "method": {"type": "lora", "rank": 2},
-        "data": {"train": file, "max_length": 64},
-        "train": {"output_dir": str(tmp_path / "first"), "max_steps": 2, "batch_size": 2},
-    }
-    run(schema.from_dict(Recipe, told, "the test"))
-    told["task"], told["method"] = {"type": "reward"}, {"start_from": str(tmp_path / "first")}
-    told["train"] = {**told["train"], "output_dir": str(tmp_path / "second")}
-    run(schema.from_dict(Recipe, told, "the test"))
-    opened = open_adapter(tmp_path / "second")
+    told = sections(tmp_path, model_folder, file, "preference", loss="orpo")
+    first = finished(told, train={"max_steps": 2, "batch_size": 2})
+    told |= {"task": {"type": "reward"}, "method": {"start_from": str(first.folder)}}
+    train = {"output_dir": str(tmp_path / "second"), "max_steps": 2, "batch_size": 2}
+    opened = open_adapter(finished(told, train=train).folder)
     assert any(path.endswith("score") for path in opened.adapter.full)
     assert predict(opened, ["the dog"])[0]["score"] != 0

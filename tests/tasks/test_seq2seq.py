@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from rouge_score.rouge_scorer import RougeScorer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -18,15 +17,14 @@ from peftkit.evaluation.evaluate import evaluate
 from peftkit.events import Event, Table
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.methods.lora import LoRA
-from peftkit.recipe import Recipe
 from peftkit.run import check as check_recipe
-from peftkit.run import run as run_recipe
-from peftkit.settings import BaseConfig, DataConfig, TrainConfig
+from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.metrics import rouge_l
 from peftkit.tasks.text.seq2seq import Seq2Seq, Seq2SeqConfig
 from peftkit.train.loop import fit
 from tests.helpers.adapters import gradients
 from tests.helpers.families import ARCHITECTURES, EOS, PAD
+from tests.helpers.finished import finished, recipe, sections
 from tests.helpers.folders import write_rows as write
 from tests.helpers.memory import limit_memory, use_small_chunks
 
@@ -195,29 +193,27 @@ def test_a_recipe_trains_and_evaluates(tmp_path, tokenizer):
     build("t5").save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     where = write(tmp_path / "a.jsonl", ROWS)
-    settings = Recipe(
-        task={"type": "seq2seq", "max_target_length": 16},
-        base=BaseConfig(model=str(tmp_path / "base"), quantize="nf4"),
-        method=LoRA(targets=("q", "cross_v")),
-        data=DataConfig(train=where, eval=where, max_length=32),
-        train=TrainConfig(output_dir=tmp_path / "run", max_steps=4, learning_rate=0.01),
-    )
-    result = run_recipe(settings)
-    opened = open_adapter(tmp_path / "run")
-    assert opened.task == settings.task
+    told = sections(tmp_path, tmp_path / "base", where, "seq2seq", max_target_length=16)
+    told["data"] |= {"eval": where, "max_length": 32}
+    told["method"]["targets"] = ["q", "cross_v"]
+    done = finished(told, base={"quantize": "nf4"}, train={"max_steps": 4, "learning_rate": 0.01})
+    opened = open_adapter(done.folder)
+    assert opened.task == Seq2SeqConfig(max_target_length=16)
     found = evaluate(opened.base, where, task=opened.task)
     for name in ("loss", "perplexity"):  # of rows that are padded here, and were not there
-        assert found[name] == pytest.approx(result.metrics[f"eval_{name}"], rel=1e-3)
+        assert found[name] == pytest.approx(done.metrics[f"eval_{name}"], rel=1e-3)
     assert {"exact_match", "rouge_l"} < found.keys()
-    fields = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    fields = json.loads((done.folder / "adapter_config.json").read_text())
     assert fields["task_type"] == "SEQ_2_SEQ_LM"
     shown: list[Event] = []
-    check_recipe(settings, on_event=shown.append)
+    check_recipe(recipe(told), on_event=shown.append)
     tables = [event for event in shown if isinstance(event, Table)]
     assert ("learnt", "the fox<|im_end|>") in [row for table in tables for row in table.rows]
 
 
 def test_rouge_l_is_the_packages():
+    from rouge_score.rouge_scorer import RougeScorer  # takes a second: not in each worker
+
     rng, scorer = random.Random(0), RougeScorer(["rougeL"], use_stemmer=False)
     words = ["the", "fox", "Dog,", "it's", "3.5", "--", "over", "a_b"]
     for _ in range(100):

@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from peftkit.config.schema import from_dict
 from peftkit.data.records import sources_of
 from peftkit.data.rows.lazy import fingerprint
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Event, Notice
-from peftkit.recipe import Recipe
-from peftkit.run import run as run_recipe
 from peftkit.settings import DataConfig, Source
 from peftkit.tasks.tokens import CausalLM
+from tests.helpers.finished import finished, recipe, sections
 
 
 def write(path: Path, rows: list[str]) -> str:
@@ -89,14 +87,11 @@ def test_repeated_rows_are_logged(llama, tokenizer, tmp_path):
 def test_a_run_splits_rows_of_several_files(tmp_path, model_folder):
     files = [write(tmp_path / f"{name}.jsonl", [f"{name} {n}" for n in range(40)]) for name in "ab"]
     train = [{"path": files[0], "weight": 2}, {"path": files[1]}]
-    settings: dict[str, Any] = {
-        "base": {"model": str(model_folder), "dtype": "fp32"},
-        "data": {"train": train, "eval": 0.2, "max_length": 64},
-        "train": {"output_dir": str(tmp_path / "run"), "max_steps": 1, "batch_size": 2},
-    }
-    assert run_recipe(from_dict(Recipe, settings, "test")).metrics["eval_loss"] > 0
+    told = sections(tmp_path, model_folder, files[0], "causal_lm")
+    told["data"] |= {"train": train, "eval": 0.2}
+    assert finished(told, train={"max_steps": 1, "batch_size": 2}).metrics["eval_loss"] > 0
     for wrong in ({"eval": 1.5}, {"train": {"path": 3}}, {"train": [{"path": "a", "weight": 0}]}):
         with pytest.raises(ConfigError):
-            from_dict(Recipe, {**settings, "data": {**settings["data"], **wrong}}, "test")
+            recipe(told, data=wrong)
     with pytest.raises(DataError, match="names no file"):
         sources_of(DataConfig(train=()))

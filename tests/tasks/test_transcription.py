@@ -22,17 +22,16 @@ from peftkit.base.load import load_base
 from peftkit.data.media.files import Audio
 from peftkit.errors import BaseError, DataError
 from peftkit.evaluation.evaluate import evaluate
-from peftkit.events import Event, Notice
+from peftkit.events import Notice
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
-from peftkit.recipe import Recipe
-from peftkit.run import run as run_recipe
-from peftkit.settings import BaseConfig, DataConfig, TrainConfig
+from peftkit.settings import DataConfig
 from peftkit.tasks.media.transcription import Transcription, TranscriptionConfig
 from peftkit.tasks.metrics import error_rates
 from peftkit_cli.app import app
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.finished import finished, sections
 from tests.helpers.folders import write_rows
 from tests.helpers.speech import RATE, SEQ2SEQ, encoded, saved, tones, whisper, write_speech_rows
 
@@ -265,30 +264,17 @@ def _plain_losses(
 
 def test_a_run_measures_saves_merges_and_opens_elsewhere(rows, tmp_path):
     base = saved(tmp_path / "base", whisper())
-    run, events = tmp_path / "run", list[Event]()
-    result = run_recipe(
-        Recipe(
-            base=BaseConfig(model=str(base), dtype="fp32"),
-            data=DataConfig(train=str(rows), eval=str(rows)),
-            method=LoRA(rank=8, targets=("all-linear",)),
-            task=TranscriptionConfig(**ENGLISH),
-            train=TrainConfig(
-                output_dir=run,
-                max_steps=30,
-                learning_rate=1e-2,
-                eval_generate=3,
-                eval_every=30,
-                sample_every=30,
-            ),
-        ),
-        on_event=events.append,
-    )
-    found = result.metrics
+    told = sections(tmp_path, base, str(rows), "transcription", **ENGLISH)
+    told["method"] |= {"rank": 8, "targets": "all-linear"}
+    told["data"] = {"train": str(rows), "eval": str(rows)}
+    train = {"max_steps": 30, "learning_rate": 1e-2, "eval_generate": 3}
+    done = finished(told, train={**train, "eval_every": 30, "sample_every": 30})
+    run, found = done.folder, done.metrics
     assert found["before_wer"] > found["eval_wer"] == 0.0
     assert found["eval_wer_normalized"] == found["eval_cer"] == 0.0
-    told = [event.text for event in events if isinstance(event, Notice)]
-    assert any("reference: the answer | transcript: the answer" in text for text in told)
-    assert any("BasicTextNormalizer" in text for text in told)
+    notices = [event.text for event in done.of_kind(Notice)]
+    assert any("reference: the answer | transcript: the answer" in text for text in notices)
+    assert any("BasicTextNormalizer" in text for text in notices)
 
     opened = open_adapter(run)
     again = evaluate(opened.base, rows, task=opened.task)

@@ -9,31 +9,29 @@ from typing import Any
 import pytest
 import torch
 
-from peftkit.config.schema import from_dict
 from peftkit.errors import EndedTogetherError, is_silent
-from peftkit.events import Event, StepDone
-from peftkit.recipe import Recipe
-from peftkit.run import run as run_recipe
+from peftkit.events import StepDone
 from peftkit.tasks.distill.teacher import FILE as ANSWERS
 from peftkit.tasks.documents import Rollout
 from peftkit.tasks.pairs.preference_rows import FILE as LOG_PROBS
 from peftkit.tasks.rewards.grpo import GRPO
 from tests.helpers.children import exit_code, start_ranks
 from tests.helpers.distill_cases import write_prompt
+from tests.helpers.finished import Finished, finished, sections
 from tests.helpers.pair_cases import write_verdicts
 
 TASKS: dict[str, dict[str, Any]] = {
-    "kto": {"type": "preference", "loss": "kto", "beta": 0.5},
+    "kto": {"task": "preference", "loss": "kto", "beta": 0.5},
     "grpo": {
-        "type": "grpo",
+        "task": "grpo",
         "rewards": [{"use": "regex", "pattern": "[aeiou].*[aeiou]"}],
         "answers": 6,
         "max_new_tokens": 8,
         "mask_cut": False,
     },
-    "teacher": {"type": "distill", "teacher": {"prompt": "prompt.md"}, "max_new_tokens": 6},
+    "teacher": {"task": "distill", "teacher": {"prompt": "prompt.md"}, "max_new_tokens": 6},
     "follow": {
-        "type": "distill",
+        "task": "distill",
         "teacher": {"prompt": "prompt.md", "follow": 0.5},
         "answers": "data",
     },
@@ -42,33 +40,27 @@ OF_A_PROCESS = ("rollout_seconds", "learn_seconds", "reward_std")
 """Of its own answers, and of each group of its own spread."""
 
 
+def trained(model: str, name: str, **train: Any) -> Finished:
+    told = sections(Path(), Path(model), "rows.jsonl", **TASKS[name])
+    told["method"] |= {"rank": 2, "targets": ["q", "v"]}
+    return finished(told, train={"batch_size": 2, **train})
+
+
 def learn(folder: str, model: str, out: str, accumulation: int, names: Sequence[str]) -> None:
     """Run each task for a step (a teacher that follows: three), and write what they told."""
     os.chdir(folder)
     for name in names:
-        told: list[tuple[float, dict[str, float]]] = []
-
-        def listen(event: Event, told: Any = told) -> None:
-            if isinstance(event, StepDone):
-                told.append((event.loss, dict(event.figures)))
-
-        spec = {
-            "task": TASKS[name],
-            "base": {"model": model, "dtype": "fp32"},
-            "method": {"type": "lora", "rank": 2, "targets": ["q", "v"]},
-            "data": {"train": "rows.jsonl", "max_length": 64},
-            "train": {
-                "output_dir": f"{out}/{name}",
-                "max_steps": 3 if name == "follow" else 1,
-                "batch_size": 2,
-                "gradient_accumulation": accumulation,
-                "learning_rate": 0.01,
-                "save_every": None,
-            },
-        }
-        run_recipe(from_dict(Recipe, spec, "the test"), on_event=listen)
+        done = trained(
+            model,
+            name,
+            output_dir=f"{out}/{name}",
+            max_steps=3 if name == "follow" else 1,
+            gradient_accumulation=accumulation,
+            learning_rate=0.01,
+        )
         if os.environ.get("RANK", "0") == "0":
-            Path(out, name, "told.json").write_text(json.dumps(told))
+            figures = [(step.loss, dict(step.figures)) for step in done.of_kind(StepDone)]
+            Path(out, name, "told.json").write_text(json.dumps(figures))
 
 
 @pytest.mark.parametrize(
@@ -112,15 +104,8 @@ def run_out(folder: str, model: str) -> None:
         return step(self, *args)
 
     GRPO.roll_out = roll_out  # type: ignore[method-assign]
-    spec = {
-        "task": TASKS["grpo"],
-        "base": {"model": model, "dtype": "fp32"},
-        "method": {"type": "lora", "rank": 2, "targets": ["q", "v"]},
-        "data": {"train": "rows.jsonl", "max_length": 64},
-        "train": {"output_dir": "out", "max_steps": 3, "batch_size": 2, "save_every": None},
-    }
     try:
-        run_recipe(from_dict(Recipe, spec, "the test"))
+        trained(model, "grpo", output_dir="out", max_steps=3)
     except EndedTogetherError as error:
         Path(f"told-{rank}").write_text(f"{error}\n{is_silent(error)}")
 

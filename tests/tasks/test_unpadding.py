@@ -2,7 +2,6 @@
 
 import copy
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from peftkit.adapter import attach
-from peftkit.data.pack import Row
 from peftkit.errors import PeftkitError
 from peftkit.forward.attention import training_attention
 from peftkit.forward.blocks import Blocks
@@ -25,7 +23,6 @@ from peftkit.settings import DataConfig
 from peftkit.tasks.batches import split_micro_batches
 from peftkit.tasks.text.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
 from peftkit.tasks.text.seq2seq import Seq2Seq, Seq2SeqConfig
-from peftkit.tasks.tokens import TokenTask
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.hybrids import HYBRIDS
 from tests.helpers.padding_free import (
@@ -34,7 +31,7 @@ from tests.helpers.padding_free import (
     PACKED,
     ROWS,
     SHARED_PREFIXES,
-    loss_and_gradients,
+    assert_same,
     row_of,
     task_on,
     with_prefix,
@@ -51,34 +48,6 @@ CAN = {
 """Known to be able to; others may be, and are held to the same."""
 FAST = {"llama", "gemma2", "mistral_swa", "gpt2", "gpt_oss", "mpt", "qwen3_5", "lfm2"}
 EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
-
-
-def num_distinct(rows: Sequence[Row]) -> int:
-    """Return how many beginnings the rows' documents have."""
-    with_bos = set()
-    for row in rows:
-        start = 0
-        for length in row.lengths:
-            with_bos |= {row.input_ids[start : start + n + 1] for n in range(length)}
-            start += length
-    return len(with_bos)
-
-
-def assert_same(task: TokenTask, model: nn.Module, rows: Sequence[Row]) -> None:
-    with task.training(model):
-        batch = task.collate(rows)
-        assert "grid_tokens" in batch
-        if task.layout.share:
-            assert batch["input_ids"].numel() == (num_distinct(rows) // 16 + 1) * 16
-        loss, grads = loss_and_gradients(task, model, batch)
-    want, wanted = loss_and_gradients(
-        task, model, task.collate(rows)
-    )  # outside of training: padded
-    torch.testing.assert_close(loss, want, rtol=1e-4, atol=1e-4)
-    for a, b in zip(grads, wanted, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None and b is not None:
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-3 * float(b.abs().max()) + 1e-6)
 
 
 @pytest.mark.parametrize("name", EACH)

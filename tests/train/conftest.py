@@ -1,7 +1,6 @@
-"""Runs without waits for the disk, and one that nothing interrupts."""
+"""Runs whose failures are collected soon, and one that nothing interrupts."""
 
 import gc
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +8,6 @@ import torch
 
 from peftkit.execution import out_of_memory
 from tests.helpers.toy import Played, Toy, play
-
-
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture(autouse=True)

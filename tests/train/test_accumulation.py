@@ -68,16 +68,8 @@ def test_gradients_are_scaled_down_to_the_largest_norm_allowed():
     assert_close(clipped, {name: gradient * 0.01 / norm for name, gradient in free.items()})
 
 
-def test_whole_runs_agree_however_the_steps_are_cut(tmp_path):
-    whole = play(tmp_path / "a", batch_size=4, gradient_accumulation=1)
-    single = play(tmp_path / "b", batch_size=1, gradient_accumulation=4)
-    # AdamW divides by the gradient's own size, which magnifies rounding where that is small.
-    assert single.losses == pytest.approx(whole.losses, rel=1e-4)
-    for name, weight in whole.weights.items():
-        torch.testing.assert_close(single.weights[name], weight, rtol=1e-3, atol=1e-4)
-
-
-def test_a_run_is_a_plain_loop_over_its_groups(tmp_path):
+@pytest.mark.parametrize("batch_size", [4, 2, 1])
+def test_a_run_is_a_plain_loop_over_its_groups(batch_size, tmp_path):
     rows, task, model = make_rows(14), ToyTask(), Toy()
     trained = [p for p in model.parameters() if p.requires_grad]
     plain = torch.optim.AdamW(trained, lr=0.02, weight_decay=0.0)
@@ -91,7 +83,8 @@ def test_a_run_is_a_plain_loop_over_its_groups(tmp_path):
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         plain.step()
         losses.append(float(loss.detach()))
-    run = play(tmp_path, schedule="constant", warmup_ratio=0.0, weight_decay=0.0)
+    cut = {"batch_size": batch_size, "gradient_accumulation": 4 // batch_size}
+    run = play(tmp_path, schedule="constant", warmup_ratio=0.0, weight_decay=0.0, **cut)
     assert run.losses == pytest.approx(losses, rel=1e-4)
 
 
@@ -99,7 +92,6 @@ def test_a_gradient_that_is_a_transposed_view_is_read_right():
     """The fused CPU AdamW reads a gradient with the parameter's strides, without a word."""
 
     def transposed(parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None
         parameter.grad = parameter.grad.t().contiguous().t()
 
     plain, twisted = Toy(), Toy()

@@ -1,16 +1,24 @@
-"""A step's rows are cut into micro-batches by rows and by tokens, and learn the same."""
+"""A step's rows are cut into micro-batches by rows and by tokens, and learn the same.
+
+Where all processes run each pass, who has fewer batches of a kind runs a row of that kind.
+"""
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from peftkit.data.pack import padded
 from peftkit.data.rows.lazy import num_tokens
+from peftkit.execution.world import Parallel, Part
 from peftkit.tasks.batches import split_micro_batches
 from peftkit.tasks.text.seq2seq import PairRow
-from tests.helpers.toy import Row, Toy, crash_after, make_rows, play, same
+from peftkit.train.batches import Lockstep
+from tests.helpers.toy import Row, Toy, make_rows, play
 
 
 def rows_of(*lengths: int) -> list[Row]:
@@ -71,24 +79,8 @@ def test_a_run_by_tokens_learns_the_same_from_the_same_steps(tmp_path):
     assert by_tokens.losses == pytest.approx(plain.losses, rel=1e-4)
     assert by_tokens.losses != plain.losses
     ours, theirs = by_tokens.result, plain.result
-    assert ours is not None
-    assert theirs is not None
     assert ours.metrics["num_tokens"] == theirs.metrics["num_tokens"]
     assert ours.metrics["eval_loss"] == pytest.approx(theirs.metrics["eval_loss"], rel=1e-4)
-
-
-def test_a_run_by_tokens_resumes_to_the_bit(tmp_path):
-    whole = play(tmp_path / "a", model=Toy(0.3), tokens_per_batch=16)
-    play(tmp_path / "b", model=Toy(0.3), tokens_per_batch=16, on_event=crash_after(5))
-    rest = play(tmp_path / "b", model=Toy(0.3), tokens_per_batch=16, resume=True)
-    assert rest.losses == whole.losses[5:]
-    assert same(rest.weights, whole.weights)
-
-
-def test_a_resumed_run_by_other_tokens_is_another_run(tmp_path):
-    play(tmp_path, on_event=crash_after(1))
-    error = play(tmp_path, resume=True, tokens_per_batch=16).error
-    assert "train.tokens_per_batch: null -> 16" in str(error)
 
 
 def test_an_evaluation_keeps_to_the_limit_too(tmp_path):
@@ -109,3 +101,48 @@ def test_rows_of_different_kinds_share_no_micro_batch():
     rows = [3, 4, 5, 6, 7, 9, 11]
     parts = split_micro_batches(rows, len, 2, bucket_key=lambda row: row % 2)
     assert parts == [[3, 5], [7, 9], [11], [4, 6]]
+
+
+class Two:
+    """One of two processes, the other of which says what it is told."""
+
+    device = torch.device("cpu")
+    rank, world_size = 0, 2
+
+    def __init__(self, other: list[int]) -> None:
+        self.other = other
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return torch.stack([tensor, torch.tensor(self.other)])
+
+
+KINDS = [("text", 5), ("image", 9), ("text", 2), ("image", 4)]
+
+
+def in_step(other: list[int]) -> Lockstep:
+    world: Any = Two(other)
+    task: Any = SimpleNamespace(bucket_key=lambda row: row[0])
+    return Lockstep(world, task, KINDS)
+
+
+def test_kinds_come_in_one_order_and_are_filled_up():
+    parts: list[Part] = [KINDS[2:3], KINDS[:1], KINDS[1:2]]
+    passes = in_step([3, 1]).align(parts)  # batches of images and text that the other process has
+    assert [(rows[0][0], is_own) for rows, is_own in passes] == [
+        ("image", True),
+        ("image", False),
+        ("image", False),
+        ("text", True),
+        ("text", True),
+    ]
+    assert [rows for rows, is_own in passes if is_own] == [KINDS[1:2], KINDS[2:3], KINDS[:1]]
+
+
+def test_a_process_without_rows_runs_as_many_as_the_other():
+    assert [rows[0][0] for rows, _ in in_step([1, 2]).align([])] == ["image", "text", "text"]
+
+
+def test_processes_that_do_not_depend_on_each_other_run_what_they_have():
+    parts: list[Part] = [KINDS[:2]]
+    world: Any = Two([9, 9])
+    assert Parallel(world).align(parts) == [(KINDS[:2], True)]

@@ -1,6 +1,7 @@
 """Compiled blocks: the same numbers, decided by config and rows alone, and never the run's end."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from peftkit.forward import blocks as blocks_module
 from peftkit.forward.attention import training_attention
 from peftkit.forward.blocks import Blocks
 from peftkit.methods.lora import LoRA
-from peftkit.settings import DataConfig, TrainConfig
+from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM
 from peftkit.train import memory
-from peftkit.train.memory import is_worth_it, why_refused
+from peftkit.train.compiled import why_refused
 from peftkit.train.step import Step
 from tests.helpers.adapters import gradients as gradients_of
 from tests.helpers.families import ARCHITECTURES, FAMILIES
@@ -164,19 +165,17 @@ def test_compiling_and_recomputing_are_exact(way, backend):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("wish", "device", "work", "wanted"),
-    [
-        ("auto", "cpu", 1.1e13, False),
-        ("auto", "cpu", 1.2e13, True),
-        ("auto", "cuda", 3.9e16, False),
-        ("auto", "cuda", 4e16, True),
-        ("auto", "mps", 1e30, False),
-        (True, "mps", 0.0, True),
-        (False, "cpu", 1e30, False),
-    ],
+    ("device", "threshold"), [("cpu", 1.2e13), ("cuda", 4e16), ("mps", float("inf"))]
 )
-def test_long_runs_are_compiled(wish, device, work, wanted):
-    assert is_worth_it(TrainConfig(compile=wish), work, device) == wanted
+def test_long_runs_are_compiled(device, threshold, monkeypatch):
+    for work, is_long in ((min(0.9 * threshold, 1e30), False), (threshold, threshold < 1e30)):
+        step, events = step_of(Deep(), ToyTask()), []
+        step.run.listeners.append(events.append)
+        step.use(replace(step.plan, device=device))
+        monkeypatch.setattr(memory, "work_of", lambda run: min(work, 1e30))  # noqa: B023
+        monkeypatch.setattr(Blocks, "why_not_compiled", lambda blocks: "Not here.")
+        memory.compile_blocks(step.run, step)
+        assert bool(events) == is_long
 
 
 @pytest.mark.smoke
@@ -243,14 +242,18 @@ def broken(*_: Any) -> Any:
 
 
 MEND = "Set train.compile: false, or remove the cause."
-FIXES = {
-    "backend": MEND,
-    "blocks": MEND,
-    "compiler": "Install a C++ compiler; on Debian and Ubuntu: apt-get install g++",
+CAUSES = {
+    "backend": ("no code for you", MEND),
+    "blocks": ("Deep has no blocks", MEND),
+    "compiler": (
+        "There is no C++ compiler",
+        "Install a C++ compiler; on Debian and Ubuntu: apt-get install g++",
+    ),
 }
+"""What the notice of each cause has, and how it ends."""
 
 
-@pytest.mark.parametrize("cause", ["backend", "compiler", "blocks"])
+@pytest.mark.parametrize("cause", CAUSES)
 def test_compile_failures_are_eager(cause, tmp_path, backend):
     backend.setattr(memory, "MIN_WORK", {"cpu": 0.0})
     plain = compiling(tmp_path / "plain", compile=False)
@@ -260,21 +263,15 @@ def test_compile_failures_are_eager(cause, tmp_path, backend):
         backend.setattr("peftkit.forward.compiler.cpp_compiler", lambda: None)
     else:
         backend.setattr("peftkit.model.blocks.RECOMPUTABLE", "OtherLayer")
-    words = {
-        "backend": "no code for you",
-        "compiler": "There is no C++ compiler",
-        "blocks": "Deep has no blocks",
-    }
+    text, fix = CAUSES[cause]
     run = compiling(tmp_path / "a", compile="auto")
     (notice,) = run.notices
     assert notice.startswith("Blocks are not compiled. ")
-    assert notice.endswith("Each step takes longer; its numbers are the same. " + FIXES[cause])
-    assert words[cause] in notice
+    assert notice.endswith("Each step takes longer; its numbers are the same. " + fix)
+    assert text in notice
     assert "\n" not in notice
     assert run.losses == plain.losses
-    failure = compiling(tmp_path / "b").error
-    assert isinstance(failure, RunError)
-    assert words[cause] in str(failure)
+    compiling(tmp_path / "b").failed(RunError, text)
 
 
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
@@ -298,9 +295,7 @@ def test_code_that_computes_other_numbers_is_refused(fault, tmp_path, backend):
     assert "computes other numbers than eager blocks: " in notice
     assert ("the gradient of start differs by 1 of" in notice) == (fault == "no gradient")
     assert run.losses == plain.losses
-    failure = compiling(tmp_path / "b").error
-    assert isinstance(failure, RunError)
-    assert "computes other numbers" in str(failure)
+    compiling(tmp_path / "b").failed(RunError, "computes other numbers")
 
 
 def test_a_gradient_of_a_is_compared_though_b_is_zero(backend):

@@ -6,6 +6,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,9 +34,7 @@ def test_a_full_disk_ends_the_run_at_its_checkpoint(tmp_path, whole):
     before = names(tmp_path)
     with largest_file(1500):
         run = go_on(tmp_path)
-    assert isinstance(run.error, RunError)
-    assert "disk is full" in str(run.error)
-    assert " needed, " in str(run.error)
+    run.failed(RunError, "disk is full", " needed, ")
     assert names(tmp_path) == before
     assert go_on(tmp_path).losses == whole.losses[5:]
 
@@ -49,30 +48,18 @@ def test_a_full_disk_under_metrics_jsonl_alone_costs_only_the_file(tmp_path):
     assert "metrics.jsonl is no longer written" in notice
 
 
-class Disk:
-    """A disk whose free bytes the test decides."""
-
-    def __init__(self, free: int) -> None:
-        self.bytes = free
-
-    def free(self, folder: Path) -> int:
-        return self.bytes
-
-
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    disk = Disk(10**9)
-    monkeypatch.setattr(
-        "peftkit.train.checkpoint_files.free_bytes", lambda folder: disk.free(folder)
-    )
+def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A disk whose free bytes the test decides."""
+    disk = SimpleNamespace(bytes=10**9)
+    monkeypatch.setattr(checkpoint_files, "free_bytes", lambda folder: disk.bytes)
     return disk
 
 
 def test_too_little_space_for_a_checkpoint_fails_at_startup(tmp_path, disk):
     disk.bytes = 1000
     run = play(tmp_path)
-    assert isinstance(run.error, DiskFullError)
-    assert "1,000 are free" in str(run.error)
+    run.failed(DiskFullError, "1,000 are free")
     assert run.losses == []
 
 
@@ -85,8 +72,7 @@ def test_little_space_is_reported_and_refused_at_saving(tmp_path, disk):
 
     run = play(tmp_path, on_event=fill)
     assert "the disk may fill up" in run.notices[0]
-    assert isinstance(run.error, RunError)
-    assert "10,000 free" in str(run.error)
+    run.failed(RunError, "10,000 free")
     assert run.saved == ["step-1", "step-2"]
     assert names(tmp_path) == ["latest", "step-1", "step-2"]
 
@@ -116,8 +102,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path):
                 model.magnitude[0] = float("nan")
 
     run = play(tmp_path, model=model, eval_rows=[], on_event=spoil)
-    assert isinstance(run.error, RunError)
-    assert "magnitude" in str(run.error)
+    run.failed(RunError, "magnitude")
     assert names(tmp_path) == ["latest", "step-2", "step-3"]
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,23 +60,11 @@ def _no_memory() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _terminate() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _blow_up() -> None:
-    """Have the loss be no number."""
-
-
-MISHAPS = {
+MISHAPS: dict[str, Callable[[], object]] = {
     "out of memory": _no_memory,
-    "killed": _die,
-    "terminated": _terminate,
-    "no number": _blow_up,
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "terminated": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "no number": lambda: None,  # the loss is not a number
 }
 
 

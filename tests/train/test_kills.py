@@ -15,17 +15,10 @@ from tests.helpers.children import exit_code, start
 from tests.helpers.toy import Toy, go_on, names, play, same
 
 FAILPOINTS = [
-    "created",
-    "weights",
-    "optimizer",
-    "rng",
-    "state",
-    "MANIFEST.json",
-    "synced",
-    "renamed",
-    "latest",
-    "deleted",
+    *("created", "weights", "optimizer", "rng", "state", "MANIFEST.json"),
+    *("synced", "renamed", "latest", "deleted"),
 ]
+SETTINGS = {"eval_every": None, "save_every": 2, "keep_checkpoints": 1}
 FAST = ("weights", "MANIFEST.json", "renamed", "deleted")
 """Points before, at and after the moment that makes a checkpoint valid; the others are slow."""
 
@@ -41,7 +34,7 @@ def train_and_die(folder: str, where: str, which: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     checkpoint_files.failpoint = failpoint
-    play(Path(folder), model=Toy(dropout=0.3), eval_every=None, save_every=2, keep_checkpoints=1)
+    play(Path(folder), model=Toy(dropout=0.3), **SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -51,14 +44,7 @@ def train_and_die(folder: str, where: str, which: int) -> None:
 def test_a_run_killed_in_a_save_ends_equal(tmp_path, whole, where):
     assert exit_code(start(train_and_die, str(tmp_path), where, 2)) == -signal.SIGKILL
     step = {"renamed": 4, "latest": 4, "deleted": 6}.get(where, 2)
-    run = play(
-        tmp_path,
-        model=Toy(dropout=0.3),
-        eval_every=None,
-        save_every=2,
-        keep_checkpoints=1,
-        resume=True,
-    )
+    run = play(tmp_path, model=Toy(dropout=0.3), resume=True, **SETTINGS)
     assert run.error is None
     assert run.losses == whole.losses[step:]
     assert same(run.weights, whole.weights)
@@ -79,9 +65,7 @@ def test_a_second_process_into_a_folder_is_refused_and_names_the_first(tmp_path)
     while not (tmp_path / "checkpoints" / "step-1").exists():
         assert child.is_alive()
         time.sleep(0.001)
-    error = play(tmp_path, overwrite=True).error
-    assert isinstance(error, OutputError)
-    assert f"Process {child.pid} on " in str(error)
+    play(tmp_path, overwrite=True).failed(OutputError, f"Process {child.pid} on ")
     child.kill()
     exit_code(child)
     assert go_on(tmp_path).error is None  # the lock of a killed process is free

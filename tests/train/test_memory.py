@@ -175,7 +175,7 @@ def test_another_memory_budget_is_another_plan(tmp_path, monkeypatch):
 
 def test_where_no_row_fits_it_is_told_before_training(tmp_path, monkeypatch):
     run = planned(tmp_path, monkeypatch, 10 * RECOMPUTE)
-    assert isinstance(run.error, RunError)
+    run.failed(RunError)
     assert run.losses == []
     text = str(run.error)
     assert "The longest row, train.jsonl:14, has 9 tokens." in text

@@ -18,7 +18,7 @@ from tests.helpers.toy import play
 class Recorder:
     """A tracker as accelerate's are made and called."""
 
-    name = "wandb"
+    name: str
     requires_logging_directory = False
     instances: ClassVar[list[Recorder]]
 
@@ -48,17 +48,12 @@ class Recorder:
 def kinds(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Recorder]]:
     """Put recorders in the place of accelerate's trackers."""
 
-    class First(Recorder):
-        instances: ClassVar[list[Recorder]] = []
-
-    class Second(Recorder):
-        name = "trackio"
-        instances: ClassVar[list[Recorder]] = []
-
-    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", First)
-    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "trackio", Second)
-    monkeypatch.setattr(trackers, "get_available_trackers", lambda: ["wandb", "trackio"])
-    return {"wandb": First, "trackio": Second}
+    names = ("wandb", "trackio")
+    made = {name: type(name, (Recorder,), {"name": name, "instances": []}) for name in names}
+    for name, kind in made.items():
+        monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, name, kind)
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: [*names])
+    return made
 
 
 def test_trackers_receive_all_figures(tmp_path, kinds):
@@ -125,7 +120,7 @@ def test_trackers_end_with_a_failure(tmp_path, kinds):
             raise KeyError
 
     run = play(tmp_path, log_to=["wandb"], on_event=crash)
-    assert isinstance(run.error, KeyError)
+    run.failed(KeyError)
     assert kinds["wandb"].instances[0].finished
 
 
@@ -133,7 +128,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_way_to_get_it(tmp_p
     with pytest.raises(ConfigError, match="pip install trackio"):
         require({"trackio": {}})
     run = play(tmp_path, log_to=["trackio"])
-    assert isinstance(run.error, ConfigError)
+    run.failed(ConfigError)
     assert run.events == []
 
 

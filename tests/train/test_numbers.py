@@ -60,7 +60,7 @@ def weights_before(folder: Path, step: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("factor", [float("nan"), float("-inf")])
 def test_a_non_finite_loss_stops_before_the_update(tmp_path, factor):
     run = play(tmp_path / "a", task=Poisoned(factor), schedule="constant", warmup_ratio=0.0)
-    assert isinstance(run.error, RunError)
+    run.failed(RunError)
     assert run.error.exit_code == 1
     done = len(run.losses)
     assert 0 < done < 4, "the bad row was to come in the first epoch, after a step"
@@ -99,7 +99,7 @@ def test_the_diagnosis_names_the_first_module_with_a_non_finite_output(tmp_path)
 def test_an_infinite_gradient_stops_before_the_weights_change(tmp_path):
     run = play(tmp_path / "a", model=Exploding())
     reference = play(tmp_path / "b", max_steps=None, on_event=None)
-    assert isinstance(run.error, RunError)
+    run.failed(RunError)
     assert run.losses == reference.losses[:1]
     diagnosis = diagnosis_of(tmp_path / "a")
     assert diagnosis["module"] is None
@@ -119,6 +119,4 @@ def test_the_run_can_be_resumed_without_the_bad_row(tmp_path):
 def test_a_diagnosis_that_cannot_be_written_does_not_hide_the_error(tmp_path):
     (tmp_path / "diagnosis.json").mkdir()
     run: Played = play(tmp_path, task=Poisoned(float("nan")))
-    assert isinstance(run.error, RunError)
-    assert "could not be written" in str(run.error)
-    assert f"train.jsonl:{BAD + 1}" in str(run.error)
+    run.failed(RunError, "could not be written", f"train.jsonl:{BAD + 1}")

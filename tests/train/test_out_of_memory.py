@@ -1,7 +1,8 @@
 """Memory runs out: smaller micro-batches learn the same from the same rows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from tests.helpers.families import FAMILIES
 from tests.helpers.toy import (
     COUNTED,
     CausalTask,
+    Deep,
+    Played,
     Row,
     Toy,
     ToyTask,
@@ -70,22 +73,12 @@ def test_memory_runs_out_in_many_words(error):
 
 def test_a_run_short_of_memory_is_the_run_with_smaller_batches(tmp_path):
     task, small = Small(3), Small()
-    run = play(
-        tmp_path / "a",
-        model=Toy(dropout=0.3),
-        task=task,
-        rows=make_rows(40),
-        batch_size=16,
-        gradient_accumulation=1,
-    )
-    reference = play(
-        tmp_path / "b",
-        model=Toy(dropout=0.3),
-        task=small,
-        rows=make_rows(40),
-        batch_size=2,
-        gradient_accumulation=8,
-    )
+
+    def played(folder: str, task: Small, rows: int) -> Played:
+        size = {"batch_size": rows, "gradient_accumulation": 16 // rows}
+        return play(tmp_path / folder, model=Toy(0.3), task=task, rows=make_rows(40), **size)
+
+    run, reference = played("a", task, 16), played("b", small, 2)
     assert run.error is None
     assert run.losses == reference.losses
     assert same(run.weights, reference.weights)
@@ -143,16 +136,13 @@ def test_another_batch_size_that_is_allowed_counts_from_the_resume_on(tmp_path):
 
 def test_one_row_too_large_is_an_error_that_says_how_long_a_row_may_be(tmp_path):
     run = play(tmp_path, task=Small(tokens=6), rows=make_rows(14))
-    assert isinstance(run.error, RunError)
-    assert "does not fit into memory: train.jsonl:" in str(run.error)
-    assert "Rows of 6 tokens would fit." in str(run.error)
-    assert "data.max_length" in str(run.error)
+    texts = "fit into memory: train.jsonl:", "Rows of 6 tokens would fit.", "data.max_length"
+    run.failed(RunError, *texts)
 
 
 def test_if_no_row_fits_the_error_says_so(tmp_path):
     run = play(tmp_path, task=Small(tokens=2), rows=make_rows(14))
-    assert isinstance(run.error, RunError)
-    assert "Not even the shortest row, of " in str(run.error)
+    run.failed(RunError, "Not even the shortest row, of ")
 
 
 def test_an_evaluation_short_of_memory_shrinks_alone(tmp_path):
@@ -163,8 +153,6 @@ def test_an_evaluation_short_of_memory_shrinks_alone(tmp_path):
     (notice,) = run.notices
     assert "1 rows at a time instead of 4" in notice
     assert run.losses == reference.losses
-    assert run.result is not None
-    assert reference.result is not None
     assert run.result.metrics["eval_loss"] == pytest.approx(
         reference.result.metrics["eval_loss"], rel=1e-6
     )
@@ -173,8 +161,7 @@ def test_an_evaluation_short_of_memory_shrinks_alone(tmp_path):
 def test_an_eval_row_too_large_is_an_error(tmp_path):
     task = Small(tokens=4, in_training=False)
     run = play(tmp_path, task=task, eval_rows=make_rows(7, first=49))
-    assert isinstance(run.error, RunError)
-    assert "Rows of 4 tokens would fit." in str(run.error)
+    run.failed(RunError, "Rows of 4 tokens would fit.")
 
 
 def test_memory_that_runs_out_in_the_optimizer_is_told(tmp_path):
@@ -198,52 +185,25 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(tmp_path):
 # --- recomputed activations
 
 
-class Block(nn.Module):
-    """A block as transformers marks them."""
-
-    gradient_checkpointing = False
-    _gradient_checkpointing_func: Callable[..., Tensor]
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.runs = 0
-
-    def run(self, x: Tensor) -> Tensor:
-        self.runs += 1
-        y: Tensor = self.inner(x)
-        return y
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gradient_checkpointing and self.training:
-            return self._gradient_checkpointing_func(self.run, x)
-        return self.run(x)
-
-
-class Deep(Toy):
-    def __init__(self) -> None:
-        super().__init__(dropout=0.3)
-        self.block = Block(nn.Dropout(0.3))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        scale: Tensor = self.block(self.magnitude)
-        return super().forward(ids) * scale
-
-
 class SmallUnlessRecomputed(Small):
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        self.rows = 2 if isinstance(model, Deep) and model.block.gradient_checkpointing else 0
+        self.rows = 2 if model.blocks[0].gradient_checkpointing else 0
         return super().loss(model, batch)
 
 
 def test_recomputing_changes_no_number_and_is_undone(tmp_path):
-    plain, recomputed = Deep(), Deep()
-    a = play(tmp_path / "a", model=plain, gradient_checkpointing=False)
-    b = play(tmp_path / "b", model=recomputed, gradient_checkpointing=True)
-    assert a.losses == b.losses
-    assert same(a.weights, b.weights)
-    assert recomputed.block.runs > plain.block.runs
-    assert not recomputed.block.gradient_checkpointing
+    runs: list[Played] = []
+    calls: tuple[list[int], list[int]] = [], []
+    for recomputes in (False, True):
+        model = Deep(dropout=0.3, in_blocks=0.3)
+        count = partial(lambda number, *_: number.append(1), calls[recomputes])
+        model.blocks[0].drop.register_forward_pre_hook(count)
+        folder = tmp_path / str(recomputes)
+        runs.append(play(folder, model=model, gradient_checkpointing=recomputes))
+        assert not model.blocks[0].gradient_checkpointing
+    assert runs[0].losses == runs[1].losses
+    assert same(runs[0].weights, runs[1].weights)
+    assert len(calls[0]) < len(calls[1])
 
 
 def test_auto_recomputes_once_not_one_row_fits_and_then_tries_whole_batches_again():
@@ -269,9 +229,9 @@ def test_a_run_that_had_to_recompute_does_so_after_a_resume_unless_told_otherwis
 
 
 def test_recomputing_a_model_without_marked_blocks_is_refused(tmp_path):
-    error = play(tmp_path, gradient_checkpointing=True).error
-    assert isinstance(error, PeftkitError)
-    assert "Toy has no blocks marked for it" in str(error)
+    play(tmp_path, gradient_checkpointing=True).failed(
+        PeftkitError, "Toy has no blocks marked for it"
+    )
 
 
 def test_recomputing_a_transformer_changes_no_gradient():
@@ -308,8 +268,7 @@ def test_rows_without_a_length_do_not_hide_the_error(tmp_path):
 
     pairs = [(row.input_ids, row.labels) for row in make_rows(14)]
     run = play(tmp_path, task=Pairs(0), rows=pairs)
-    assert isinstance(run.error, RunError)
-    assert "does not fit into memory" in str(run.error)
+    run.failed(RunError, "does not fit into memory")
 
 
 def test_fragmented_memory_is_released(tmp_path, monkeypatch):
@@ -419,5 +378,5 @@ def test_memory_that_runs_out_in_the_optimizer_saves_no_half_step(tmp_path):
 
         patch.setattr(torch.optim.Optimizer, "__init__", seen)
         run = play(tmp_path, save_every=50, eval_every=None, on_event=fail)
-    assert isinstance(run.error, RunError)
+    run.failed(RunError)
     assert not run.saved

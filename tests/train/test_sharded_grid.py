@@ -26,11 +26,8 @@ SECTIONS: dict[str, dict[str, Settings]] = {
         }
     },
     "generating": {"train": {"sample_every": 2, "eval_generate": 5, "sample_tokens": 9}},
-    "nf4-generating": {
-        "base": {"quantize": "nf4"},
-        "train": {"sample_every": 2, "eval_generate": 5, "sample_tokens": 9},
-    },
 }
+SECTIONS["nf4-generating"] = SECTIONS["nf4"] | SECTIONS["generating"]
 CELLS: dict[str, tuple[str, str, str]] = {
     # task, method, how: each task twice, each method with tasks of several kinds
     "causal_lm": ("causal_lm", "vera", "nf4-generating"),

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor, nn
 
 from peftkit.events import EvalDone, Event
-from peftkit.execution.signals import Interrupted, StopRequest, stop_requests
+from peftkit.execution.signals import STOPPING, Interrupted, StopRequest, stop_requests
 from peftkit.tasks.run_hooks import Run
 from peftkit.train import checkpoint_files
 from peftkit.train.checkpoint_files import Checkpoints
@@ -48,7 +48,7 @@ def go_on(folder: Path) -> Played:
 def test_a_signal_in_a_step_saves(tmp_path, whole, number):
     task = Signalling({8: number})  # the first of the two batches of step 5
     run = play(tmp_path, model=Toy(dropout=0.3), task=task, save_every=None)
-    assert isinstance(run.error, Interrupted)
+    run.failed(Interrupted)
     assert run.error.exit_code == 128 + number
     assert "step-5" in str(run.error)
     assert "--resume" in str(run.error)
@@ -75,7 +75,7 @@ def test_a_signal_between_two_steps_never_loses_the_step_before(tmp_path, whole,
     with monkeypatch.context() as patch:
         patch.setattr(Run, "is_due", decided)
         run = play(tmp_path, model=Toy(dropout=0.3), save_every=100)
-    assert isinstance(run.error, Interrupted)
+    run.failed(Interrupted)
     assert run.saved[-1] == f"step-{len(run.losses)}"
     assert run.losses + go_on(tmp_path).losses == whole.losses
 
@@ -86,7 +86,7 @@ def test_a_signal_within_an_evaluation_defers_it_to_the_resume(tmp_path, whole):
     # in the second evaluation of 5 batches
     task = Signalling({7: signal.SIGTERM}, in_training=False)
     run = play(tmp_path / "b", task=task, eval_rows=rows)
-    assert isinstance(run.error, Interrupted)
+    run.failed(Interrupted)
     assert task.count == 7, "the evaluation should have ended with the batch of the signal"
     assert run.saved[-1] == "step-6"
     rest = play(tmp_path / "b", eval_rows=rows, resume=True)
@@ -96,10 +96,7 @@ def test_a_signal_within_an_evaluation_defers_it_to_the_resume(tmp_path, whole):
         return [(event.step, event.metrics["loss"]) for event in events]
 
     assert evals(run, rest) == evals(reference)
-    assert rest.result is not None
-    assert reference.result is not None
     assert rest.result.best_step == reference.result.best_step
-    assert rest.result.best_checkpoint is not None
     assert rest.result.best_checkpoint.is_dir()
 
 
@@ -112,7 +109,7 @@ def test_a_signal_within_a_save_lets_it_finish(tmp_path, whole, monkeypatch, whe
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_files, "failpoint", failpoint)
         run = play(tmp_path, model=Toy(dropout=0.3), save_every=4, eval_every=None)
-    assert isinstance(run.error, Interrupted)
+    run.failed(Interrupted)
     assert run.saved == ["step-4"]
     Checkpoints(tmp_path, keep=1).verified(4)
     assert go_on(tmp_path).losses == whole.losses[4:]
@@ -124,7 +121,7 @@ def test_a_signal_within_a_save_lets_it_finish(tmp_path, whole, monkeypatch, whe
 def test_a_second_signal_ends_the_run_at_once(tmp_path, whole, number, expected):
     task = Signalling({8: number, 9: number})  # both in step 5
     run = play(tmp_path, model=Toy(dropout=0.3), task=task, save_every=2)
-    assert isinstance(run.error, expected)
+    run.failed(expected)
     assert getattr(run.error, "code", 128 + number) == 128 + number
     assert len(run.losses) == 4
     assert run.saved[-1] == "step-4"
@@ -143,7 +140,7 @@ def test_a_second_signal_in_a_save_is_safe(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint_files, "failpoint", failpoint)
     run = play(tmp_path)
-    assert isinstance(run.error, SystemExit)
+    run.failed(SystemExit)
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-1", "step-2"]
     assert Checkpoints(tmp_path, keep=1).newest_valid(lambda event: None).step == 2
 
@@ -195,3 +192,14 @@ def test_a_signal_that_a_parent_ignores_stays_ignored(number):
         assert signal.getsignal(number) is signal.SIG_IGN
     finally:
         signal.signal(number, before)
+
+
+def test_the_first_signal_prints_its_message(capfd):
+    with stop_requests(message=STOPPING) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.signum == signal.SIGINT
+        assert capfd.readouterr().err.strip() == STOPPING
+        assert len(STOPPING) < 80
+    with stop_requests():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert capfd.readouterr().err == ""

@@ -43,8 +43,6 @@ class Centred(RunHooks, ToyTask):
             values = self.row_values(model, batch)
             mean = values.detach().mean()
         else:
-            assert self._step is not None
-            assert self._step.values is not None
             self._step.restore_generators(batch)
             values = self.row_values(model, batch)
             # what was computed first is what is computed now, dropout and all

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from peftkit.errors import ConfigError, PeftkitError, did_you_mean, first_few
-from peftkit_cli.start.goals import GOALS, OTHER_NAMES
-from peftkit_cli.start.recipes import recipe_file
+from peftkit_cli.start.recipes import GOALS, OTHER_NAMES, recipe_file
 
 if TYPE_CHECKING:
     from peftkit_cli.start.survey import Survey
@@ -29,21 +27,6 @@ ANCHOR = "1.0"
 """Weight of the anchor. It divides drift by 46 at the same score (docs/forgetting.md)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A drafted recipe.
-
-    Attributes:
-        text: The recipe as YAML, with comments.
-        model: Its base model.
-        notice: Why the size of the base is unknown, or "".
-    """
-
-    text: str
-    model: str
-    notice: str = ""
-
-
 def draft(
     summary: Survey,
     task: str,
@@ -52,7 +35,7 @@ def draft(
     *,
     held_out: str = "",
     named: tuple[str, ...] = (),
-) -> Draft:
+) -> tuple[str, str]:
     """Draft a recipe for surveyed rows.
 
     Args:
@@ -60,23 +43,24 @@ def draft(
         num_bytes: Memory of the GPU; 0 for a CPU.
         held_out: File to evaluate on; "" holds out a share of the rows if there are enough.
         named: The input field and the target field, if the recipe names them.
+
+    Returns:
+        The recipe as YAML, with comments; and why the size of the base is unknown, or "".
     """
     base = size_of(model)
+    is_large = num_bytes >= 2 * WEIGHTS_IN_MEMORY * base.num_parameters > 0
     text = recipe_text(
+        summary,
         task,
-        data=summary.where,
-        held_out=held_out,
-        model=model,
+        model,
+        base,
         on_cpu=not num_bytes,
-        num_rows=summary.num_rows,
-        fields=[field.name for field in summary.fields],
+        held_out=held_out,
         named=named,
-        num_tokens=summary.num_chars // CHARACTERS_PER_TOKEN,
-        base=base,
-        quantize=None if num_bytes >= 2 * WEIGHTS_IN_MEMORY * base.num_parameters > 0 else "nf4",
+        quantizes=not is_large,
         chat_template=template_for(model, summary) if task in CHATS else None,
     )
-    return Draft(text, model, base.notice)
+    return text, base.notice
 
 
 def suited_tasks(summary: Survey) -> list[str]:
@@ -216,32 +200,26 @@ def size_of(model: str) -> Size:
 
 
 def recipe_text(
+    summary: Survey,
     task: str,
-    *,
-    data: str,
     model: str,
+    base: Size,
+    *,
     on_cpu: bool,
-    num_rows: int,
-    fields: Sequence[str],
     held_out: str = "",
     named: tuple[str, ...] = (),
-    num_tokens: int = 0,
-    base: Size = Size(),  # noqa: B008 - immutable
-    quantize: str | None = "nf4",
+    quantizes: bool = True,
     chat_template: str | None = None,
 ) -> str:
-    """Return the ready-made recipe of a task, adapted to rows and base, with comments.
+    """Return the ready-made recipe of a task, adapted to rows and base; see `draft`.
 
     Args:
-        fields: Fields of the rows.
-        held_out: File to evaluate on; "" holds out a share of the rows if there are enough.
-        named: The input field and the target field, if the recipe names them.
-        num_tokens: Approximate number of tokens of all rows.
-        quantize: Quantisation of the base on a GPU; None for 16 bits.
+        quantizes: Whether a base on a GPU is quantised.
     """
     from peftkit.defaults import BATCHES, CONTRASTIVE_BATCHES, PREFERENCE_RATE, defaults_for
 
-    goal = GOALS[task]
+    goal, num_rows = GOALS[task], summary.num_rows
+    fields = [field.name for field in summary.fields]
     recipe = ready_made(goal.recipe)
     comments = {
         "model": "hub id, folder, .gguf file or short name",
@@ -257,7 +235,7 @@ def recipe_text(
     elif named or task == "causal_lm":
         names = dict(zip(goal.fields, map(_quoted, named), strict=False))
         recipe["task"] = {"type": task, **names}
-        if task == "causal_lm" and (named or list(fields) != ["text"]):
+        if task == "causal_lm" and (named or fields != ["text"]):
             recipe["task"]["anchor"] = ANCHOR
             comments["anchor"] = "keeps other answers as they are; four short rows a step"
     elif task == "seq2seq" and "document" not in fields:
@@ -267,19 +245,19 @@ def recipe_text(
     section["model"] = _quoted(model)
     if on_cpu:
         section.pop("dtype", None)
-    if on_cpu or quantize is None:
+    if on_cpu or not quantizes:
         section.pop("quantize", None)
 
     section = recipe["data"]
     length = min(int(section.get("max_length", 1024)), base.max_length or UNLIMITED)
     settings = defaults_for(
         num_rows,
-        num_tokens if task == "causal_lm" else 0,
+        summary.num_chars // CHARACTERS_PER_TOKEN if task == "causal_lm" else 0,
         length,
         base.width,
         batches=CONTRASTIVE_BATCHES if task == "embedding" else BATCHES,
     )
-    section["train"] = _quoted(data)
+    section["train"] = _quoted(summary.where)
     if not held_out and num_rows < MIN_ROWS_TO_HOLD_OUT:
         section.pop("eval", None)
         for setting in ("eval_before", "eval_generate", "sample_every"):
@@ -302,7 +280,7 @@ def recipe_text(
         section = recipe["method"] = {"type": "lora", "rank": "16", "alpha": "32"}
         section["targets"] = "all-linear"
     train = recipe["train"]
-    file = Path(data)
+    file = Path(summary.where)
     name = (file.parent.name if file.stem.startswith("train") else "") or file.stem
     name = re.sub(r"\W+", "-", name).strip("-").lower() or "run"
     train["output_dir"] = f"runs/{name}"

@@ -7,7 +7,7 @@ import json
 import re
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ class FieldFacts:
     mean_chars: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Survey:
     """Statistics of a data file.
 
@@ -100,11 +100,11 @@ class Survey:
     """
 
     where: str
-    num_rows: int
-    format: FormatName | None
-    tasks: tuple[str, ...]
-    fields: list[FieldFacts]
-    num_duplicates: int
+    num_rows: int = 0
+    format: FormatName | None = None
+    tasks: tuple[str, ...] = ()
+    fields: list[FieldFacts] = field(default_factory=list)
+    num_duplicates: int = 0
     mixed: str = ""
     num_wrong: int = 0
     wrong: str = ""
@@ -125,26 +125,22 @@ def survey(where: str) -> Survey:
     Raises:
         DataError: Rows cannot be read.
     """
-    seen = array("q")  # a hash of each row
-    number, format_name, tasks, mixed = 0, None, tuple[str, ...](), ""
-    num_wrong, wrong = 0, ""
-    num_useless, first_useless = 0, ""
-    has_tools, plain = False, tuple[str, ...]()
+    found, seen = Survey(where), array("q")  # a hash of each row
     counts: dict[str, list[int]] = {}  # by field: rows, empty rows, characters
     for raw in (raw for file in files_of(where) for raw in iterate_records(file)):
         record = with_usual_names(raw)
-        if number == 0:
-            format_name = detect(record.fields)
-            tasks = _tasks_of(record, format_name)
-            plain = _plain(raw, format_name)
-        elif not mixed and (other := detect(record.fields)) != format_name:
-            mixed = f"{record.source} has the format {other or 'unknown'}"
-        if not mixed and (problem := _problem(record, format_name, tasks)):
-            num_wrong, wrong = num_wrong + 1, wrong or problem
+        if found.num_rows == 0:
+            found.format = detect(record.fields)
+            found.tasks = _tasks_of(record, found.format)
+            found.plain = _plain(raw, found.format)
+        elif not found.mixed and (other := detect(record.fields)) != found.format:
+            found.mixed = f"{record.source} has the format {other or 'unknown'}"
+        if not found.mixed and (problem := _problem(record, found.format, found.tasks)):
+            found.num_wrong, found.wrong = found.num_wrong + 1, found.wrong or problem
         if is_useless(record):
-            num_useless += 1
-            first_useless = first_useless or record.source
-        has_tools = has_tools or _has_tools(record)
+            found.num_useless += 1
+            found.first_useless = found.first_useless or record.source
+        found.has_tools = found.has_tools or _has_tools(record)
         content = json.dumps(record.fields, sort_keys=True, default=str).encode("utf-8", "replace")
         digest = hashlib.blake2b(content, digest_size=8).digest()
         seen.append(int.from_bytes(digest, "little", signed=True))
@@ -153,27 +149,14 @@ def survey(where: str) -> Survey:
             count[0] += 1
             count[1] += value in (None, [], {}) or not str(value).strip()
             count[2] += _num_chars(value)
-        number += 1
-    fields = [
+        found.num_rows += 1
+    found.fields = [
         FieldFacts(name, rows, empty, chars / rows) for name, (rows, empty, chars) in counts.items()
     ]
-    duplicates = number - len(torch.tensor(seen).unique())
-    tasks = () if num_wrong == number else tasks
-    return Survey(
-        where,
-        number,
-        format_name,
-        tasks,
-        fields,
-        duplicates,
-        mixed,
-        num_wrong,
-        wrong,
-        num_useless,
-        first_useless,
-        has_tools,
-        plain,
-    )
+    found.num_duplicates = found.num_rows - len(torch.tensor(seen).unique())
+    if found.num_wrong == found.num_rows:
+        found.tasks = ()
+    return found
 
 
 def _problem(record: Record, format_name: FormatName | None, tasks: tuple[str, ...]) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -12,33 +15,16 @@ from starlette.routing import BaseRoute, Route
 
 from peftkit.errors import PeftkitError
 from peftkit_server.body import bounded_body
-from peftkit_server.clients.kept_responses import KeptResponses
 from peftkit_server.clients.messages_body import CountBody, MessagesBody
 from peftkit_server.clients.messages_reply import MessagesReply, message_error
 from peftkit_server.clients.responses_body import ResponsesBody
 from peftkit_server.clients.responses_reply import ResponsesReply
+from peftkit_server.completions import ChatService, ParsedRequest
 from peftkit_server.limits import Limits
-from peftkit_server.parsed_request import ParsedRequest
-from peftkit_server.refusals import status_of
-from peftkit_server.requests import ChatBody, read_body
+from peftkit_server.refusals import RequestError, status_of
+from peftkit_server.validation import read_body
 
-T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
-
-
-class ChatService(Protocol):
-    """The endpoints of chats, which prepare prompts and generate completions."""
-
-    def chat_request(self, body: ChatBody, owner: str) -> ParsedRequest:
-        """Render the prompt of a chat."""
-
-    async def in_turn(self, function: Callable[[], T], request: Request) -> T:
-        """Return the result of a function in the thread that prepares prompts."""
-
-    async def respond(
-        self, request: Request, parse: Callable[[bytes, str], ParsedRequest]
-    ) -> Response:
-        """Return the response to a request that `parse` reads from its body and its owner."""
 
 
 def client_routes(service: ChatService, limits: Limits, num_keys: int) -> Sequence[BaseRoute]:
@@ -55,6 +41,64 @@ def client_routes(service: ChatService, limits: Limits, num_keys: int) -> Sequen
     ]
 
 
+class KeptResponses:
+    """Conversations by owner and response id; the oldest are dropped first.
+
+    Args:
+        max_bytes: Most bytes of all conversations as JSON.
+        max_key_bytes: Most bytes of the conversations of one owner.
+    """
+
+    def __init__(self, max_bytes: int, max_key_bytes: int) -> None:
+        self._max_bytes, self._max_key_bytes = max_bytes, max_key_bytes
+        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        self._sizes: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def put(self, owner: str, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+        """Keep a response with the messages of its conversation, its own included."""
+        data = json.dumps({"response": response, "messages": messages}).encode()
+        with self._lock:
+            self._kept[owner, response["id"]] = data
+            self._sizes[owner] += len(data)
+            while self._sizes[owner] > self._max_key_bytes:
+                self._drop(next(key for key in self._kept if key[0] == owner))
+            while self._sizes.total() > self._max_bytes:
+                self._drop(next(iter(self._kept)))
+
+    def delete(self, owner: str, id: str) -> None:
+        """Drop a response; errors as `get`."""
+        self.get(owner, id)
+        with self._lock:
+            self._drop((owner, id))
+
+    def get(self, owner: str, id: str) -> dict[str, Any]:
+        """Return "response" and the "messages" up to it, without instructions.
+
+        Raises:
+            RequestError: There is none with this id, or no longer.
+        """
+        with self._lock:
+            data = self._kept.get((owner, id))
+        if data is None:
+            raise RequestError(
+                f"there is no response '{id[:80]}'.",
+                found="The server keeps the latest responses in memory, without `store: false`.",
+                fix="Send the whole conversation as input.",
+                status=404,
+                code="previous_response_not_found",
+                param="previous_response_id",
+            )
+        kept: dict[str, Any] = json.loads(data)
+        return kept
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        data = self._kept.pop(key, b"")
+        self._sizes[key[0]] -= len(data)
+        if not self._sizes[key[0]]:
+            del self._sizes[key[0]]
+
+
 class _Responses:
     def __init__(self, service: ChatService, kept: KeptResponses) -> None:
         self._service, self._kept = service, kept
@@ -65,7 +109,7 @@ class _Responses:
     def _parsed(self, data: bytes, owner: str) -> ParsedRequest:
         body = read_body(data, ResponsesBody)
         before = body.previous_response_id
-        earlier = self._kept.messages(owner, before) if before is not None else []
+        earlier = self._kept.get(owner, before)["messages"] if before is not None else []
         chat = body.chat(earlier)
 
         def keep(response: dict[str, Any], message: dict[str, Any]) -> None:
@@ -75,7 +119,8 @@ class _Responses:
         return self._service.chat_request(chat, owner)._replace(reply=ResponsesReply(body, keep))
 
     async def retrieve(self, request: Request) -> Response:
-        return JSONResponse(self._kept.response(request.state.owner, request.path_params["id"]))
+        kept = self._kept.get(request.state.owner, request.path_params["id"])
+        return JSONResponse(kept["response"])
 
     async def delete(self, request: Request) -> Response:
         id = request.path_params["id"]

@@ -10,16 +10,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from peftkit_server.clients.fields import Strict
-from peftkit_server.requests import MAX_TOKENS, ChatBody, StopText, validated
+from peftkit_server.requests import MAX_TOKENS, ChatBody, StopText
 from peftkit_server.tool_fields import MAX_TOOLS, closed
+from peftkit_server.validation import NullIsUnset, validated
 
 
-class _Text(Strict):
+class _Text(NullIsUnset):
+    IGNORED = ("cache_control", "citations")
     type: Literal["text"]
     text: str
-    cache_control: Any = None
-    citations: Any = None
 
 
 _Texts = Annotated[list[_Text], Field(fail_fast=True)]
@@ -31,33 +30,32 @@ def _text(content: str | list[_Text] | None) -> str:
     return "".join(block.text for block in content)
 
 
-class _Thinking(Strict):
+class _Thinking(NullIsUnset):
+    IGNORED = ("signature",)
     type: Literal["thinking"]
     thinking: str
-    signature: Any = None
 
 
-class _RedactedThinking(Strict):
+class _RedactedThinking(NullIsUnset):
+    IGNORED = ("data",)
     type: Literal["redacted_thinking"]
-    data: Any = None
 
 
-class _ToolUse(Strict):
+class _ToolUse(NullIsUnset):
+    IGNORED = ("cache_control", "caller")
     type: Literal["tool_use"]
     id: Annotated[str, Field(min_length=1)]
     name: str
     input: dict[str, Any]
-    cache_control: Any = None
-    caller: Any = None
 
 
-class _ToolResult(Strict):
+class _ToolResult(NullIsUnset):
+    IGNORED = ("cache_control",)
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | _Texts | None = None
     is_error: bool | None = None
     """Ignored: chat templates have no field for it."""
-    cache_control: Any = None
 
 
 def _block_type(block: Any) -> str:
@@ -79,7 +77,7 @@ _BLOCKS = {
 }
 
 
-class _Message(Strict):
+class _Message(NullIsUnset):
     role: Literal["user", "assistant"]
     content: str | Annotated[list[_Block], Field(fail_fast=True)]
 
@@ -117,14 +115,13 @@ def _call(block: _ToolUse) -> dict[str, Any]:
     return {"id": block.id, "type": "function", "function": function}
 
 
-class _Tool(Strict):
+class _Tool(NullIsUnset):
+    IGNORED = ("cache_control", "eager_input_streaming")
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    cache_control: Any = None
-    eager_input_streaming: Any = None
 
     def plain(self) -> dict[str, Any]:
         function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
@@ -133,7 +130,7 @@ class _Tool(Strict):
         return {"type": "function", "function": function}
 
 
-class _ToolChoice(Strict):
+class _ToolChoice(NullIsUnset):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -150,36 +147,35 @@ class _ToolChoice(Strict):
         return "required" if self.type == "any" else self.type
 
 
-class _Thoughts(Strict):
+class _Thoughts(NullIsUnset):
+    IGNORED = ("budget_tokens", "display")  # `max_tokens` bounds the completion with its reasoning
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Any = None
-    """Ignored: `max_tokens` bounds the completion with its reasoning."""
-    display: Any = None
 
 
-class _Format(Strict):
+class _Format(NullIsUnset):
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class _OutputConfig(Strict):
+class _OutputConfig(NullIsUnset):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: _Format | None = None
 
 
-class _Edit(Strict):
+class _Edit(NullIsUnset):
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
 
 
-class _ContextManagement(Strict):
+class _ContextManagement(NullIsUnset):
     edits: Annotated[list[_Edit], Field(max_length=8)] | None = None
 
 
-class CountBody(Strict):
+class CountBody(NullIsUnset):
     """A request to /v1/messages/count_tokens."""
 
-    UNSUPPORTED: ClassVar[frozenset[str]] = frozenset({"container", "mcp_servers"})
+    IGNORED: ClassVar[Any] = ("cache_control", "speed", "user_profile_id", "workspace_id")
+    UNSUPPORTED = ("container", "mcp_servers")
 
     model: str
     messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
@@ -189,11 +185,6 @@ class CountBody(Strict):
     tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS)] | None = None
     output_config: _OutputConfig | None = None
     context_management: _ContextManagement | None = None
-    # they do not affect messages
-    cache_control: Any = None
-    speed: Any = None
-    user_profile_id: Any = None
-    workspace_id: Any = None
 
     @model_validator(mode="after")
     def _ends_with_the_user(self) -> CountBody:
@@ -234,24 +225,14 @@ class CountBody(Strict):
 class MessagesBody(CountBody):
     """A request to /v1/messages; None: the server's default."""
 
+    IGNORED = (*CountBody.IGNORED, "diagnostics", "inference_geo", "metadata", "service_tier")
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     stop_sequences: Annotated[list[StopText], Field(max_length=4)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    # they do not affect messages
-    diagnostics: Any = None
-    inference_geo: Any = None
-    metadata: Any = None
-    service_tier: Any = None
 
     def _sampling(self) -> dict[str, Any]:
-        return {
-            "max_tokens": self.max_tokens,
-            "stop": self.stop_sequences,
-            "stream": self.stream,
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-        }
+        same = {"max_tokens", "stream", "temperature", "top_k", "top_p"}
+        return {"stop": self.stop_sequences, **self.model_dump(include=same)}

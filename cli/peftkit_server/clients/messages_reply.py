@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from peftkit.errors import PeftkitError
 from peftkit.inference.call_formats import Call
-from peftkit_server.answer_calls import call_fields
-from peftkit_server.clients.replies import Event, EventReply
-from peftkit_server.generation import Output
+from peftkit_server.answers import Event, Reply
+from peftkit_server.generation import Output, call_fields
 from peftkit_server.refusals import public, status_of
 
 ERRORS = {
@@ -33,7 +33,7 @@ def message_error(error: PeftkitError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": public(error)}}
 
 
-class MessagesReply(EventReply):
+class MessagesReply(Reply):
     """The response to one request.
 
     Args:
@@ -57,7 +57,7 @@ class MessagesReply(EventReply):
         self._message["usage"] = {"input_tokens": num_prompt, "output_tokens": 0}
         return [{"type": "message_start", "message": dict(self._message)}]
 
-    def take(self, output: Output) -> list[Event]:
+    def take(self, index: int, output: Output) -> list[Event]:
         events: list[Event] = []
         if output.thought:
             events += self._extended("thinking", output.thought)
@@ -72,7 +72,9 @@ class MessagesReply(EventReply):
     def failed(self, error: PeftkitError) -> list[Event]:
         return [message_error(error)]
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
+        self.start(num_prompt)
+        self.take(0, *answers)
         return self._message
 
     def _event(self, kind: str, **fields: Any) -> Event:
@@ -121,7 +123,4 @@ class MessagesReply(EventReply):
         usage = {**self._message["usage"], "output_tokens": output.num_tokens}
         delta = {"stop_reason": reason, "stop_sequence": output.stop_text}
         self._message |= {**delta, "content": self._blocks, "usage": usage}
-        return [
-            {"type": "message_delta", "delta": delta, "usage": usage},
-            {"type": "message_stop"},
-        ]
+        return [{"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]

@@ -6,26 +6,24 @@ Source: OpenAI's API reference, /v1/responses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from peftkit_server.clients.fields import Strict, check_schema
-from peftkit_server.requests import MAX_TOKENS, ChatBody, validated
+from peftkit_server.requests import MAX_TOKENS, ChatBody
 from peftkit_server.tool_fields import MAX_TOOLS
+from peftkit_server.validation import NullIsUnset, check_schema, validated
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class _Text(Strict):
+class _Text(NullIsUnset):
+    IGNORED = ("annotations", "logprobs", "prompt_cache_breakpoint")
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: Any = None
-    logprobs: Any = None
-    prompt_cache_breakpoint: Any = None
 
 
-class _Refusal(Strict):
+class _Refusal(NullIsUnset):
     type: Literal["refusal"]
     refusal: str
 
@@ -42,44 +40,37 @@ def _text(content: str | list[Any]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class _Turn(Strict):
+class _Turn(NullIsUnset):
+    IGNORED = ("id", "phase", "status")
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | _Parts
-    id: Any = None
-    phase: Any = None
-    status: Any = None
 
 
-class _Call(Strict):
+class _Call(NullIsUnset):
+    IGNORED = ("id", "status")
     type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1)]
     name: str
     arguments: str
-    id: Any = None
-    status: Any = None
 
 
-class _CallOutput(Strict):
+class _CallOutput(NullIsUnset):
+    IGNORED = ("id", "status")
     type: Literal["function_call_output"]
     call_id: str
     output: str | _Parts
-    id: Any = None
-    status: Any = None
 
 
-class _Thought(Strict):
+class _Thought(NullIsUnset):
     type: Literal["reasoning_text"]
     text: str
 
 
-class _Reasoning(Strict):
+class _Reasoning(NullIsUnset):
+    IGNORED = ("encrypted_content", "id", "status", "summary")
     type: Literal["reasoning"]
     content: Annotated[list[_Thought], Field(fail_fast=True)] | None = None
-    encrypted_content: Any = None
-    id: Any = None
-    status: Any = None
-    summary: Any = None
 
 
 def _item_type(item: Any) -> str:
@@ -96,7 +87,7 @@ Item = Annotated[
 ]
 
 
-class _Tool(Strict):
+class _Tool(NullIsUnset):
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -108,7 +99,7 @@ class _Tool(Strict):
         return {"type": "function", "function": function}
 
 
-class _NamedTool(Strict):
+class _NamedTool(NullIsUnset):
     type: Literal["function"]
     name: str
 
@@ -116,7 +107,7 @@ class _NamedTool(Strict):
         return {"type": "function", "function": {"name": self.name}}
 
 
-class _AllowedTools(Strict):
+class _AllowedTools(NullIsUnset):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[_NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
@@ -126,7 +117,7 @@ class _AllowedTools(Strict):
         return {"type": self.type, "allowed_tools": {"mode": self.mode, "tools": tools}}
 
 
-class _TextFormat(Strict):
+class _TextFormat(NullIsUnset):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -145,25 +136,26 @@ class _TextFormat(Strict):
         return {"type": self.type, "json_schema": fields}
 
 
-class _TextOptions(Strict):
+class _TextOptions(NullIsUnset):
     format: _TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class _ReasoningOptions(Strict):
+class _ReasoningOptions(NullIsUnset):
+    IGNORED = ("generate_summary", "summary")
     effort: Effort | None = None
-    generate_summary: Any = None
-    summary: Any = None
 
 
-class ResponsesBody(Strict):
+class ResponsesBody(NullIsUnset):
     """A request to /v1/responses; None: the server's default."""
 
-    UNSUPPORTED: ClassVar[frozenset[str]] = frozenset(
-        {
-            *("access_programs", "background_options", "context_management", "conversation"),
-            *("image", "moderation", "prompt"),
-        }
+    IGNORED = (
+        *("client_metadata", "prompt_cache_options", "prompt_cache_retention", "service_tier"),
+        "stream_options",
+    )
+    UNSUPPORTED = (
+        *("access_programs", "background_options", "context_management", "conversation"),
+        *("image", "moderation", "prompt"),
     )
 
     model: str
@@ -185,7 +177,6 @@ class ResponsesBody(Strict):
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     truncation: Literal["disabled"] | None = None
     # they do not affect responses: the server has no built-in tools and no paid tiers
-    client_metadata: Any = None
     include: (
         list[
             Literal[
@@ -203,11 +194,7 @@ class ResponsesBody(Strict):
     max_tool_calls: Any = None
     metadata: dict[str, Any] | None = None
     prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
     safety_identifier: Any = None
-    service_tier: Any = None
-    stream_options: Any = None
     user: Any = None
 
     def turns(self) -> list[dict[str, Any]]:
@@ -247,17 +234,14 @@ class ResponsesBody(Strict):
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         choice = self.tool_choice
         format = self.text.format if self.text else None
+        same = {"model", "parallel_tool_calls", "stream", "temperature", "top_p"}
         fields = {
-            "model": self.model,
+            **self.model_dump(include=same),
             "messages": [*system, *earlier, *self.turns()],
             "max_completion_tokens": self.max_output_tokens,
-            "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "response_format": format.plain() if format else None,
-            "stream": self.stream,
-            "temperature": self.temperature,
             "tool_choice": choice if choice is None or isinstance(choice, str) else choice.plain(),
             "tools": [tool.plain() for tool in self.tools or ()] or None,
-            "top_p": self.top_p,
         }
         return validated(fields, ChatBody)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from peftkit.errors import PeftkitError
-from peftkit_server.answer_calls import call_fields
-from peftkit_server.clients.replies import Event, EventReply
+from peftkit_server.answers import Event, Reply
 from peftkit_server.clients.responses_body import ResponsesBody
-from peftkit_server.generation import Output
+from peftkit_server.generation import Output, call_fields
 from peftkit_server.refusals import error_fields
 
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 """Type of the content of each item that has text; its events have the same name."""
 
 
-class ResponsesReply(EventReply):
+class ResponsesReply(Reply):
     """The response to one request.
 
     Args:
@@ -71,7 +70,7 @@ class ResponsesReply(EventReply):
         self._num_prompt = num_prompt
         return [self._state("created"), self._state("in_progress")]
 
-    def take(self, output: Output) -> list[Event]:
+    def take(self, index: int, output: Output) -> list[Event]:
         events: list[Event] = []
         if output.thought:
             events += self._extended("reasoning", output.thought, self._thoughts)
@@ -94,7 +93,9 @@ class ResponsesReply(EventReply):
         }
         return [self._event("error", **reported), self._state("failed")]
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
+        self.start(num_prompt)
+        self.take(0, *answers)
         return self._response
 
     def _event(self, kind: str, **fields: Any) -> Event:

@@ -21,17 +21,21 @@ from starlette.routing import Route
 
 from peftkit.errors import PeftkitError
 from peftkit_server.access import Gate
-from peftkit_server.body import DiskRoom, bounded_body, declared_bytes
-from peftkit_server.handlers import refuse, refuse_route, wrong_routes
+from peftkit_server.body import DiskRoom, bounded_body, declared_bytes, uploaded_form
 from peftkit_server.limits import Limits
-from peftkit_server.predictions.bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
+from peftkit_server.predictions.bodies import (
+    ClassifyBody,
+    EmbeddingsBody,
+    RerankBody,
+    ScoreBody,
+    TranscriptionBody,
+)
 from peftkit_server.predictions.predictor import Predictor
-from peftkit_server.predictions.transcriptions import read_audio
 from peftkit_server.quotas import Intake
-from peftkit_server.refusals import RequestError
-from peftkit_server.requests import read_body
+from peftkit_server.refusals import RequestError, refuse, refuse_route, wrong_routes
 from peftkit_server.schedule import Share
 from peftkit_server.threads import DaemonThreads
+from peftkit_server.validation import read_body, validated
 
 
 def make_predictor_app(
@@ -67,10 +71,7 @@ def make_predictor_app(
             ),
             *wrong_routes(predictor.endpoints),
         ],
-        middleware=[
-            Middleware(Gate, keys=keys),
-            Middleware(Intake, limits=service.limits),
-        ],
+        middleware=[Middleware(Gate, keys=keys), Middleware(Intake, limits=service.limits)],
         exception_handlers={PeftkitError: refuse, HTTPException: refuse_route},
     )
     app.state.threads = service.threads
@@ -112,7 +113,14 @@ class _Service:
         ):
             path = Path(folder, "audio")
             with path.open("wb") as file:
-                body = await read_audio(request, file, self.limits.upload_bytes, self._check)
+                form = await uploaded_form(
+                    request,
+                    file,
+                    self.limits.upload_bytes,
+                    on_file=lambda sent: self._check(sent["model"]) if "model" in sent else None,
+                )
+            body = validated(form.fields, TranscriptionBody)
+            self._check(body.model)
             transcribe = partial(self._predictor.transcribe, path)
             text = await self.threads.run(transcribe, request)
         if body.response_format == "text":

@@ -1,7 +1,7 @@
-"""Request bodies for embeddings, ranks and classes.
+"""Request bodies for embeddings, ranks, classes and transcriptions.
 
-Source: OpenAI's API reference for embeddings, Jina's and Cohere's for rerank, Jina's for classify,
-vLLM's for score.
+Source: OpenAI's API reference for embeddings and transcriptions, Jina's and Cohere's for rerank,
+Jina's for classify, vLLM's for score.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from peftkit_server.clients.fields import Strict
+from peftkit_server.validation import NullIsUnset
 
 MAX_INPUTS = 2048
 """Most texts of a request, as in OpenAI's API."""
 _Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 
 
-class ModelBody(Strict):
+class ModelBody(NullIsUnset):
     """Fields of all requests."""
 
+    IGNORED = ("user",)
     model: str
-    user: Any = None
-    """Ignored."""
 
 
 class EmbeddingsBody(ModelBody):
@@ -49,7 +48,7 @@ class EmbeddingsBody(ModelBody):
         return [self.input] if isinstance(self.input, str) else self.input
 
 
-class _Document(Strict):
+class _Document(NullIsUnset):
     text: str
 
 
@@ -108,3 +107,16 @@ class ClassifyBody(ModelBody):
         """The texts, or pairs of texts."""
         inputs = [self.input] if isinstance(self.input, str) else self.input
         return [each if isinstance(each, str) else (each[0], each[1]) for each in inputs]
+
+
+class TranscriptionBody(ModelBody):
+    """The fields of a form, as text, without its file."""
+
+    UNSUPPORTED = (
+        *("chunking_strategy", "include[]", "known_speaker_names[]", "language", "prompt"),
+        "timestamp_granularities[]",
+    )
+
+    response_format: Literal["json", "text"] = "json"
+    stream: Literal["false", "False"] | None = None
+    temperature: Literal["0", "0.0"] | None = None

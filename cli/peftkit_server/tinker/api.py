@@ -17,11 +17,17 @@ from starlette.routing import BaseRoute, Route
 
 from peftkit.errors import PeftkitError
 from peftkit_server.body import bounded_body
-from peftkit_server.limits import Limits
 from peftkit_server.refusals import RequestError, refusal
 from peftkit_server.threads import DaemonThreads
 from peftkit_server.tinker import bodies
-from peftkit_server.tinker.bodies import Body, RequestContext, checked, digest_of, fields_of
+from peftkit_server.tinker.bodies import (
+    Body,
+    OperationBody,
+    RequestContext,
+    checked,
+    digest_of,
+    fields_of,
+)
 from peftkit_server.tinker.service import Service
 from peftkit_server.tinker.wire import parsed
 from peftkit_server.training import Dialect, Training
@@ -47,131 +53,123 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def dialect(training: Training) -> Dialect:
     """Return Tinker's API."""
-    one = DaemonThreads(1, "peftkit-tinker")  # changes run one after the other
-    return Dialect(_routes(Service(training), training.threads, one), on_stop=one.shutdown)
+    api = _Api(training)
+    return Dialect(api.routes(), on_stop=api.changes.shutdown)
 
 
-def _routes(service: Service, threads: DaemonThreads, one: DaemonThreads) -> list[BaseRoute]:
-    runs, limits = service.runs, service.limits
-    fixed = partial(_fixed, limits=limits)
-    json = partial(_json, limits=limits, threads=threads, one=one)
-    operation = partial(_operation, service, threads)
-    bodiless = partial(_bodiless, threads)
-    posts: dict[str, Handler] = {
-        **{path: fixed({}) for path in ("client/dynamic_config", "sessions/{id}/finish")},
-        "client/config": fixed(FLAGS),
-        "telemetry": fixed({"status": "accepted"}),
-        "create_session": json(bodies.NewSession, service.sessions.create),
-        "session_heartbeat": json(bodies.OfSession, service.sessions.heartbeat),
-        "create_model": json(bodies.NewModel, service.create_model),
-        "load_weights": json(bodies.Load, service.load_weights),
-        "get_info": json(bodies.OfModel, service.get_info),
-        "unload_model": json(bodies.OfModel, service.unload),
-        "weights_info": json(bodies.OfPath, service.runs.weights_info),
-        "create_sampling_session": json(bodies.NewSampler, service.create_sampler),
-        "asample": json(bodies.Sample, service.samplers.sample),
-        "cancel_future": json(bodies.OfFuture, service.cancel),
-        "retrieve_future": _retrieve(service, threads),
-        "forward_backward": _forward_backward(service, threads),
-        "optim_step": operation(bodies.Step, service.step),
-        "save_weights": operation(bodies.Save, service.save),
-        "save_weights_for_sampler": operation(bodies.SaveForSampler, service.save_for_sampler),
-    }
-    gets: dict[str, Handler] = {
-        "healthz": fixed({"status": "ok"}),
-        "get_server_capabilities": bodiless(service.capabilities),
-        "samplers/{id}": bodiless(service.samplers.get),
-        "training_runs": bodiless(runs.all, "training_runs"),
-        "training_runs/{id}": bodiless(runs.get),
-        "training_runs/{id}/checkpoints": bodiless(runs.checkpoints, "checkpoints"),
-        "checkpoints": bodiless(runs.checkpoints, "checkpoints"),
-    }
-    deletes = {"training_runs/{id}/checkpoints/{use}/{name}": bodiless(runs.delete_checkpoint)}
-    return [
-        Route(f"/api/v1/{path}", _guarded(handler), methods=[method])
-        for method, handlers in (("POST", posts), ("GET", gets), ("DELETE", deletes))
-        for path, handler in handlers.items()
-    ]
+class _Api:
+    """Makes the handlers of all routes from the methods of the service."""
 
+    def __init__(self, training: Training) -> None:
+        self._service, self._threads = Service(training), training.threads
+        self._limits = training.limits
+        self.changes = DaemonThreads(1, "peftkit-tinker")  # they run one after the other
 
-def _fixed(reply: dict[str, Any], limits: Limits) -> Handler:
-    """Return a handler with a constant reply."""
+    def routes(self) -> list[BaseRoute]:
+        """Return the routes of the API."""
+        service, json, operation = self._service, self._json, self._operation
+        runs, bodiless = service.runs, self._bodiless
+        posts: dict[str, Handler] = {
+            **{path: self._fixed({}) for path in ("client/dynamic_config", "sessions/{id}/finish")},
+            "client/config": self._fixed(FLAGS),
+            "telemetry": self._fixed({"status": "accepted"}),
+            "create_session": json(bodies.NewSession, service.sessions.create),
+            "session_heartbeat": json(bodies.OfSession, service.sessions.heartbeat),
+            "create_model": json(bodies.NewModel, service.create_model),
+            "load_weights": json(bodies.Load, service.load_weights),
+            "get_info": json(bodies.OfModel, service.get_info),
+            "unload_model": json(bodies.OfModel, service.unload),
+            "weights_info": json(bodies.OfPath, runs.weights_info),
+            "create_sampling_session": json(bodies.NewSampler, service.create_sampler),
+            "asample": json(bodies.Sample, service.samplers.sample),
+            "cancel_future": json(bodies.OfFuture, service.cancel),
+            "retrieve_future": self._retrieve,
+            "forward_backward": self._forward_backward,
+            "optim_step": operation(bodies.Step, service.step),
+            "save_weights": operation(bodies.Save, service.save),
+            "save_weights_for_sampler": operation(bodies.SaveForSampler, service.save_for_sampler),
+        }
+        gets: dict[str, Handler] = {
+            "healthz": self._fixed({"status": "ok"}),
+            "get_server_capabilities": bodiless(service.capabilities),
+            "samplers/{id}": bodiless(service.samplers.get),
+            "training_runs": bodiless(runs.all, "training_runs"),
+            "training_runs/{id}": bodiless(runs.get),
+            "training_runs/{id}/checkpoints": bodiless(runs.checkpoints, "checkpoints"),
+            "checkpoints": bodiless(runs.checkpoints, "checkpoints"),
+        }
+        deletes = {"training_runs/{id}/checkpoints/{use}/{name}": bodiless(runs.delete_checkpoint)}
+        return [
+            Route(f"/api/v1/{path}", _guarded(handler), methods=[method])
+            for method, handlers in (("POST", posts), ("GET", gets), ("DELETE", deletes))
+            for path, handler in handlers.items()
+        ]
 
-    async def handle(request: Request) -> Response:
-        await bounded_body(request, limits.tinker_body)
-        return JSONResponse(reply)
+    def _fixed(self, reply: dict[str, Any]) -> Handler:
+        """Return a handler with a constant reply."""
 
-    return handle
+        async def handle(request: Request) -> Response:
+            await bounded_body(request, self._limits.tinker_body)
+            return JSONResponse(reply)
 
+        return handle
 
-def _json(
-    kind: type[Body],
-    of: Callable[[Any, RequestContext], dict[str, Any]],
-    limits: Limits,
-    threads: DaemonThreads,
-    one: DaemonThreads,
-) -> Handler:
-    """Return a handler of a JSON body."""
+    def _json(
+        self, kind: type[Body], of: Callable[[Any, RequestContext], dict[str, Any]]
+    ) -> Handler:
+        """Return a handler of a JSON body."""
 
-    async def handle(request: Request) -> Response:
-        context = await _context(request, limits, threads)
-        body = await threads.call(partial(checked, context.fields, kind), request)
-        return JSONResponse(await one.call(partial(of, body, context), request))
+        async def handle(request: Request) -> Response:
+            context = await self._context(request)
+            body = await self._threads.call(partial(checked, context.fields, kind), request)
+            return JSONResponse(await self.changes.call(partial(of, body, context), request))
 
-    return handle
+        return handle
 
+    def _operation(
+        self, kind: type[OperationBody], of: Callable[[Any, Any], Callable[[], Any]]
+    ) -> Handler:
+        """Return a handler of a model's operation; an invalid body fails the operation.
 
-def _operation(
-    service: Service,
-    threads: DaemonThreads,
-    kind: type[bodies.OperationBody],
-    of: Callable[[Any, Any], Callable[[], Any]],
-) -> Handler:
-    """Return a handler of a model's operation; an invalid body fails the operation.
+        The request succeeds then, and the operation uses up its number.
+        """
 
-    The request succeeds then, and the operation uses up its number.
-    """
+        async def handle(request: Request) -> Response:
+            context = await self._context(request)
+            place = {name: context.fields.get(name) for name in ("model_id", "seq_id")}
 
-    async def handle(request: Request) -> Response:
-        context = await _context(request, service.limits, threads)
-        place = {name: context.fields.get(name) for name in ("model_id", "seq_id")}
+            def prepare(model: Any) -> Callable[[], Any]:
+                return of(checked(context.fields, kind), model)
 
-        def prepare(model: Any) -> Callable[[], Any]:
-            return of(checked(context.fields, kind), model)
+            return await self._submitted(request, place, context, prepare)
 
-        ordered = checked(place, bodies.OperationBody)
-        submit = partial(service.submit, ordered, context, prepare)
-        return JSONResponse(await threads.call(submit, request))
+        return handle
 
-    return handle
+    async def _submitted(
+        self, request: Request, place: dict[str, Any], context: RequestContext, prepare: Any
+    ) -> Response:
+        ordered = checked(place, OperationBody)
+        submit = partial(self._service.submit, ordered, context, prepare)
+        return JSONResponse(await self._threads.call(submit, request))
 
-
-def _forward_backward(service: Service, threads: DaemonThreads) -> Handler:
-    async def handle(request: Request) -> Response:
+    async def _forward_backward(self, request: Request) -> Response:
         if request.headers.get("content-encoding", "identity") != "identity":
             raise RequestError("the server does not support compressed bodies.", status=415)
         if "json" in request.headers.get("content-type", ""):
             fix = "Use tinker 0.25 or newer."
             raise RequestError("forward_backward requires protobuf.", fix=fix, status=415)
-        data = await bounded_body(request, service.limits.tinker_datums)
-        message = await threads.call(partial(parsed, "ForwardBackward", data), request)
-        place = checked(
-            {"model_id": message.model_id, "seq_id": message.seq_id}, bodies.OperationBody
-        )
+        data = await bounded_body(request, self._limits.tinker_datums)
+        message = await self._threads.call(partial(parsed, "ForwardBackward", data), request)
+        place = {"model_id": message.model_id, "seq_id": message.seq_id}
         digest = digest_of(message.SerializeToString(deterministic=True))
-        context = RequestContext(_owner(request), digest, len(data))
-        forward = partial(service.forward, message)
-        submit = partial(service.submit, place, context, forward)
-        return JSONResponse(await threads.call(submit, request))
+        context = RequestContext(request.state.owner, digest, len(data))
+        forward = partial(self._service.forward, message)
+        return await self._submitted(request, place, context, forward)
 
-    return handle
-
-
-def _retrieve(service: Service, threads: DaemonThreads) -> Handler:
-    async def handle(request: Request) -> Response:
-        context = await _context(request, service.limits, threads)
-        body = await threads.call(partial(checked, context.fields, bodies.OfFuture), request)
-        pending = service.pending(body, context)
+    async def _retrieve(self, request: Request) -> Response:
+        context = await self._context(request)
+        body = await self._threads.call(partial(checked, context.fields, bodies.OfFuture), request)
+        pending = self._service.pending(body, context)
         pending.check()
         await asyncio.wait([asyncio.wrap_future(pending.future)], timeout=HOLD_SECONDS)
         result = pending.future.result() if pending.future.done() else None
@@ -182,22 +180,29 @@ def _retrieve(service: Service, threads: DaemonThreads) -> Handler:
             return Response(result, media_type="application/x-protobuf")
         return JSONResponse(result)
 
-    return handle
+    def _bodiless(self, of: Callable[..., Any], name: str = "") -> Handler:
+        """Return a handler of requests without a body.
 
+        Args:
+            name: Field of a paginated list; "": the reply is not a list.
+        """
 
-def _bodiless(threads: DaemonThreads, of: Callable[..., Any], name: str = "") -> Handler:
-    """Return a handler of requests without a body.
+        async def handle(request: Request) -> Response:
+            owner = request.state.owner
+            result = await self._threads.result(partial(of, owner, **request.path_params), owner)
+            return JSONResponse(_page(request, name, result) if name else result)
 
-    Args:
-        name: Field of a paginated list; "": the reply is not a list.
-    """
+        return handle
 
-    async def handle(request: Request) -> Response:
-        owner = _owner(request)
-        result = await threads.result(partial(of, owner, **request.path_params), owner)
-        return JSONResponse(_page(request, name, result) if name else result)
+    async def _context(self, request: Request) -> RequestContext:
+        data = await bounded_body(request, self._limits.tinker_body)
+        key, owner = request.headers.get("x-idempotency-key", ""), request.state.owner
 
-    return handle
+        def read() -> RequestContext:
+            fields = fields_of(data)
+            return RequestContext(owner, digest_of(fields), len(data), fields, key[:200])
+
+        return await self._threads.call(read, request)  # parsing does not block the event loop
 
 
 def _page(request: Request, name: str, items: list[Any]) -> dict[str, Any]:
@@ -209,21 +214,6 @@ def _page(request: Request, name: str, items: list[Any]) -> dict[str, Any]:
         numbers[key] = int(text)
     page = items[numbers["offset"] :][: min(numbers["limit"], 1000)]
     return {name: page, "cursor": {**numbers, "total_count": len(items)}}
-
-
-def _owner(request: Request) -> str:
-    return str(request.state.owner)
-
-
-async def _context(request: Request, limits: Limits, threads: DaemonThreads) -> RequestContext:
-    data = await bounded_body(request, limits.tinker_body)
-    key = request.headers.get("x-idempotency-key", "")
-
-    def read() -> RequestContext:
-        fields = fields_of(data)
-        return RequestContext(_owner(request), digest_of(fields), len(data), fields, key[:200])
-
-    return await threads.call(read, request)  # parsing does not block the event loop
 
 
 def _guarded(handler: Handler) -> Handler:

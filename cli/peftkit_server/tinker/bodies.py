@@ -20,7 +20,8 @@ from peftkit.errors import first_few
 from peftkit.files.strict_json import parse_json
 from peftkit_server.limits import Limits
 from peftkit_server.refusals import RequestError
-from peftkit_server.requests import MAX_TOKENS, StopText, errors_of
+from peftkit_server.requests import MAX_TOKENS, StopText
+from peftkit_server.validation import errors_of
 
 B = TypeVar("B", bound="Body")
 

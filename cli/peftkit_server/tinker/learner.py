@@ -23,8 +23,7 @@ from peftkit.forward.fused import fused_modules
 from peftkit.forward.loss import Head, find_head
 from peftkit.forward.row_lengths import context_length
 from peftkit.methods.lora import LoRA
-from peftkit.model.lift import lifted
-from peftkit.model.modes import evaluating, modes_kept
+from peftkit.model.modes import evaluating, lifted, modes_kept
 from peftkit.tasks.batches import split_micro_batches
 from peftkit.train.fitting import Costs, Fitting, choose, saved_by
 from peftkit_server.refusals import RequestError

@@ -21,11 +21,10 @@ from peftkit_server.tinker.bodies import Lora, RequestContext, check_metadata
 from peftkit_server.tinker.futures import Futures, OperationQueue, PendingResult, Result, Run
 from peftkit_server.tinker.losses import loss_of, settings_of
 from peftkit_server.tinker.rows import datums_of
-from peftkit_server.tinker.runs import MODEL, Runs
 from peftkit_server.tinker.samples import Samplers
 from peftkit_server.tinker.sessions import Sessions
 from peftkit_server.tinker.tenants import Tenants
-from peftkit_server.tinker.weights import Weights
+from peftkit_server.tinker.weights import RUN, Runs, Weights
 from peftkit_server.tinker.wire import output_of
 from peftkit_server.training import Training
 
@@ -142,7 +141,7 @@ class Service:
         self.sessions.check(session, owner)
         id = f"{session}:train:{body.model_seq_id}"
         if id not in self._models:
-            if self._store.get(MODEL, id) is not None:
+            if self._store.get(RUN, id) is not None:
                 raise self._missing(id, owner)
             self._make_room(owner)
             check_metadata(body.user_metadata, self.limits)
@@ -153,7 +152,7 @@ class Service:
             document = {"model_id": id, "created": now, "metadata": body.user_metadata}
             with self._store.lock:
                 self._quotas.check_record(owner)
-                self._store.put(MODEL, id, document | model.metadata, owner=owner, parent=session)
+                self._store.put(RUN, id, document | model.metadata, owner=owner, parent=session)
             self._models[id] = model
         config = self._models[id].config
 
@@ -206,7 +205,7 @@ class Service:
 
     def _missing(self, id: str, owner: str) -> RequestError:
         """Return the error for a model that does not exist or is no longer in memory."""
-        if self._store.get(MODEL, id, owner) is None:
+        if self._store.get(RUN, id, owner) is None:
             return RequestError(f"there is no model {id}.", status=404)
         paths = [each["path"] for each in self._weights.all(owner, id) if each["use"] == "weights"]
         saved = f"Its last saved weights: {paths[-1]}." if paths else "It was never saved."
@@ -243,7 +242,7 @@ class Service:
 
     def unload(self, body: bodies.OfModel, context: RequestContext) -> Reply:
         """Drop a model from memory; its saved weights remain."""
-        if self._store.get(MODEL, body.model_id, context.owner) is None:
+        if self._store.get(RUN, body.model_id, context.owner) is None:
             raise self._missing(body.model_id, context.owner)
 
         def run() -> Result:

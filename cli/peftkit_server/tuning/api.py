@@ -8,8 +8,9 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -20,20 +21,22 @@ from peftkit.errors import PeftkitError, RunError
 from peftkit.inference.engine import Request as EngineRequest
 from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.tasks.rewards.grading import Answered, Grading
+from peftkit_server.body import bounded_body
 from peftkit_server.generation import Generation, Output
 from peftkit_server.refusals import RequestError, status_of
 from peftkit_server.threads import DaemonThreads
 from peftkit_server.training import Dialect, Training
 from peftkit_server.tuning.bodies import GraderBody, GraderRun, JobBody
 from peftkit_server.tuning.documents import CHECKPOINT, JOB
-from peftkit_server.tuning.files import Files
+from peftkit_server.tuning.files import Files, Page
 from peftkit_server.tuning.grader_process import ProcessCode
 from peftkit_server.tuning.jobs import ACTIONS, Jobs
-from peftkit_server.tuning.pages import Page, body_of
 from peftkit_server.tuning.recipes import grader_of
+from peftkit_server.validation import read_body
 
 JOBS = "/v1/fine_tuning/jobs"
 GRADERS = "/v1/fine_tuning/alpha/graders"
+M = TypeVar("M", bound=BaseModel)
 
 
 def dialect(training: Training) -> Dialect:
@@ -86,8 +89,17 @@ class _Api:
         self._graders.shutdown()
         self._jobs.close()
 
+    async def _body(self, request: Request, kind: type[M]) -> M:
+        """Return the validated body of a request.
+
+        Raises:
+            RequestError: The body is too long, or as `read_body`.
+        """
+        data = await bounded_body(request, self._limits.max_body)
+        return await self._threads.call(partial(read_body, data, kind), request)
+
     async def create(self, request: Request) -> Response:
-        body = await body_of(request, JobBody, self._limits, self._threads)
+        body = await self._body(request, JobBody)
         owner = request.state.owner
         create = partial(self._jobs.create, body, owner)
         return JSONResponse(await self._threads.result(create, owner))
@@ -121,7 +133,7 @@ class _Api:
     # Graders.
 
     async def validate(self, request: Request) -> Response:
-        body = await body_of(request, GraderBody, self._limits, self._threads)
+        body = await self._body(request, GraderBody)
         await self._graders.call(partial(self._check_grader, body.grader), request)
         return JSONResponse({"grader": body.grader})
 
@@ -130,7 +142,7 @@ class _Api:
             grader_of(grader, self._training, Path(folder))
 
     async def grade(self, request: Request) -> Response:
-        body = await body_of(request, GraderRun, self._limits, self._threads)
+        body = await self._body(request, GraderRun)
         graded = partial(self._graded, request.state.owner, body)
         return JSONResponse(await self._graders.call(graded, request))
 

@@ -6,7 +6,9 @@ import re
 import time
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from peftkit_server.validation import Strict
 
 Count = Annotated[int, Field(ge=1)]
 Auto = Literal["auto"]
@@ -15,11 +17,7 @@ _Key = Annotated[str, Field(max_length=64)]
 _Value = Annotated[str, Field(max_length=512)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class Hyperparameters(_Strict):
+class Hyperparameters(Strict):
     """Hyperparameters of supervised jobs; "auto" and null: defaults by number of rows."""
 
     n_epochs: Auto | Annotated[int, Field(ge=1, le=50)] | None = None
@@ -43,15 +41,15 @@ class _OfReinforcement(Hyperparameters):
     reasoning_effort: Literal["default"] | None = None
 
 
-class _Supervised(_Strict):
+class _Supervised(Strict):
     hyperparameters: Hyperparameters | None = None
 
 
-class _Dpo(_Strict):
+class _Dpo(Strict):
     hyperparameters: _OfDpo | None = None
 
 
-class _Reinforcement(_Strict):
+class _Reinforcement(Strict):
     grader: dict[str, Any]
     hyperparameters: _OfReinforcement | None = None
 
@@ -59,7 +57,7 @@ class _Reinforcement(_Strict):
 Kind = Literal["supervised", "dpo", "reinforcement"]
 
 
-class _Method(_Strict):
+class _Method(Strict):
     type: Kind
     supervised: _Supervised | None = None
     dpo: _Dpo | None = None
@@ -75,17 +73,17 @@ class _Method(_Strict):
         return self
 
 
-class _Wandb(_Strict):
+class _Wandb(Strict):
     project: Literal["peftkit"]
     """The wandb project of the server's runs."""
 
 
-class _Integration(_Strict):
+class _Integration(Strict):
     type: Literal["wandb"]
     wandb: _Wandb
 
 
-class JobBody(_Strict):
+class JobBody(Strict):
     """The body that creates a job."""
 
     model: Text
@@ -163,7 +161,7 @@ class JobBody(_Strict):
         }
 
 
-class GraderBody(_Strict):
+class GraderBody(Strict):
     """Request body for validating a grader."""
 
     grader: dict[str, Any]
@@ -173,4 +171,4 @@ class GraderRun(GraderBody):
     """Request body for running a grader on one answer."""
 
     model_sample: str
-    item: dict[str, Any] = {}
+    item: dict[str, Any] = Field(default_factory=dict)

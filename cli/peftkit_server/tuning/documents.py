@@ -36,8 +36,7 @@ def rename_old_fields(store: Store) -> None:
 def changing(store: Store, id: str) -> Iterator[dict[str, Any]]:
     """Yield a job's document and write it at the end; the context is one transaction."""
     with store.transaction():
-        job = store.get(JOB, id)
-        assert job is not None
+        job = store.existing(JOB, id)
         yield job
         store.put(JOB, id, job, owner=store.owner(JOB, id))
 

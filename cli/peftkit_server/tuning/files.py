@@ -1,11 +1,12 @@
-"""Clients' files: uploaded rows, and the results of jobs."""
+"""Clients' files: uploaded rows, and the results of jobs; pages of lists."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
@@ -18,10 +19,48 @@ from peftkit_server.refusals import RequestError
 from peftkit_server.store import new_id
 from peftkit_server.training import Training
 from peftkit_server.tuning.documents import JOB
-from peftkit_server.tuning.pages import Page
 from peftkit_server.tuning.rows import JobError
 
 KIND, PURPOSE, RESULTS = FILE, "fine-tune", "fine-tune-results"
+
+
+class Page(NamedTuple):
+    """The requested page of a list.
+
+    Attributes:
+        after: Id of the last item of the previous page.
+    """
+
+    limit: int
+    after: str | None
+
+    @classmethod
+    def of(cls, request: Request, *, max_limit: int = 100, default: int = 20) -> Page:
+        """Return the page of a request.
+
+        Raises:
+            RequestError: The limit is not a number from 1 to `max_limit`.
+        """
+        limit = request.query_params.get("limit", str(default))
+        is_number = limit.isascii() and limit.isdigit() and len(limit) < 10
+        if not (is_number and 1 <= int(limit) <= max_limit):
+            raise RequestError(f"limit must be a number from 1 to {max_limit:,}.", param="limit")
+        return cls(int(limit), request.query_params.get("after"))
+
+    def response(self, items: Sequence[dict[str, Any]]) -> Response:
+        """Return the page of a list of documents, in the list's order.
+
+        Raises:
+            RequestError: `after` is not in the list.
+        """
+        ids = [item["id"] for item in items]
+        if self.after is not None and self.after not in ids:
+            raise RequestError(f"there is no '{self.after[:80]}' in this list.", param="after")
+        start = 0 if self.after is None else ids.index(self.after) + 1
+        data = items[start : start + self.limit]
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+        has_more = start + self.limit < len(items)
+        return JSONResponse({"object": "list", "data": data, "has_more": has_more, **ends})
 
 
 class Files:

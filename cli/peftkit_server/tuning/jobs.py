@@ -250,8 +250,7 @@ class Jobs:
                 self._queue(id)
 
     def _make_recipe(self, id: str) -> None:
-        job, folder = self._store.get(JOB, id), self.folder(id)
-        assert job is not None
+        job, folder = self._store.existing(JOB, id), self.folder(id)
         body, grader = JobBody.model_validate(job["request"]), None
         if body.grader is not None:
             grader = grader_of(body.grader, self._training, folder)
@@ -393,8 +392,7 @@ class Jobs:
         Raises:
             JobError: One of them is damaged or missing.
         """
-        job, path = self._store.get(JOB, id), self.folder(id) / RECIPE
-        assert job is not None
+        job, path = self._store.existing(JOB, id), self.folder(id) / RECIPE
         digest = job.get("recipe")  # jobs of older servers have none
         is_whole = path.is_file() and (not with_recipe or digest in (None, sha256_of(path)))
         if not is_whole:
@@ -407,8 +405,7 @@ class Jobs:
 
     def _waits_for_base(self, id: str) -> bool:
         """Return whether a job was created over another base than the server's; log that."""
-        job = self._store.get(JOB, id)
-        assert job is not None
+        job = self._store.existing(JOB, id)
         base = job.get("base", self._server_base)  # jobs of earlier versions have none
         if base["fingerprint"] == self._server_base["fingerprint"]:
             return False

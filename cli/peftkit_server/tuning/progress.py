@@ -54,8 +54,7 @@ class JobProgress:
     ) -> None:
         self._training, self._store, self._id = training, training.store, id
         self._folder, self._yield_model = folder, yield_model
-        job = training.store.get(JOB, id)
-        assert job is not None
+        job = training.store.existing(JOB, id)
         self._name, self._owner = job["name"], training.store.owner(JOB, id)
         self._epochs: int = job["response"]["hyperparameters"]["n_epochs"]
         self._evaluates = job["response"]["validation_file"] is not None

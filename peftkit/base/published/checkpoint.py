@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from peftkit.errors import BaseError
+from peftkit.files.strict_json import JsonMap
 from peftkit.kernels.block_scaled import PAIRED
 from peftkit.kernels.gguf_blocks import TYPES, row_bytes
 from peftkit.kernels.packed import PackedFormat
@@ -69,7 +70,7 @@ class UnreadableError(ValueError):
     """Raised for an unsupported format or an unreadable layer; the message names it."""
 
 
-def scheme_of(settings: Mapping[str, Any], path: str = "") -> Scheme:
+def scheme_of(settings: JsonMap, path: str = "") -> Scheme:
     """Return the scheme of a layer, from a checkpoint's `quantization_config`.
 
     Raises:
@@ -103,7 +104,7 @@ def _pair(sides: Sequence[Any]) -> tuple[int, int]:
     return int(sides[0]), int(sides[1])
 
 
-def _gptq(settings: Mapping[str, Any]) -> Scheme:
+def _gptq(settings: JsonMap) -> Scheme:
     bits, form = settings.get("bits"), settings.get("checkpoint_format") or settings.get("format")
     if bits not in (4, 8) or form not in (None, "gptq", "gptq_v2"):
         raise UnreadableError(f"gptq in {bits} bits, layout {form or 'gptq'}")
@@ -113,7 +114,7 @@ def _gptq(settings: Mapping[str, Any]) -> Scheme:
     return Scheme("gptq", bits, group, is_v2=form == "gptq_v2", has_zeros=has_zeros)
 
 
-def _awq(settings: Mapping[str, Any]) -> Scheme:
+def _awq(settings: JsonMap) -> Scheme:
     bits = settings.get("bits", settings.get("w_bit"))
     form = str(settings.get("version") or settings.get("format") or "gemm").lower()
     if bits != 4 or form != "gemm":
@@ -122,9 +123,9 @@ def _awq(settings: Mapping[str, Any]) -> Scheme:
     return Scheme("awq", 4, group, has_zeros=bool(settings.get("zero_point", True)))
 
 
-def _auto_round(settings: Mapping[str, Any], path: str) -> Scheme:
+def _auto_round(settings: JsonMap, path: str) -> Scheme:
     form = str(settings.get("packing_format", "auto_round:auto_gptq"))
-    overrides: Mapping[str, Any] = (settings.get("extra_config") or {}).get(path) or {}
+    overrides: JsonMap = (settings.get("extra_config") or {}).get(path) or {}
     of_layer = {**settings, **overrides, "checkpoint_format": None, "format": None, "version": None}
     if form.endswith("gptq"):
         return _gptq(of_layer)
@@ -144,7 +145,7 @@ def _torchao(settings: Mapping[str, object]) -> Scheme:
     raise UnreadableError("torchao in another type than int8 and float8")
 
 
-def _compressed(settings: Mapping[str, Any], path: str) -> Scheme:
+def _compressed(settings: JsonMap, path: str) -> Scheme:
     for name in ("transform_config", "sparsity_config"):
         section = settings.get(name) or {}
         if (
@@ -173,7 +174,7 @@ def _compressed(settings: Mapping[str, Any], path: str) -> Scheme:
     raise UnreadableError(f"compressed-tensors, {form} in {bits} bits")
 
 
-def _group(groups: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+def _group(groups: JsonMap, path: str) -> JsonMap:
     """Return the settings of a layer; its name or a pattern takes precedence over its class."""
     for group in groups.values():
         for target in group["targets"]:
@@ -185,7 +186,7 @@ def _group(groups: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     return dict((by_class or list(groups.values()) or [{}])[0])
 
 
-def schemes_of(settings: Mapping[str, Any]) -> list[Scheme]:
+def schemes_of(settings: JsonMap) -> list[Scheme]:
     """Return the distinct schemes of a checkpoint's layers, the default one first.
 
     Raises:
@@ -198,14 +199,13 @@ def schemes_of(settings: Mapping[str, Any]) -> list[Scheme]:
                 schemes.append(scheme_of({**settings, "config_groups": {name: group}}))
     if settings.get("quant_method") == "auto-round":
         for path, overrides in (settings.get("extra_config") or {}).items():
-            if (
-                overrides.get("bits", settings.get("bits")) <= 8
-            ):  # layers with more bits are not quantised
+            # layers with more bits are not quantised
+            if overrides.get("bits", settings.get("bits")) <= 8:
                 schemes.append(scheme_of(settings, path))
     return list(dict.fromkeys(schemes))
 
 
-def described(settings: Mapping[str, Any]) -> str:
+def described(settings: JsonMap) -> str:
     """Return a description of a checkpoint's format: "awq, 4 bits, groups of 128"."""
     schemes, method = schemes_of(settings), str(settings["quant_method"])
     if method == "gguf":
@@ -234,7 +234,7 @@ class PublishedCheckpoint:
         settings: The `quantization_config` of its config.json.
     """
 
-    settings: Mapping[str, Any]
+    settings: JsonMap
 
     @property
     def is_bitsandbytes(self) -> bool:

@@ -7,14 +7,14 @@ whether a layer is quantised, the config determines its scheme (checkpoint.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from peftkit.base.published.checkpoint import Scheme, UnreadableError
 from peftkit.kernels.block_scaled import exponents
-from peftkit.kernels.packed import PackedFormat, unpack
+from peftkit.kernels.packed import PackedFormat, PackedWeight, unpack
 from peftkit.quant.layers import import_bitsandbytes
 
 STACKS = {name: [f"{name}_blocks", f"{name}_scales"] for name in ("gate_up_proj", "down_proj")}
@@ -236,7 +236,7 @@ def unpacked(codes: Codes, dtype: torch.dtype) -> Tensor:
     """Return a weight as a tensor of floats."""
     if codes.scales:  # blocks of GGUF files have none; bitsandbytes unpacks int8
         import_bitsandbytes()  # takes a second, for it also imports torch's compiler
-    return unpack(codes.packed, codes.scales, codes.form, dtype)
+    return unpack(PackedWeight(codes.packed, codes.scales, codes.form), dtype)
 
 
 def some_values(codes: Codes, positions: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ def some_values(codes: Codes, positions: Tensor) -> Tensor:
 
 def stacked_codes(
     experts: Mapping[str, Sequence[Codes]],
-    combined: Callable[[dict[str, Any]], Tensor],
+    combined: Callable[[dict[str, object]], Tensor],
     expected: torch.Size,
 ) -> Codes | None:
     """Return experts' weights as one stack of codes; None if they must be dequantised.

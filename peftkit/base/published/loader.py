@@ -16,13 +16,14 @@ from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
-from peftkit.base.fingerprint import sample_positions, shown
 from peftkit.base.pack import (
     LoaderArguments,
     LoadingAborted,
     PackingConfig,
     PackingLoader,
     PackingQuantizer,
+    sample_positions,
+    shown,
 )
 from peftkit.base.pretrained import published
 from peftkit.base.published.checkpoint import PublishedCheckpoint, UnreadableError, scheme_of
@@ -140,7 +141,7 @@ class StoredConfig(PackingConfig):
 class StoredQuantizer(PackingQuantizer):
     """Passes tensors in the dtype of the files; transformers would otherwise cast them."""
 
-    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
+    def __init__(self, quantization_config: Any, **kwargs: object) -> None:
         super().__init__(quantization_config, **kwargs)
         self.pre_quantized = True
 
@@ -170,7 +171,7 @@ class CodesQuantizer(StoredQuantizer):
         self._method = checkpoint.settings.get("quant_method") if checkpoint else None
         self.serialized_names = STACKS if self._method == "mxfp4" else {"weight": [*LEAVES]}
 
-    def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
+    def update_weight_conversions(self, weight_conversions: object, model: nn.Module) -> Any:
         """Read the tensors of a parameter together, before the model's own conversions."""
         converters = HfQuantizer.update_weight_conversions(self, weight_conversions, model)
         for converter in converters:
@@ -188,7 +189,7 @@ class CodesQuantizer(StoredQuantizer):
             renamings.append(WeightRenaming(r"^(.+)\.scale", r"\1.weight_scale_inv"))
         return renamings
 
-    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> None:
+    def get_new_dtype(self, converter: object, param: object, dtype: torch.dtype | None) -> None:
         """Pass tensors to the loader, unless `_Read` reads them together."""
         operations = getattr(converter, "operations", None) or [None]
         if not isinstance(operations[0], _Read):

@@ -143,7 +143,7 @@ class Media:
         raise NotImplementedError
 
     @classmethod
-    def arguments(cls, rows: Sequence[Sequence[Any]], limits: Limits) -> dict[str, Any]:
+    def arguments(cls, rows: Sequence[Sequence[object]], limits: Limits) -> dict[str, Any]:
         """Return a processor's arguments for the media of several texts."""
         return {cls.argument: [one for row in rows for one in row]}
 
@@ -316,7 +316,7 @@ class Picture(Media):
         return Image.new("RGB", (64, 64), "white")
 
     @classmethod
-    def arguments(cls, rows: Sequence[Sequence[Any]], limits: Limits) -> dict[str, Any]:
+    def arguments(cls, rows: Sequence[Sequence[object]], limits: Limits) -> dict[str, Any]:
         return {"images": [list(row) for row in rows]}
 
     def decode(self, mode: str = "RGB", max_pixels: int | None = None) -> Any:
@@ -437,7 +437,7 @@ class Audio(Media):
         return (0.1 * torch.sin(600 * times)).numpy()
 
     @classmethod
-    def arguments(cls, rows: Sequence[Sequence[Any]], limits: Limits) -> dict[str, Any]:
+    def arguments(cls, rows: Sequence[Sequence[object]], limits: Limits) -> dict[str, Any]:
         return {**super().arguments(rows, limits), "sampling_rate": limits.rate}
 
     def decode(self, rate: int, max_seconds: float, *, silent: bool = False) -> Any:

@@ -292,10 +292,10 @@ class MediaTemplate:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = False,
-        tools: Any = None,
+        tools: object = None,
         chat_template: str | None = None,
         tokenize: bool = False,
-        **variables: Any,
+        **variables: object,
     ) -> str:
         """Return a conversation as text; the interface of a tokenizer's method."""
         text: str = self._processor.apply_chat_template(

@@ -223,7 +223,7 @@ class _Row:
                 raise WrongField(listed.field, f"{words} text")
         return Record(fields, self._record.source)
 
-    def _turn(self, turn: Any, path: str) -> Any:
+    def _turn(self, turn: object, path: str) -> Any:
         if not isinstance(turn, Mapping):
             return turn  # `parse` raises what is wrong with it
         _, key = turn_keys(turn)
@@ -235,7 +235,7 @@ class _Row:
         parts = [self._part(part, f"{path}.{key}[{n}]") for n, part in enumerate(value)]
         return {**turn, key: "".join(parts)}
 
-    def _part(self, part: Any, path: str) -> str:
+    def _part(self, part: object, path: str) -> str:
         if isinstance(part, str):
             return self._marked(part, path)
         if not isinstance(part, Mapping):

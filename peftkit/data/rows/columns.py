@@ -133,7 +133,7 @@ class Columns:
                     return False
         return True
 
-    def _stored(self, row: Any) -> dict[str, Any]:
+    def _stored(self, row: object) -> dict[str, Any]:
         """Return a row's values for Arrow; labels become the bounds of their targets."""
         values = {name: getattr(row, name) for name in self._names}
         for name in self._labels:
@@ -150,7 +150,7 @@ class Columns:
         stored = self._stored(row) if stored is None else stored
         return self._digest(row, {n: array("i", stored[n]).tobytes() for n in self._ints})
 
-    def _digest(self, row: Any, ints: Mapping[str, bytes]) -> int:
+    def _digest(self, row: object, ints: Mapping[str, bytes]) -> int:
         """Return the digest of a row; `ints` are the stored bytes of its integer fields."""
         contents = [
             ints[name]
@@ -170,14 +170,14 @@ class Columns:
 _columns: dict[type[Any], Columns] = {}
 
 
-def columns_of(kind: type[Any]) -> Columns:
+def columns_of(kind: type[object]) -> Columns:
     """Return the columns of a class of rows."""
     if kind not in _columns:
         _columns[kind] = Columns(kind)
     return _columns[kind]
 
 
-def row_digest(row: Any) -> int:
+def row_digest(row: object) -> int:
     """Return 64 bits that are equal for rows of equal content, regardless of their source."""
     return columns_of(type(row)).digest(row)
 
@@ -198,7 +198,7 @@ def _arrow_type(annotation: Any) -> Any:
     return scalars[args[0] if args else annotation]
 
 
-def _element(annotation: Any) -> Any:
+def _element(annotation: object) -> Any:
     """Return the class of a field, or of the elements of its tuple."""
     return (get_args(annotation) or (annotation,))[0]
 
@@ -258,7 +258,7 @@ class StoredRows(LazyRows):
         DAMAGED: The folder is damaged, or was not written by `encoded`.
     """
 
-    def __init__(self, where: str, folder: Path, kind: type[Any]) -> None:
+    def __init__(self, where: str, folder: Path, kind: type[object]) -> None:
         import pyarrow as pa
 
         facts = json.loads((folder / FACTS).read_bytes())

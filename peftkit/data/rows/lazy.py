@@ -20,12 +20,12 @@ OBJECT_TOKENS = 64
 """Memory of a row object without its tokens, in tokens."""
 
 
-def num_tokens(row: Any) -> int:
+def num_tokens(row: object) -> int:
     """Return a row's length in tokens, encoder plus decoder; 0 if it has none."""
     return sum(row_lengths(row))
 
 
-def tokens_of_each(rows: Sequence[Any]) -> Tensor:
+def tokens_of_each(rows: Sequence[object]) -> Tensor:
     """Return each row's length in tokens (rows,); lazy rows store it."""
     tokens: Tensor | None = getattr(rows, "num_tokens", None)
     if tokens is not None:
@@ -33,7 +33,7 @@ def tokens_of_each(rows: Sequence[Any]) -> Tensor:
     return torch.tensor([num_tokens(row) for row in rows], dtype=torch.int64)
 
 
-def row_lengths(row: Any) -> tuple[int, int]:
+def row_lengths(row: object) -> tuple[int, int]:
     """Return a row's tokens, or encoder positions, and the tokens of a separate decoder."""
     tokens = len(getattr(row, "input_ids", ())) or getattr(row, "num_encoder_tokens", 0)
     return tokens, getattr(row, "num_decoder_tokens", 0)
@@ -94,7 +94,7 @@ class View(LazyRows):
         places: Indices into the concatenated parts, in the order of the view; None: all rows.
     """
 
-    def __init__(self, parts: Sequence[Sequence[Any]], places: Tensor | None = None) -> None:
+    def __init__(self, parts: Sequence[Sequence[object]], places: Tensor | None = None) -> None:
         self._parts, self._stops = parts, [*accumulate(map(len, parts))]
         self._places = torch.arange(self._stops[-1]) if places is None else places
         contents = [part.fingerprint for part in parts if isinstance(part, LazyRows)]
@@ -141,7 +141,7 @@ def fingerprint_of(*contents: object) -> str:
     return f"sha256:{digest.hexdigest()[:32]}"
 
 
-def fingerprint(rows: Iterable[Any]) -> str:
+def fingerprint(rows: Iterable[object]) -> str:
     """Return a hash of the rows' contents, without their `source`."""
     stored = getattr(rows, "fingerprint", None)  # for rows that are not in memory
     if isinstance(stored, str):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from peftkit.errors import AdapterError, first_few
-from peftkit.files.strict_json import shown
+from peftkit.files.strict_json import Json, JsonMap, shown
 from peftkit.formats.guard import MAX_TENSORS, NAME, file_kind
 
 MAGIC = b"GGUF"
@@ -56,7 +56,7 @@ class GGUFTensor:
 class GGUFHeader:
     """A checked header; arrays among the keys are represented by their length."""
 
-    keys: Mapping[str, Any]
+    keys: JsonMap
     tensors: Mapping[str, GGUFTensor]
 
 
@@ -85,7 +85,7 @@ def read_header(path: Path, file: BinaryIO) -> GGUFHeader:
             found=f"It claims {num_tensors:,} tensors and {num_keys:,} keys; the limits are "
             f"{MAX_TENSORS:,} and {MAX_KEYS:,}.",
         )
-    keys: dict[str, Any] = {}
+    keys: Json = {}
     for _ in range(num_keys):
         key = cursor.string()
         if key in keys:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch import Tensor
 from peftkit.adapter import Adapter
 from peftkit.base.load import Base
 from peftkit.files.disk import write_json
+from peftkit.files.strict_json import Json
 from peftkit.files.tensors import write_tensors
 from peftkit.formats.folders import CONFIG, NOTES, START, TENSORS
 from peftkit.formats.peft.load import BARE, FINGERPRINT, PREFIX, named_tensors
@@ -80,7 +80,7 @@ def _prefix(method: Method, name: str) -> str:
     return BARE if method.acts_on_input else PREFIX
 
 
-def _config_fields(adapter: Adapter, provenance: Provenance) -> dict[str, Any]:
+def _config_fields(adapter: Adapter, provenance: Provenance) -> Json:
     fields = written_fields(adapter)
     where = where_fields(adapter.method, provenance, fields["target_modules"])
     if "fan_in_fan_out" in where:
@@ -90,7 +90,7 @@ def _config_fields(adapter: Adapter, provenance: Provenance) -> dict[str, Any]:
     return {k: v for k, v in fields.items() if k not in format_of(adapter.method).absent_fields}
 
 
-def where_fields(method: Method, provenance: Provenance, targets: list[str]) -> dict[str, Any]:
+def where_fields(method: Method, provenance: Provenance, targets: list[str]) -> Json:
     """Return the config fields for base and targets, and the defaults of PEFT's oldest fields."""
     form = format_of(method)
     oldest = {k: v for k, v in OLDEST_FIELDS.items() if k not in form.absent_fields}

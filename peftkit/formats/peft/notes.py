@@ -12,19 +12,18 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from peftkit.config.schema import from_dict
 from peftkit.data.style import Style
 from peftkit.errors import AdapterError, PeftkitError
 from peftkit.files.disk import sha256_of, write_json
-from peftkit.files.strict_json import shown
+from peftkit.files.strict_json import Json, JsonMap, shown
 from peftkit.formats.folders import START
 from peftkit.formats.guard import read_json
 from peftkit.methods.base import Method
 from peftkit.methods.table import METHODS
 
-OLDEST_FIELDS: dict[str, Any] = {
+OLDEST_FIELDS: Json = {
     "auto_mapping": None,
     "bias": "none",
     "fan_in_fan_out": False,
@@ -65,11 +64,11 @@ class Provenance:
     revision: str | None = None
     fingerprint: str | None = None
     trunk: str | None = None
-    loading: Mapping[str, Any] = field(default_factory=dict)
+    loading: JsonMap = field(default_factory=dict)
     prompt_style: Style | None = None
     task_type: str | None = "CAUSAL_LM"
-    task: Mapping[str, Any] | None = None
-    plan: Mapping[str, Any] | None = None
+    task: JsonMap | None = None
+    plan: JsonMap | None = None
 
 
 def write_notes(
@@ -105,7 +104,7 @@ def write_notes(
 
 
 def read_notes(
-    path: Path, tensors: Path, config: Path, fields: Mapping[str, Any]
+    path: Path, tensors: Path, config: Path, fields: JsonMap
 ) -> tuple[Method, Provenance]:
     """Read peftkit.json, and compare the adapter's other files with it.
 
@@ -149,38 +148,34 @@ def read_notes(
             found=f"{error} is missing or of the wrong type",
             fix="Restore it, or delete it to load the folder as a plain PEFT adapter.",
         ) from error
+    changed = ""
     if settings_digest(spec, saved, origin.task) != settings:
+        changed = "settings, such as rank and alpha,"
+    elif digests.get("origin", computed) != computed:  # absent in files of earlier versions
+        changed = "prompt style, and of how the base is loaded,"
+    if changed:
         raise AdapterError(
             f"{path} was changed after the adapter was saved",
-            found="the sha256 of its settings, such as rank and alpha, differs from the recorded "
-            "one",
-            fix="Restore it; or delete it to load the folder with its adapter_config.json only.",
-        )
-    if digests.get("origin", computed) != computed:  # absent in files of earlier versions
-        raise AdapterError(
-            f"{path} was changed after the adapter was saved",
-            found="the sha256 of its prompt style, and of how the base is loaded, differs from the "
-            "recorded one",
+            found=f"the sha256 of its {changed} differs from the recorded one",
             fix="Restore it; or delete it to load the folder with its adapter_config.json only.",
         )
     check_config(config, fields, saved)
-    if sha256_of(tensors) != digest:
-        raise AdapterError(
-            f"{tensors} is not the file that was saved",
-            found=f"its sha256 differs from the one in {path.name}",
-            fix="Get it again; or delete peftkit.json to load it as a plain PEFT adapter.",
-        )
     start = tensors.with_name(START)
-    if START in digests and start.is_file() and sha256_of(start) != digests[START]:
-        raise AdapterError(
-            f"{start} is not the file that was saved",
-            found=f"its sha256 differs from the one in {path.name}",
-            fix="Get it again; or delete it to compare the adapter with the bare base.",
-        )
+    recorded = [(tensors, digest, "delete peftkit.json to load it as a plain PEFT adapter")]
+    if START in digests and start.is_file():
+        instead = "delete it to compare the adapter with the bare base"
+        recorded.append((start, digests[START], instead))
+    for file, expected, instead in recorded:
+        if sha256_of(file) != expected:
+            raise AdapterError(
+                f"{file} is not the file that was saved",
+                found=f"its sha256 differs from the one in {path.name}",
+                fix=f"Get it again; or {instead}.",
+            )
     return method, origin
 
 
-def computing(fields: Mapping[str, object]) -> dict[str, Any]:
+def computing(fields: Mapping[str, object]) -> Json:
     """Return the fields of a config that affect what the tensors compute."""
     return {
         name: value
@@ -189,7 +184,7 @@ def computing(fields: Mapping[str, object]) -> dict[str, Any]:
     }
 
 
-def computing_origin(base: Mapping[str, object], style: Any) -> dict[str, Any]:
+def computing_origin(base: Mapping[str, object], style: object) -> Json:
     """Return the settings of prompts and comparisons, without the base's name, which may change."""
     names = ("fingerprint", "trunk", "loading")
     return {"prompt_style": style, **{name: base.get(name) for name in names}}

@@ -16,7 +16,7 @@ from torch import nn
 from peftkit.adapter import Adapter
 from peftkit.errors import AdapterError, first_few
 from peftkit.files.safe_regex import fullmatches
-from peftkit.files.strict_json import shown
+from peftkit.files.strict_json import Json, JsonMap, shown
 from peftkit.methods.base import Method
 from peftkit.methods.table import SHARED_FIELDS, format_of
 from peftkit.model.places import is_transposed, own_table, token_tables
@@ -34,7 +34,7 @@ MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 REFUSED = "out_proj"
 
 
-def written_fields(adapter: Adapter) -> dict[str, Any]:
+def written_fields(adapter: Adapter) -> Json:
     """Return the config fields of the adapter's method and targets."""
     modules, method, form = adapter.method_modules, adapter.method, format_of(adapter.method)
     places = method.candidates(adapter.model)
@@ -53,7 +53,7 @@ def written_fields(adapter: Adapter) -> dict[str, Any]:
     others = {path.removesuffix(".base") for path, _ in adapter.model.named_modules()}
     others |= modules.keys()
     endings = {field: shortest_endings(paths, others - paths) for field, paths in subsets.items()}
-    fields: dict[str, Any] = {"target_modules": sorted({e for es in endings.values() for e in es})}
+    fields: Json = {"target_modules": sorted({e for es in endings.values() for e in es})}
     fields |= {field: endings[field] for field in form.subset_fields}
     if parameters:
         rest = {name.replace(".base.", ".") for name, _ in adapter.model.named_parameters()}
@@ -71,11 +71,11 @@ def written_fields(adapter: Adapter) -> dict[str, Any]:
     return fields
 
 
-def _fields_of_copies(adapter: Adapter, others: set[str]) -> dict[str, Any]:
+def _fields_of_copies(adapter: Adapter, others: set[str]) -> Json:
     """Return the fields of modules and rows of embeddings that are trained in full."""
     from peftkit.methods.modules_to_save import TokenRows, named_modules
 
-    method, fields = adapter.method, dict[str, Any]()
+    method, fields = adapter.method, Json()
     rows = {path: m for path, m in adapter.modules.items() if isinstance(m, TokenRows)}
     if whole := set(named_modules(adapter.model, method.train_fully)):
         fields["modules_to_save"] = _bare_endings(whole, others - whole)
@@ -157,7 +157,7 @@ def _stacks(places: Mapping[str, tuple[str, ...]]) -> set[str]:
     return {f"{path}.{name}" for path, names in places.items() for name in names}
 
 
-def check_targets(targets: Any, message: str, name: str = "target_modules") -> None:
+def check_targets(targets: object, message: str, name: str = "target_modules") -> None:
     """Check the type of `target_modules` or a similar field.
 
     Raises:
@@ -173,7 +173,7 @@ def check_targets(targets: Any, message: str, name: str = "target_modules") -> N
         )
 
 
-def targeted(paths: Iterable[str], targets: Any) -> list[str]:
+def targeted(paths: Iterable[str], targets: object) -> list[str]:
     """Return the paths that `target_modules` matches; none if it names no module ("all-linear").
 
     Raises:
@@ -256,7 +256,7 @@ def ends_with(path: str, ending: str) -> bool:
     return path == ending or path.endswith("." + ending)
 
 
-def with_implied_heads(fields: Mapping[str, object], tensors: Collection[str]) -> Mapping[str, Any]:
+def with_implied_heads(fields: Mapping[str, object], tensors: Collection[str]) -> JsonMap:
     """Return a config with `modules_to_save` extended by heads that the task implies, if present.
 
     Older PEFT wrote null there (peft_model.py: PeftModelForSequenceClassification).
@@ -333,7 +333,7 @@ def fit_to_model(
     return method.model_copy(update=update), sites
 
 
-def trained_fully(fields: Mapping[str, Any], model: nn.Module) -> list[str]:
+def trained_fully(fields: JsonMap, model: nn.Module) -> list[str]:
     """Return the paths of the modules that `modules_to_save` trains in full.
 
     This follows PEFT's rule, which ignores dots; `ensure_weight_tying` adds tables that are tied to
@@ -353,7 +353,7 @@ def trained_fully(fields: Mapping[str, Any], model: nn.Module) -> list[str]:
 
 
 def _check_trained(
-    paths: Sequence[str], fields: Mapping[str, Any], tensors: Collection[str], folder: Path
+    paths: Sequence[str], fields: JsonMap, tensors: Collection[str], folder: Path
 ) -> None:
     missing = [path for path in paths if not any(n.startswith(f"{path}.") for n in tensors)]
     if missing:

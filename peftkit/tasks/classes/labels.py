@@ -77,7 +77,7 @@ def text_of(fields: Mapping[str, object], name: str, setting: str) -> str:
     return full_text(fields, name)
 
 
-def list_of(fields: Mapping[str, object], name: str, setting: str) -> list[Any]:
+def list_of(fields: Mapping[str, object], name: str, setting: str) -> list[object]:
     """Return a field that is a list; see `field_of`."""
     value = field_of(fields, name, setting)
     if not isinstance(value, list):
@@ -99,7 +99,7 @@ def label_of(fields: Mapping[str, object], name: str) -> str:
     return label_name(field_of(fields, name, "task.label"))
 
 
-def label_names(values: Iterable[Any]) -> list[str]:
+def label_names(values: Iterable[object]) -> list[str]:
     """Return the names of several labels."""
     return [label_name(value) for value in values]
 
@@ -147,7 +147,7 @@ def check_names(labels: Sequence[str]) -> None:
 
 
 def values_in(
-    records: Iterable[Record], read: Callable[[Mapping[str, Any]], Read]
+    records: Iterable[Record], read: Callable[[Mapping[str, object]], Read]
 ) -> Iterator[tuple[Read, str]]:
     """Yield `read` of each record and its source; raises DataError for a WrongField of `read`."""
     for record in records:
@@ -159,7 +159,7 @@ def values_in(
 
 
 def names_in(
-    data: DataConfig, read: Callable[[Mapping[str, Any]], Iterable[str]]
+    data: DataConfig, read: Callable[[Mapping[str, object]], Iterable[str]]
 ) -> tuple[str, ...]:
     """Return the sorted names of all labels that `read` returns for training rows."""
     lists = values_in(training_records(data), read)
@@ -172,7 +172,7 @@ def training_records(data: DataConfig) -> Iterator[Record]:
         yield from iterate_records(source.path)
 
 
-def problem_of(values: Iterable[tuple[Any, str]]) -> Problem:
+def problem_of(values: Iterable[tuple[object, str]]) -> Problem:
     """Infer the problem from the values of the label field.
 
     Args:

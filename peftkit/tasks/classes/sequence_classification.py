@@ -125,11 +125,7 @@ class LabelledEncoder(TextsEncoder):
 
 
 class SequenceClassification(Classifier, TextTask):
-    """Classification of texts, or regression on them.
-
-    Args:
-        model: A model with a classification head; its config has the labels and the problem.
-    """
+    """Classification of texts, or regression on them; the model's config has the labels."""
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
@@ -169,7 +165,9 @@ class SequenceClassification(Classifier, TextTask):
             label = f"{target:g}" if self.problem == "regression" else self.labels[int(target)]
         return [label]
 
-    def measured(self, logits: Tensor, targets: Tensor, rows: Sequence[Any]) -> dict[str, float]:
+    def measured(
+        self, logits: Tensor, targets: Tensor, rows: Sequence[LabelledRow]
+    ) -> dict[str, float]:
         if self.problem == "regression":
             return number_metrics(logits[:, 0], targets)
         if self.problem == "multi_label":
@@ -246,7 +244,7 @@ class SequenceClassification(Classifier, TextTask):
 
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, object]]:
         """Return each row's `predicted_label` and `prediction`: the probabilities, or the value."""
         pairs = (texts for texts, _ in values_in(records, self.encoder.texts_of))
         texts = [text if pair is None else (text, pair) for text, pair in pairs]

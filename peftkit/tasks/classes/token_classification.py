@@ -95,10 +95,7 @@ class TaggedEncoder(TextsEncoder):
 
 
 class TokenClassification(Classifier, TextTask):
-    """Classification of the words of a text.
-
-    Args:
-        model: A model with a head over tokens; its config has the tags.
+    """Classification of the words of a text; the model's config has the tags.
 
     Raises:
         BaseError: The tokenizer does not map tokens to characters.

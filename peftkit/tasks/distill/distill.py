@@ -11,9 +11,9 @@ Shapes: B rows, n answer tokens in total, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -27,35 +27,34 @@ from peftkit.events import Listener, Notice, ScoredAnswer, ignore
 from peftkit.execution.plan import compute_dtype
 from peftkit.execution.signals import Interrupted
 from peftkit.figures import size
-from peftkit.forward.loss import unwrapped
-from peftkit.forward.shared_head import check_shared_head, divergence_of
+from peftkit.forward.loss import check_shared_head, divergence_of, unwrapped
 from peftkit.inference.generate import ModelSampler, SampledAnswer
+from peftkit.kernels.cross_entropy import Divergence, DivergenceName
 from peftkit.kernels.device import free_bytes
-from peftkit.kernels.divergence import Divergence, DivergenceName
-from peftkit.model.modes import evaluating
-from peftkit.model.side_adapter import SideAdapter
+from peftkit.model.modes import SideAdapter, evaluating
 from peftkit.settings import CHAT
 from peftkit.tasks.base import mean_loss, over_batches
-from peftkit.tasks.distill.demonstrations import DemonstrationEncoder, DistillLoader
-from peftkit.tasks.distill.moving_average import MovingAverage
 from peftkit.tasks.distill.rows import (
+    DemonstrationEncoder,
     Distilled,
     DistillEncoder,
+    DistillLoader,
     TeacherPrompt,
     read_prompt,
     without_first,
 )
 from peftkit.tasks.distill.teacher import (
     Answers,
+    MovingAverage,
     OtherModel,
     TeacherConfig,
     check_demonstrations,
     other_model,
     teacher_answers,
 )
-from peftkit.tasks.documents import Rollout, RolloutTask
+from peftkit.tasks.documents import DocumentTask, OnPolicy, Rollout
 from peftkit.tasks.metrics import exact_match
-from peftkit.tasks.rows import exact_length
+from peftkit.tasks.row_loader import exact_length
 from peftkit.tasks.run_hooks import Run
 from peftkit.tasks.tokens import AnswerConfig
 
@@ -70,7 +69,7 @@ DIVERGENCES = {"forward": "KL(teacher, student)", "reverse": "KL(student, teache
 """Names in the run header."""
 
 
-class Distill(RolloutTask):
+class Distill(DocumentTask):
     """Train the student to match the teacher's token distributions.
 
     Raises:
@@ -101,7 +100,8 @@ class Distill(RolloutTask):
             room=None if config.answers == "data" else config.max_new_tokens,
             shows_answer=config.teacher.answer is True,
         )
-        self.stops = stop_ids(self.tokenizer, self.encoder.style)
+        stops = stop_ids(self.tokenizer, self.encoder.style)
+        self.on_policy = OnPolicy(self, self.roll_out, stops)
         self._student = model
         self._adapter: SideAdapter | None = None
         self._average: MovingAverage | None = None
@@ -134,7 +134,7 @@ class Distill(RolloutTask):
         self._adapter = adapter
 
     @property
-    def identity(self) -> Mapping[str, Any]:
+    def identity(self) -> Mapping[str, object]:
         """Fingerprint of a teacher other than the base; loads a teacher model."""
         self._load_teacher(self.rows.on_event)
         if self._other is not None:
@@ -181,7 +181,7 @@ class Distill(RolloutTask):
                 text = "The checkpoint has no average of the student's weights: the teacher starts"
                 run.say(Notice(f"{text} with the weights of step {run.state.step}."))
         if self.makes_rows:
-            self.check_answers(run)
+            self.on_policy.check(run)
         if self.config.teacher.answer is True and len(run.rows):
             answer = partial(self._teacher_answers, run=run)
             minimum, decode = self.config.teacher.min_match, partial(self.text, special=False)
@@ -193,26 +193,21 @@ class Distill(RolloutTask):
         if self.head is not None and is_fixed and len(rows):
             self._store_hidden(rows, run)
 
-    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Sequence[Distilled], run: Run) -> Sequence[Sequence[Distilled]]:
         is_trained = self.makes_rows and torch.is_grad_enabled()
-        return self.answered_step(rows, run) if is_trained else [rows]
+        return self.on_policy.step(rows, run) if is_trained else [rows]
 
     def _teacher_answers(self, prompts: Sequence[Sequence[int]], run: Run) -> list[SampledAnswer]:
         """Return the teacher's greedy answers to prompts."""
-        self.layout.forget()
-        sampler = self.sampler(run.model)
-        options = {"max_new_tokens": self.config.max_new_tokens, "stops": self.stops}
-        if self._other is not None:
-            answers = sampler.answers(prompts, None, **options, model=self._other.model)
-        else:
-            with self._as_teacher(run.model, None):
-                answers = sampler.answers(prompts, None, **options)
-        return [one for (one,) in answers]
+        other = self._other
+        sampler = self.on_policy.sampler(run.model if other is None else other.model)
+        with self._as_teacher(run.model, None) if other is None else nullcontext():
+            return [one for (one,) in self.on_policy.sample(prompts, None, sampler)]
 
     def _generate_answers(self, rows: Sequence[Distilled], run: Run) -> None:
         longest = self.config.max_new_tokens
         teacher = self.identity.get("teacher", "")
-        key = f"{self.reference.key} {teacher} {longest} {self.stops}"
+        key = f"{self.reference.key} {teacher} {longest} {self.on_policy.stops}"
         text = partial(self.text, special=False)
         answer = partial(self._teacher_answers, run=run)
         self._answers = teacher_answers(rows, key, answer, text, longest, run)
@@ -230,7 +225,7 @@ class Distill(RolloutTask):
     ) -> Rollout:
         """Sample the student's answers to rows, for on-policy distillation."""
         ids = [row.documents[0].input_ids for row in prompts]
-        sampled = self.sample(ids, seeds, sampler)
+        sampled = self.on_policy.sample(ids, seeds, sampler)
         rows, answers = [], []
         for row, (one,) in zip(prompts, sampled, strict=True):
             rows.append(row.answered(one.ids[: self.rows.max_length - row.lengths[0]]))
@@ -288,13 +283,13 @@ class Distill(RolloutTask):
         skip = self.config.skip_tokens
         pairs = ([without_first(each, skip) for each in row.documents] for row in answered)
         students, teachers = zip(*pairs, strict=True)
-        batch = super().collate(students)
+        batch = self.documents(students)
         if self._hidden is not None:
             places = [self._places.get(row_digest(row)) for row in answered]
             if None not in places:
                 hidden = [self._hidden[slice(*place)] for place in places if place is not None]
                 return {**batch, HIDDEN: torch.cat(hidden)}
-        teacher_batch = super().collate(teachers) if self._other is None else self.padded(teachers)
+        teacher_batch = self.documents(teachers) if self._other is None else self.padded(teachers)
         return {**batch, **{TEACHER + name: tensor for name, tensor in teacher_batch.items()}}
 
     def teacher_hidden(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -322,7 +317,7 @@ class Distill(RolloutTask):
         return torch.stack([values.sum(), same.sum().to(values)])
 
     def metrics(
-        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+        self, model: nn.Module, rows: Sequence[Distilled], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return the loss, same_token, and tokens_saved: prompt tokens saved per row."""
         saved = sum(len(row.teacher_ids) - row.lengths[0] for row in rows) / len(rows)
@@ -343,7 +338,7 @@ class Distill(RolloutTask):
         exact = {"exact_match": exact_match(references)} if references else {}
         return {**exact, "agreement": exact_match(pairs)}
 
-    def spans(self, row: Any) -> list[tuple[str, str]]:
+    def spans(self, row: Distilled) -> list[tuple[str, str]]:
         student, teacher = row.documents
         prompt = [text for kind, text in super().spans(teacher) if not kind]
         return [*super().spans(student), ("the teacher reads", "".join(prompt))]
@@ -401,6 +396,6 @@ class DistillConfig(AnswerConfig):
         """The divergence at each token."""
         return Divergence(self.kind, self.beta or 0.5, self.temperature)
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> dict[str, object]:
         """Settings of causal_lm: the adapter is used and evaluated without the teacher."""
         return {"type": "causal_lm"}

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from peftkit.data.encode import (
     BEYOND,
     NOTHING,
@@ -27,9 +29,13 @@ from peftkit.data.prompts import PromptExample, read_prompts
 from peftkit.data.records import Dropped, Record
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.rows.lazy import LazyRows, num_tokens
 from peftkit.data.style import Style
 from peftkit.errors import DataError, neighbours
+from peftkit.events import Listener, Notice, Progress
+from peftkit.execution import rng
 from peftkit.settings import DataConfig
+from peftkit.tasks.row_loader import RowLoader
 
 TEXT_ENDINGS = (".md", ".txt")
 TURN = re.compile(r"^#+ *(system|user|assistant) *:? *$", re.IGNORECASE | re.MULTILINE)
@@ -104,7 +110,7 @@ def _of_text(text: str) -> list[Mapping[str, Any]]:
     return [message for number, message in enumerate(messages) if number or message["content"]]
 
 
-def _of_json(text: str, ending: str) -> Any:
+def _of_json(text: str, ending: str) -> object:
     lines = [text] if ending == ".json" else [line for line in text.splitlines() if line.strip()]
     values = [json.loads(line) for line in lines]
     value = values[0] if len(values) == 1 else values
@@ -113,7 +119,7 @@ def _of_json(text: str, ending: str) -> Any:
     return value
 
 
-def _of_messages(messages: Any) -> TeacherPrompt:
+def _of_messages(messages: object) -> TeacherPrompt:
     if not isinstance(messages, list):
         raise WrongField("", "it is not a list of messages")
     if not messages:
@@ -238,7 +244,7 @@ class DistillEncoder(RowEncoder):
         return read_prompts(records, self._format, where=where)
 
     def rows(self, read: Read) -> EncodedRows:
-        rows, counts, (examples, parsed) = list[Any](), Counter[str](), read
+        rows, counts, (examples, parsed) = list[Distilled | Dropped](), Counter[str](), read
         for example in examples:
             row = self._row(example, counts)
             rows.append(row)
@@ -288,3 +294,118 @@ class DistillEncoder(RowEncoder):
         target = (len(turns) - 1,)
         whole = Conversation(turns, target, example.tools, example.source, example.variables)
         return [label for label in self._encoder.encode(whole).labels if label != IGNORE]
+
+
+# Demonstrations of other rows in the teacher's prompt (OP2SD, arXiv:2608.09228).
+#
+# The encoder stores the messages of each row. After the eval rows are split off, each row gets one
+# of the training rows, drawn by seed, as an example conversation before its own.
+
+
+MAX_DRAWS = 64
+"""Training rows that are drawn for a row until one is another row and fits."""
+REPORT_EVERY = 500
+"""Rows between two reports of progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPrompt(Distilled):
+    """A row with its prompt as text.
+
+    Args:
+        prompt: Messages and tools, as JSON.
+    """
+
+    prompt: str = ""
+
+
+class DemonstrationEncoder(DistillEncoder):
+    """Encoder of rows whose teacher reads another row as an example."""
+
+    kind: ClassVar[type[Distilled]] = StoredPrompt
+
+    def _row(self, example: PromptExample, counts: Counter[str]) -> Distilled | Dropped:
+        row = super()._row(example, counts)
+        if isinstance(row, Dropped):
+            return row
+        prompt = json.dumps([example.messages, example.tools])
+        tensors = row.input_ids, row.labels, row.lengths
+        return StoredPrompt(*tensors, row.source, row.reference, prompt)
+
+    def demonstrated(self, row: StoredPrompt, other: StoredPrompt) -> Distilled | None:
+        """Return a row whose teacher reads another row first; None if that is too long."""
+        messages, tools = json.loads(row.prompt)
+        turns = [turn for turn in json.loads(other.prompt)[0] if turn["role"] != "system"]
+        turns.append({"role": "assistant", "content": other.reference})
+        prompt = replace(self._prompt, turns=(*self._prompt.turns, *turns))
+        teacher = prompt_ids(self._tokenizer, prompt.before(messages), self.style, tools)
+        student, answer = row.student_prompt, row.answer
+        if len(teacher) + (self._room or len(answer)) > self._limit:
+            return None
+        return distilled(student, teacher, answer, row)
+
+
+class WithDemonstrations(LazyRows):
+    """Rows whose teacher reads a training row as an example, never the row itself.
+
+    Args:
+        pool: The training rows.
+        seed: Seed of the draws.
+
+    Raises:
+        DataError: No drawn row is another row with an answer and fits into the context.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[StoredPrompt],
+        pool: LazyRows,
+        encoder: DemonstrationEncoder,
+        seed: int,
+        on_event: Listener,
+    ) -> None:
+        self._rows, self._pool, self._encoder, self._seed = rows, pool, encoder, seed
+        lengths, text = [], "Adding demonstrations to the teacher's prompts"
+        for place in range(len(rows)):
+            if place % REPORT_EVERY == 0:
+                on_event(Progress(text, place, len(rows)))
+            lengths.append(num_tokens(self.row(place)))
+        contents = [getattr(each, "fingerprint", "") for each in (rows, pool)]
+        super().__init__(torch.tensor(lengths, dtype=torch.int64), *contents, seed)
+
+    def row(self, place: int) -> Distilled:
+        row = self._rows[place]
+        for draw in range(MAX_DRAWS):
+            other = self._pool[rng.seed_of(self._seed, place, draw) % len(self._pool)]
+            if other.reference and other.prompt != row.prompt:
+                made = self._encoder.demonstrated(row, other)
+                if made is not None:
+                    return made
+        raise DataError(
+            f"task.teacher.answer: other has no demonstration for {row.source}.",
+            found=f"None of {MAX_DRAWS} drawn training rows has another prompt, an answer, and "
+            "fits into the model's context together with the row.",
+            fix="Add training rows with answers, or remove long rows; answer: true shows the "
+            "row's own answer.",
+        )
+
+
+class DistillLoader(RowLoader):
+    """Reads the rows of distillation.
+
+    Attributes:
+        seed: Seed of the demonstrations.
+    """
+
+    seed: int = 0
+
+    def load_splits(self, data: DataConfig) -> tuple[LazyRows, Sequence[Any]]:
+        rows, held = super().load_splits(data)
+        if not isinstance(self.encoder, DemonstrationEncoder):
+            return rows, held
+        more = rows, self.encoder, self.seed, self.on_event
+        shown = WithDemonstrations(rows, *more)
+        added = float(shown.num_tokens.sum() - rows.num_tokens.sum()) / max(len(rows), 1)
+        text = "The teacher reads another training row before each row"
+        self.on_event(Notice(f"{text}: {added:,.0f} tokens more on average."))
+        return shown, WithDemonstrations(held, *more) if len(held) else held

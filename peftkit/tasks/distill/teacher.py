@@ -1,21 +1,23 @@
-"""The teacher: its settings, a separate teacher model, and stored answers."""
+"""The teacher: its settings, another model or an average as teacher, and stored answers."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
+from peftkit.adapter import refresh_copies
 from peftkit.base.request import DTYPES
 from peftkit.config.schema import Config, Location
-from peftkit.errors import BaseError, ConfigError, DataError
+from peftkit.errors import BaseError, CheckpointError, ConfigError, DataError
 from peftkit.events import Listener, Notice, Progress, Stage, Table
 from peftkit.execution.signals import Interrupted
 from peftkit.formats.folders import TEACHER_ANSWERS
@@ -138,6 +140,65 @@ def other_model(
     return OtherModel(loaded.model, teacher_head, loaded.fingerprint)
 
 
+class MovingAverage:
+    """An exponential moving average of a model's trained weights: a teacher that follows them.
+
+    After each optimizer step, average = (1 - rate) average + rate weights, in float32. It starts
+    with the current weights. All processes have the same weights, and so the same average.
+
+    Args:
+        rate: Share of the new weights in each update; 1: the average equals the weights.
+
+    Attributes:
+        values: The averages in float32, by parameter name.
+    """
+
+    def __init__(self, model: nn.Module, rate: float) -> None:
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._model, self._rate = model, rate
+        self._parameters: list[Tensor] = list(trained.values())
+        self.values = {n: p.detach().to(torch.float32, copy=True) for n, p in trained.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the current weights."""
+        weights = [parameter.float() for parameter in self._parameters]
+        torch._foreach_lerp_(list(self.values.values()), weights, self._rate)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Replace the weights by their average within the context."""
+        weights = [parameter.detach().clone() for parameter in self._parameters]
+        try:
+            self._set(list(self.values.values()))
+            yield
+        finally:
+            self._set(weights)
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Restore saved averages, bit for bit.
+
+        Raises:
+            CheckpointError: They do not fit the model.
+        """
+        shapes, found = ({n: tuple(t.shape) for n, t in s.items()} for s in (self.values, saved))
+        if shapes != found:
+            differing = sorted(n for n, _ in shapes.items() ^ found.items())
+            raise CheckpointError(
+                "the saved average of the weights does not fit this model",
+                found=f"These tensors differ: {', '.join(differing[:4])}",
+                fix="Continue with the recipe of the saved run, or start a new run.",
+            )
+        for name, value in self.values.items():
+            value.copy_(saved[name])
+
+    @torch.no_grad()
+    def _set(self, values: list[Tensor]) -> None:
+        # in place: compiled code and CUDA graphs read these addresses
+        torch._foreach_copy_(self._parameters, values)
+        refresh_copies(self._model)
+
+
 MEASURED = 16
 """Rows on which a teacher that is shown answers is measured."""
 
@@ -209,7 +270,10 @@ def teacher_answers(
     """
     path, world = run.config.output_dir / FILE, run.world
     row_of = {row.teacher_ids: row for row in rows}
-    keys = {ids: _key(key, ids) for ids in row_of}
+    keys = {
+        ids: hashlib.blake2b(repr((key, ids)).encode(), digest_size=16).hexdigest()
+        for ids in row_of
+    }
     stored = _stored(path)
     world.wait()  # all processes read the file before one writes
     answers = {ids: stored[digest] for ids, digest in keys.items() if digest in stored}
@@ -225,11 +289,15 @@ def teacher_answers(
         part = missing[start : start + at_once]
         new_answers = _on_all(part, answer, longest, run)
         answers |= zip(part, new_answers, strict=True)
-        lines = [
-            json.dumps(_as_json(keys[ids], row_of[ids].source, one, text), ensure_ascii=False)
-            + "\n"
-            for ids, one in zip(part, new_answers, strict=True)
-        ]
+        lines = []
+        for ids, one in zip(part, new_answers, strict=True):
+            fields: dict[str, object] = {
+                "key": keys[ids],
+                "source": row_of[ids].source,
+                "answer": text(one.ids),
+            }
+            fields |= {"ids": one.ids, "cut": one.is_cut}
+            lines.append(json.dumps(fields, ensure_ascii=False) + "\n")
         if world.is_main:
             with open(path, "a", encoding="utf-8", errors="surrogatepass") as file:
                 file.write("".join(lines))
@@ -285,17 +353,6 @@ def _report(
     if 2 * cut > len(answered):
         more = "raise task.max_new_tokens, or give the teacher shorter examples."
         run.say(Notice(f"Most of the teacher's answers are cut: {more}"))
-
-
-def _key(key: str, ids: tuple[int, ...]) -> str:
-    return hashlib.blake2b(repr((key, ids)).encode(), digest_size=16).hexdigest()
-
-
-def _as_json(
-    key: str, source: str, one: SampledAnswer, text: Callable[[Sequence[int]], str]
-) -> Mapping[str, Any]:
-    fields = {"key": key, "source": source, "answer": text(one.ids)}
-    return {**fields, "ids": one.ids, "cut": one.is_cut}
 
 
 def _stored(path: Path) -> dict[str, SampledAnswer]:

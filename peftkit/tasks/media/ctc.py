@@ -39,7 +39,6 @@ from peftkit.tasks.media.speech import (
     SpeechConfig,
     SpeechEncoder,
     SpeechRow,
-    SpeechTask,
     Utterance,
     metadata_or_self,
 )
@@ -50,11 +49,8 @@ BLANK, UNKNOWN, SPACE = "<pad>", "<unk>", "|"
 MAX_CHARACTERS = 10_000
 
 
-class CTC(SpeechTask):
+class CTC(Task):
     """CTC loss over the characters of transcripts.
-
-    Args:
-        processor: The base's; only a feature extractor if the vocabulary comes from the data.
 
     Raises:
         BaseError: There is no feature extractor, or the model cannot count its positions.

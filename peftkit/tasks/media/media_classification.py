@@ -135,9 +135,9 @@ class ClassifiedMedia(Classifier):
     @torch.no_grad()
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, object]]:
         """Return `predicted_label` and `prediction`: the probabilities, the likeliest first."""
-        predictions, device = list[dict[str, Any]](), next(model.parameters()).device
+        predictions, device = list[dict[str, object]](), next(model.parameters()).device
         for part in equal_parts(records, BATCH_SIZE):
             on_event(Progress(self.progress, len(predictions), len(records)))
             media = [self.encoder.medium(one, one.source.rpartition(":")[0]) for one in part]
@@ -245,11 +245,7 @@ class ImageRow:
 
 
 class ImageClassification(ClassifiedMedia):
-    """Cross entropy over the labels of images.
-
-    Args:
-        processor: The base's image processor.
-    """
+    """Cross entropy over the labels of images."""
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
@@ -310,9 +306,6 @@ class ClipRow:
 
 class AudioClassification(ClassifiedMedia):
     """Cross entropy over the labels of audio clips.
-
-    Args:
-        processor: The base's feature extractor.
 
     Raises:
         BaseError: The feature extractor has no sampling rate.

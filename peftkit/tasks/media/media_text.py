@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Unpack
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -22,19 +22,21 @@ from peftkit.data.media.processor import MediaProcessor, media_id
 from peftkit.data.media.text import MediaEncoder, MediaRow
 from peftkit.data.pack import IGNORE, collate
 from peftkit.errors import BaseError
-from peftkit.events import Sample
 from peftkit.execution.out_of_memory import NO_ROOM
 from peftkit.forward.batch_layout import BatchLayout
 from peftkit.forward.loss import unwrapped
 from peftkit.forward.probes import check_causal_answer
-from peftkit.inference.own_answers import PromptFormat
+from peftkit.inference.generate import PromptFormat
 from peftkit.model.blocks import is_sharded
 from peftkit.settings import CHAT, DataConfig
-from peftkit.tasks.batches import batches_that_fit, equal_parts
-from peftkit.tasks.completions import CompletingTask, OnCount, longest_answer
+from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, equal_parts
+from peftkit.tasks.completions import CompletingTask, Options, longest_answer
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.rows import exact_length
+from peftkit.tasks.row_loader import exact_length
 from peftkit.tasks.tokens import TokenTask
+
+if TYPE_CHECKING:
+    from peftkit.inference.engine import OnAnswer, OnFewer
 
 MAX_SECONDS = 30.0
 """Longest audio clip where neither the recipe nor the processor sets one."""
@@ -141,48 +143,33 @@ class MediaText(CompletingTask, TokenTask):
         """Return a row's text in labelled segments ("learnt" or ""), with media as sizes."""
         return row.segments(self.encoder.media_processor.media_ids, self.text)
 
-    def answers(
-        self,
-        model: Any,
-        rows: Sequence[MediaRow],
-        *,
-        max_new_tokens: int | None = None,
-        batch_size: int | None = None,
-        on_answer: OnCount | None = None,
-        on_fewer: OnCount | None = None,
-    ) -> list[Sample]:
+    def prompt_text(self, row: MediaRow) -> str:
+        return row.prompt.strip()
+
+    def completions(
+        self, model: Any, rows: Sequence[MediaRow], **options: Unpack[Options]
+    ) -> list[str]:
         from peftkit.inference.generate import decoded
 
-        completions = self.complete(
-            model,
-            [MediaPrompt(row.prompt, row.media) for row in rows],
-            max_new_tokens=max_new_tokens or longest_answer(rows),
-            on_answer=on_answer,
-            on_fewer=on_fewer,
-        )
-        return [
-            Sample(
-                row.prompt.strip(),
-                decoded(self.tokenizer, ids),
-                self.reference_text(row),
-                row.source,
-            )
-            for row, ids in zip(rows, completions, strict=True)
-        ]
+        options["max_new_tokens"] = options.get("max_new_tokens") or longest_answer(rows)
+        options.pop("batch_size", None)  # media take memory, too
+        prompts = [MediaPrompt(row.prompt, row.media) for row in rows]
+        completions = self.complete(model, prompts, **options)
+        return [decoded(self.tokenizer, ids) for ids in completions]
 
     def complete(
         self,
         model: Any,
         prompts: Sequence[MediaPrompt],
         *,
-        batch_size: int = 8,
-        on_answer: OnCount | None = None,
-        on_fewer: OnCount | None = None,
+        batch_size: int | None = None,
+        on_answer: OnAnswer | None = None,
+        on_fewer: OnFewer | None = None,
         **settings: Any,
     ) -> list[list[int]]:
         """Return the token ids that follow each prompt; arguments as in `generate_ids`."""
         from peftkit.inference.engine import Completion, Request, log_fewer
-        from peftkit.inference.open_engine import PlainEngine
+        from peftkit.inference.plain_engine import PlainEngine
         from peftkit.inference.sampling import Sampling, seed_of
 
         sampling = Sampling(**settings, stops=self.encoder.stop_ids(self.rows.prompt_style))
@@ -204,7 +191,7 @@ class MediaText(CompletingTask, TokenTask):
             for group in groups.values():
                 for part, rows, _ in batches_that_fit(
                     group,
-                    batch_size,
+                    batch_size or BATCH_SIZE,
                     equal_parts,
                     answered,
                     fix=NO_ROOM,

@@ -26,7 +26,6 @@ from peftkit.files.strict_json import shown
 from peftkit.forward.loss import in_dtype_of, unwrapped
 from peftkit.forward.masked_norm import keep_padding_out
 from peftkit.settings import DataConfig
-from peftkit.tasks.base import Task
 from peftkit.tasks.classes.labels import RecordEncoder, field_of
 from peftkit.tasks.config import Predicts, TaskConfig
 
@@ -118,7 +117,7 @@ class Hearing:
     def features(self, arrays: Sequence[Any]) -> dict[str, Tensor]:
         """Return the features of arrays of samples, padded as the extractor does."""
         takes = inspect.signature(type(self.extractor).__call__).parameters
-        options: dict[str, Any] = {}
+        options: dict[str, object] = {}
         if "padding" in takes:  # Whisper's pads to 30 s by default, others not at all
             default = takes["padding"].default
             options["padding"] = default if isinstance(default, str) else True
@@ -360,19 +359,6 @@ def utterance(
         raise WrongField("task", f"expected {' or '.join(TASKS)}, found {shown(options['task'])}")
     parsed = Utterance(clip, text, options.get("language"), options.get("task"), record.source)
     return parsed, (audio, names[1], "language", "task")
-
-
-# What tasks of audio and text share.
-
-
-class SpeechTask(Task):
-    """A task whose rows are audio clips and their texts.
-
-    Raises:
-        BaseError: The processor has no feature extractor.
-    """
-
-    hearing: Hearing
 
 
 class SpeechConfig(TaskConfig):

@@ -28,7 +28,6 @@ from peftkit.tasks.media.speech import (
     SpeechConfig,
     SpeechEncoder,
     SpeechRow,
-    SpeechTask,
     Utterance,
 )
 from peftkit.tasks.metrics import error_rates, normalizer_of, transcript_metrics
@@ -38,11 +37,8 @@ MAX_TARGET = 448
 """Maximum number of labels of a row if the model's config sets none."""
 
 
-class Transcription(SpeechTask, EncoderDecoder):
+class Transcription(EncoderDecoder):
     """Token loss over the transcripts of audio clips.
-
-    Args:
-        processor: The base's processor of audio and text.
 
     Raises:
         BaseError: The model is not an encoder-decoder, or its processor has no feature extractor.
@@ -103,7 +99,7 @@ class Transcription(SpeechTask, EncoderDecoder):
     ) -> dict[str, float]:
         """Return loss and perplexity, and `transcript_metrics` of greedy answers."""
         losses = super().metrics(model, rows, on_event=on_event)
-        transcripts = self.texts(model, rows, on_event=on_event)
+        transcripts = self.measured_texts(model, rows, on_event)
         normalizer = normalizer_of(self.tokenizer, self.config.language)
         return {**losses, **transcript_metrics(rows, transcripts, normalizer, on_event)}
 
@@ -118,11 +114,11 @@ class Transcription(SpeechTask, EncoderDecoder):
     def prompt_text(self, row: SpeechRow) -> str:
         return f"{row.source}, {row.num_samples / self.hearing.rate:.2f} s"
 
-    def reference_text(self, row: SpeechRow) -> str:
-        return row.text
+    def reference_text(self, row: SpeechRow) -> str | None:
+        return row.text or None
 
     def answer_metrics(
-        self, pairs: Sequence[tuple[str, str]], rows: Sequence[Any]
+        self, pairs: Sequence[tuple[str, str]], rows: Sequence[SpeechRow]
     ) -> dict[str, float]:
         rates = error_rates([reference for _, reference in pairs], [text for text, _ in pairs])
         return {**super().answer_metrics(pairs, rows), **rates}
@@ -139,7 +135,7 @@ class Transcription(SpeechTask, EncoderDecoder):
             SpeechRow(clip, 0, 0, labels, num_prefix, len(labels), "", clip.source)
             for clip in clips
         ]
-        return self.texts(model, rows)
+        return self.completions(model, rows)
 
 
 class DecoderLabels:

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from peftkit.data.encode import shared_system
-from peftkit.data.pack import IGNORE, Row, cut_document
+from peftkit.data.pack import IGNORE, Row, cut_document, labelled_segments
 from peftkit.data.preferences import (
     USELESS,
     Pair,
@@ -28,7 +28,6 @@ from peftkit.data.preferences import (
     read_verdicts,
 )
 from peftkit.data.records import Dropped, Record
-from peftkit.data.row_text import labelled_segments
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.encoder import EncodedRows
 from peftkit.data.rows.lazy import LazyRows
@@ -99,13 +98,6 @@ class Preference(DocumentTask):
         batch = self.documents([document for row in rows for document in row.documents])
         return {**batch, "cut": torch.tensor([row.is_cut for row in rows])}
 
-    def documents(self, documents: Sequence[Row]) -> dict[str, Tensor]:
-        """Return documents as a batch, padding-free if that is faster.
-
-        document (n,): the document of each answer token.
-        """
-        return super().collate(documents)
-
     def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the summed log-probability of each answer (B, 2)."""
         tokens = self.token_log_probs(model, batch)
@@ -152,7 +144,7 @@ class ComparedEncoder(AnswerEncoder):
 
     def rows(self, read: tuple[list[Pair | Dropped], tuple[str, ...]]) -> EncodedRows:
         pairs, unused = read
-        rows, counts = list[Any](), Counter[str]()
+        rows, counts = list[Compared | Dropped](), Counter[str]()
         for pair in pairs:
             if isinstance(pair, Dropped):
                 rows.append(pair)
@@ -207,8 +199,11 @@ class PreferencePairs(Preference):
         scored = tokens if answers is None else torch.where(answers, tokens, 0.0)
         ones = (document >= 0).to(tokens.dtype)
         counted = ones if answers is None else answers.to(tokens.dtype)
-        log_probs = summed(scored, document, 2 * count).view(-1, 2)
-        lengths = summed(counted, document, 2 * count).view(-1, 2)
+
+        def of_answers(values: Tensor) -> Tensor:
+            return summed(values, document, 2 * count).view(-1, 2)
+
+        log_probs, lengths = of_answers(scored), of_answers(counted)
         chosen, rejected = (
             Answers(log_probs[:, n], reference[:, n].to(log_probs), lengths[:, n]) for n in (0, 1)
         )
@@ -221,8 +216,7 @@ class PreferencePairs(Preference):
             gamma=settings.of("gamma"),
         )
         if weight := settings.of("nll_weight"):
-            whole = summed(tokens, document, 2 * count).view(-1, 2)[:, 0]
-            length = summed(ones, document, 2 * count).view(-1, 2)[:, 0]
+            whole, length = (of_answers(each)[:, 0] for each in (tokens, ones))
             losses = losses - weight * whole / length
         good, bad = (rewards(settings.loss, s, beta=settings.beta) for s in (chosen, rejected))
         figures = (good > bad, good - bad, good, bad, *log_probs.detach().unbind(1), batch["cut"])
@@ -251,7 +245,7 @@ class JudgedEncoder(AnswerEncoder):
 
     def rows(self, read: tuple[list[Verdict], tuple[str, ...], str]) -> EncodedRows:
         verdicts, unused, name = read
-        rows, counts = list[Any](), Counter[str]()
+        rows, counts = list[Judged | Dropped](), Counter[str]()
         for verdict in verdicts:
             whole = self.encode(verdict.example)
             row = cut_document(whole, self.max_length)
@@ -379,7 +373,7 @@ class KTO(WholeStepTask, Preference):
         return torch.stack([losses.sum(), *(each.to(losses).sum() for each in figures)])
 
     def metrics(
-        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+        self, model: nn.Module, rows: Sequence[Compared], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return the loss and its metrics; z is the mean over all rows, as in evaluations."""
         self._step, gain = None, partial(self.row_values, model)

@@ -21,8 +21,8 @@ from peftkit.data.rows.encoder import RowEncoder, tokenizer_key
 from peftkit.data.rows.lazy import View, tokens_of_each
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice, Progress, Stage
-from peftkit.execution.parallel import Part
 from peftkit.execution.signals import Interrupted
+from peftkit.execution.world import Part
 from peftkit.files.tensors import read_tensors, write_tensors
 from peftkit.model.modes import evaluating
 from peftkit.tasks.batches import batches_that_fit, equal_parts
@@ -172,13 +172,13 @@ class ReferenceValues:
         values: Computes the values of a batch.
     """
 
-    def __init__(self, collate: Callable[[Sequence[Any]], dict[str, Tensor]], values: Values):
+    def __init__(self, collate: Callable[[Sequence[Compared]], dict[str, Tensor]], values: Values):
         self._collate, self._values = collate, values
         self._reference = ""
         self._keys = torch.empty(0, dtype=torch.int64)  # in order, 16 bytes a row with its values
         self._table = torch.empty(0, 2)
 
-    def of(self, rows: Sequence[Any]) -> Tensor | None:
+    def of(self, rows: Sequence[Compared]) -> Tensor | None:
         """Return the values (rows, 2); None where one of them is missing."""
         keys = torch.tensor([_key(self._reference, row) for row in rows])
         places, is_computed = _lookup(self._keys, keys)
@@ -250,7 +250,7 @@ class ReferenceValues:
         return world.sum(values).cpu()  # the only wait for the device
 
 
-def _key(reference: str, row: Any) -> int:
+def _key(reference: str, row: Compared) -> int:
     content = f"{reference} {row_digest(row)}".encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 

@@ -22,12 +22,18 @@ from peftkit.data.chat import Chat
 from peftkit.data.encode import Encoder
 from peftkit.data.examples import Completion, Conversation, Example, Instruction, Text
 from peftkit.data.format import parse
+from peftkit.data.pack import padded_rows
 from peftkit.data.preferences import NOTHING_TO_COMPARE, PAIRS, SIDES, read_pair
 from peftkit.data.records import Dropped, Record
 from peftkit.data.rows.encoder import EncodedRows
+from peftkit.data.style import Style
+from peftkit.errors import AdapterError
 from peftkit.events import Listener, ignore
+from peftkit.forward.loss import accepted, target_rows, unwrapped
+from peftkit.model.modes import SideAdapter
 from peftkit.settings import CHAT
 from peftkit.tasks.base import Task
+from peftkit.tasks.batches import BATCH_SIZE, equal_parts
 from peftkit.tasks.config import Predicts, TaskConfig
 from peftkit.tasks.texts import (
     Encoded,
@@ -109,11 +115,7 @@ class RewardEncoder(TextsEncoder):
 
 
 class Reward(TextTask):
-    """A loss of the rewards of pairs of documents.
-
-    Args:
-        model: With a head of one value.
-    """
+    """A loss of the rewards of pairs of documents, by a head of one value."""
 
     metric_names = ("accuracy", "margin", "reward_chosen", "reward_rejected")
 
@@ -161,7 +163,7 @@ class Reward(TextTask):
 
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, object]]:
         """Return the score of each row, in any format with a text or a prompt and an answer."""
         parsed = parse(records, "auto", where=records[0].source.rpartition(":")[0])
         values = self.scores(model, parsed.examples, on_event)
@@ -200,3 +202,57 @@ class RewardConfig(TaskConfig):
     @property
     def head(self) -> ClassHead:
         return ClassHead((OUTPUT,), "regression")
+
+
+# Rewards of a policy's answers.
+
+
+def adapter_rewards(
+    model: nn.Module,
+    adapter: SideAdapter,
+    tokenizer: Any,
+    style: Style,
+    pad_id: int,
+    prompts: Sequence[object],
+    texts: Sequence[str],
+) -> list[float]:
+    """Return the rewards of answers to prompts, formatted as in the training of the adapter.
+
+    Args:
+        style: The format of prompts if the adapter has none.
+
+    Raises:
+        AdapterError: The adapter was trained on single prompts, and a prompt is a conversation.
+    """
+    style = adapter.style or style
+    encoder = Encoder(tokenizer, style.chat_template)
+    documents = [
+        encoder.encode(_answered(prompt, text, style)).input_ids
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    rewards = [0.0] * len(documents)
+    order = sorted(range(len(documents)), key=lambda n: len(documents[n]))
+    with adapter.on(model):
+        for part in equal_parts(order, 2 * BATCH_SIZE):
+            ids, mask = padded_rows([documents[n] for n in part], pad_id)
+            last = torch.arange(len(part)) * ids.shape[1] + mask.sum(1) - 1
+            device = unwrapped(model).device
+            inputs = accepted(model, {"input_ids": ids.to(device), "use_cache": False})
+            values = adapter.values(target_rows(model, inputs, last.to(device)))
+            for n, value in zip(part, values.tolist(), strict=True):
+                rewards[n] = value
+    return rewards
+
+
+def _answered(prompt: Any, text: str, style: Style) -> Example:
+    if style.kind != "chat":
+        if not isinstance(prompt, str):
+            raise AdapterError(
+                "a reward adapter cannot read conversations",
+                found="It was trained on single prompts.",
+                fix="Train it on messages, or give prompts as text.",
+            )
+        return Completion(prompt, text, "an answer")
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    turns = (*turns, {"role": "assistant", "content": text})
+    return Conversation(turns, (len(turns) - 1,), (), "an answer")

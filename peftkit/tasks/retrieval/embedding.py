@@ -98,11 +98,7 @@ def _name(text: str) -> tuple[int, int]:
 
 
 class Embedding(WholeStepTask, TextTask):
-    """A contrastive loss over the texts of a whole step.
-
-    Args:
-        model: A bare encoder or decoder.
-    """
+    """A contrastive loss over the texts of a whole step, of an encoder or decoder without head."""
 
     metric_names = ("accuracy", "masked")
     """Share of anchors whose positive is nearest; number of false negatives masked out."""
@@ -228,10 +224,10 @@ class Embedding(WholeStepTask, TextTask):
 
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, object]]:
         """Return the vector of each row's `text`, or of its anchor, as `embedding`."""
 
-        def text(fields: Mapping[str, Any]) -> str:
+        def text(fields: Mapping[str, object]) -> str:
             return full_text(fields, "text" if "text" in fields else self.config.anchor)
 
         texts = [text_of_row for text_of_row, _ in values_in(records, text)]

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import model_validator
@@ -143,11 +143,7 @@ def _number(value: object) -> float | None:
 
 
 class Reranker(TextTask):
-    """Ranking loss over the scores of query-text pairs.
-
-    Args:
-        model: A model with a head of one output.
-    """
+    """Ranking loss over the scores of query-text pairs, by a head of one output."""
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
@@ -233,7 +229,7 @@ class Reranker(TextTask):
 
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, object]]:
         """Return each row's `prediction`: the score of its text, or of each text in its list."""
         name, query_name = self.config.text, self.config.query
 

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 from peftkit.errors import RunError
 from peftkit.tasks.metrics import bleu, gleu, indel_similarity, rouge_l, rouge_n
-from peftkit.tasks.rewards.grader_formulas import computed, parsed
 from peftkit.tasks.rewards.graders import (
     PLACEHOLDER,
     Grader,
@@ -22,6 +21,8 @@ from peftkit.tasks.rewards.graders import (
     StringCheck,
     TextSimilarity,
     code_of,
+    computed,
+    parsed,
     steps_of,
 )
 from peftkit.tasks.user_code import UserCode, outcome, shortly
@@ -33,7 +34,7 @@ _THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?|-?\.\d+")
 
 Problem = Literal["", "sample_parse_error", "model_grader_parse_error"]
-Ask = Callable[[Sequence[Sequence[Mapping[str, str]]], Mapping[str, Any]], list[str]]
+Ask = Callable[[Sequence[Sequence[Mapping[str, str]]], Mapping[str, object]], list[str]]
 """Returns the base's answers to conversations, with settings of `Sampling`."""
 
 
@@ -41,7 +42,7 @@ class Answered(NamedTuple):
     """An answer, with the record of its prompt and the record's source."""
 
     text: str
-    item: Mapping[str, Any]
+    item: Mapping[str, object]
     source: str
 
 
@@ -131,7 +132,7 @@ class Grading:
     def _computed(self, grader: PythonGrader, answers: Sequence[Answered]) -> list[Grade]:
         function = self._functions[grader.source]
 
-        def call() -> list[Any]:
+        def call() -> list[object]:
             return [function(_sample(answer.text), dict(answer.item)) for answer in answers]
 
         returned, error = outcome(call, self._seconds)
@@ -201,7 +202,7 @@ def _total(
     return total
 
 
-def _sample(text: str) -> dict[str, Any]:
+def _sample(text: str) -> dict[str, object]:
     """Return the variables of an answer for templates and functions."""
     try:
         return {"output_text": text, "output_json": json.loads(text)}

@@ -26,10 +26,10 @@ from peftkit.errors import AdapterError, ConfigError, PeftkitError
 from peftkit.events import Listener, Notice, ScoredAnswer, Stage, ignore
 from peftkit.forward.loss import unwrapped
 from peftkit.inference.generate import ModelSampler, SampledAnswer, answers_to
-from peftkit.model.modes import adapters_off, evaluating
-from peftkit.model.side_adapter import SideAdapter
-from peftkit.tasks.documents import Rollout, RolloutTask
+from peftkit.model.modes import SideAdapter, adapters_off, evaluating
+from peftkit.tasks.documents import DocumentTask, OnPolicy, Rollout
 from peftkit.tasks.metrics import exact_match
+from peftkit.tasks.pairs.reward import adapter_rewards
 from peftkit.tasks.rewards.grpo_losses import (
     OF_TOKENS,
     advantages,
@@ -38,14 +38,13 @@ from peftkit.tasks.rewards.grpo_losses import (
 )
 from peftkit.tasks.rewards.grpo_rows import Group, Prompt, PromptEncoder
 from peftkit.tasks.rewards.grpo_tools import Dialogue, Tools, figures
-from peftkit.tasks.rewards.reward_adapters import adapter_rewards
 from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
 from peftkit.tasks.run_hooks import Run
 from peftkit.tasks.tokens import IGNORED
 from peftkit.tasks.user_code import UserCode, source_hashes
 
 
-class GRPO(RolloutTask):
+class GRPO(DocumentTask):
     """Policy-gradient losses over groups of completions, weighted by group-relative advantages."""
 
     ignored_targets: ClassVar[Mapping[str, int] | None] = {
@@ -63,10 +62,8 @@ class GRPO(RolloutTask):
     def build(self, model: nn.Module) -> None:
         super().build(model)
         tokenizer, config = self.tokenizer, self.config
-        self.updates = config.updates
         kl = ("kl",) if config.kl else ()
         self.metric_names = ("entropy", "clipped_low", "clipped_high", *kl)
-        self.needs_log_probs = config.updates > 1 or config.kl > 0
         rows = self.rows
         if rows.style is None:
             is_chat = Encoder(tokenizer, rows.template).has_template
@@ -75,7 +72,14 @@ class GRPO(RolloutTask):
         self._rewards: Rewards | None = None
         self._code = UserCode()
         self._adapters: dict[str, SideAdapter] = {}
-        self.stops = stop_ids(tokenizer, rows.style)
+        needs_log_probs = config.updates > 1 or config.kl > 0
+        self.on_policy = OnPolicy(
+            self,
+            self.roll_out,
+            stop_ids(tokenizer, rows.style),
+            updates=config.updates,
+            add_log_probs=self.add_log_probs if needs_log_probs else None,
+        )
 
     def _schemas(self) -> Sequence[Mapping[str, Any]]:
         """Return the tools of prompts; called when rows are encoded, since opening runs no code."""
@@ -98,7 +102,7 @@ class GRPO(RolloutTask):
         return {"loss": f"{self.config.loss}, answer rows alone, in chunks", "answers": rows}
 
     @property
-    def identity(self) -> Mapping[str, Any]:
+    def identity(self) -> Mapping[str, object]:
         """The source of the reward functions, and the reward adapters."""
         adapters = {folder: adapter.key for folder, adapter in self._adapters.items()}
         uses = [use for part in self.config.code.values() for use in part]
@@ -123,7 +127,7 @@ class GRPO(RolloutTask):
         return [("prompt", str(self.tokenizer.decode(row.input_ids)))]
 
     def metrics(
-        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+        self, model: nn.Module, rows: Sequence[Prompt], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return no metrics: `evaluate` and `completion_metrics` compute rewards."""
         return {}
@@ -131,7 +135,7 @@ class GRPO(RolloutTask):
     def completion_metrics(
         self,
         model: nn.Module,
-        rows: Sequence[Any],
+        rows: Sequence[Prompt],
         *,
         run_code: bool = False,
         on_event: Listener = ignore,
@@ -149,7 +153,7 @@ class GRPO(RolloutTask):
         self.use_rewards(model, terms)
         on_event(Stage(f"Answering {len(rows)} prompts"))
         with evaluating(model):
-            rollout = self.roll_out(rows, None, self.sampler(model))
+            rollout = self.roll_out(rows, None, self.on_policy.sampler(model))
         left_out = {"taught", "reward_std"}  # metrics of groups of completions
         if not terms or len(terms) < len(self.terms):
             left_out.add("reward")
@@ -177,7 +181,7 @@ class GRPO(RolloutTask):
 
     def setup(self, run: Run) -> None:
         """Load the reward functions: not in `build`, since opening an adapter runs no code."""
-        self.check_answers(run)
+        self.on_policy.check(run)
         if not self.terms:
             raise ConfigError(
                 "No reward is set for answers.",
@@ -211,18 +215,18 @@ class GRPO(RolloutTask):
             return answers_to(unwrapped(model), self.tokenizer, prompts, **settings)
 
     def _scores(
-        self, model: nn.Module, folder: str, prompts: Sequence[Any], texts: Sequence[str]
+        self, model: nn.Module, folder: str, prompts: Sequence[object], texts: Sequence[str]
     ) -> list[float]:
         """Return the rewards of answers by a reward adapter, with the policy's adapter off."""
         self.layout.forget()
         adapter, style = self._adapters[folder], self.rows.prompt_style
         return adapter_rewards(model, adapter, self.tokenizer, style, self.pad_id, prompts, texts)
 
-    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
-        return self.answered_step(rows, run)
+    def before_step(self, rows: Sequence[Prompt], run: Run) -> Sequence[Sequence[Prompt]]:
+        return self.on_policy.step(rows, run)
 
-    def evaluate(self, rows: Sequence[Any], run: Run) -> dict[str, float]:
-        return self.greedy_metrics(rows, run)
+    def evaluate(self, rows: Sequence[Prompt], run: Run) -> dict[str, float]:
+        return self.on_policy.greedy_metrics(rows, run)
 
     def stop_reason(self, figures: Mapping[str, float]) -> str:
         limit, entropy = self.config.stop_entropy, figures.get("entropy")
@@ -239,14 +243,13 @@ class GRPO(RolloutTask):
         pairs = [(p, answer) for p, group in zip(prompts, sampled, strict=True) for answer in group]
         texts = [self.text(answer.ids, special=bool(dialogues)) for _, answer in pairs]
         totals, parts = self._scored([prompt for prompt, _ in pairs], texts, dialogues)
-        all_advantages, groups, start = [], [], 0
+        all_advantages, groups, rewards = list[float](), list[Group](), iter(totals)
         for prompt, group in zip(prompts, sampled, strict=True):
-            rewards = totals[start : start + len(group)]
-            start += len(group)
-            of_group = advantages(self.config.loss, rewards, self.config.normalises)
-            all_advantages += of_group or [0.0] * len(group)
-            if of_group is not None:
-                groups += self._group(prompt, group, of_group)
+            of_group = [next(rewards) for _ in group]
+            values = advantages(self.config.loss, of_group, self.config.normalises)
+            values = values or [0.0] * len(group)
+            all_advantages += values
+            groups += self._group(prompt, group, values)
         answers = tuple(
             ScoredAnswer(
                 prompt=self.text(prompt.input_ids, special=False),
@@ -270,8 +273,8 @@ class GRPO(RolloutTask):
         """Return prompts, the answers to each, and with tools the dialogues of all answers."""
         if self._tools is None:
             ids = [prompt.input_ids for prompt in prompts]
-            return prompts, self.sample(ids, seeds, sampler, self.config.answers), []
-        self.layout.forget()
+            answers = self.on_policy.sample(ids, seeds, sampler, self.config.answers)
+            return prompts, answers, []
         number = 1 if seeds is None else self.config.answers
         groups = self._tools.sample(prompts, seeds, sampler, number)
         pairs = zip(prompts, groups, strict=True)
@@ -301,12 +304,14 @@ class GRPO(RolloutTask):
         assert self._rewards is not None
         fields = [prompt.fields for prompt in prompts]
         contents = [json.loads(prompt.content) for prompt in prompts]
-        completions: list[Any] = [
+        completions: list[object] = [
             text if isinstance(content, str) else [{"role": "assistant", "content": text}]
             for text, content in zip(texts, contents, strict=True)
         ]
         names = dict.fromkeys(name for row in fields for name in row)
-        columns: dict[str, Any] = {name: [row.get(name) for row in fields] for name in names}
+        columns: dict[str, list[object]] = {
+            name: [row.get(name) for row in fields] for name in names
+        }
         columns["references"] = [prompt.reference for prompt in prompts]
         if dialogues:
             contents = [dialogue.prompt_messages for dialogue in dialogues]
@@ -326,10 +331,10 @@ class GRPO(RolloutTask):
         rewards = torch.tensor([answer.reward for answer in answers])
         number = max(len(pairs), 1)
         assert self._rewards is not None
-        means = {"reward": _mean(rewards), "reward_std": _deviation(rewards)}
+        means = dict(zip(("reward", "reward_std"), _mean_and_std(rewards), strict=True))
         for name in self._rewards.names:
             values = torch.tensor([answer.parts[name] for answer in answers])
-            means[f"reward_{name}"] = _mean(values)
+            means[f"reward_{name}"], _ = _mean_and_std(values)
         return {
             **means,
             "taught": share_with_signal,
@@ -355,7 +360,7 @@ class GRPO(RolloutTask):
     def collate(self, rows: Sequence[Prompt | Group]) -> dict[str, Tensor]:
         """Return a batch of all answers, and their `advantages` (D,)."""
         groups = [self._as_group(row) for row in rows]
-        batch = super().collate([document for group in groups for document in group.documents])
+        batch = self.documents([document for group in groups for document in group.documents])
         values = torch.tensor([value for group in groups for value in group.advantages])
         with_advantages = {**batch, "advantages": values}
         for name in ("old", "reference"):
@@ -370,20 +375,19 @@ class GRPO(RolloutTask):
             return len(batch["targets"])
         return len(batch["advantages"])
 
-    def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the log-probabilities of the sampling policy and of the reference, if needed."""
+    def add_log_probs(
+        self, model: nn.Module, rows: Sequence[Group], batch: Mapping[str, Tensor]
+    ) -> None:
+        """Store the log-probabilities of the sampling policy and the reference with the rows."""
         log_probs = {}
-        if self.updates > 1:
+        if self.config.updates > 1:
             log_probs["old"] = self.token_log_probs(model, batch)
         if self.config.kl:
             with self.reference.state():
                 log_probs["reference"] = self.token_log_probs(model, batch)
-        return log_probs
-
-    def remember(self, rows: Sequence[Group], values: Mapping[str, Tensor]) -> None:
         sizes = [sum(token != IGNORE for labels in g.labels for token in labels) for g in rows]
-        for name, log_probs in values.items():
-            for group, part in zip(rows, log_probs.cpu().split(sizes), strict=True):
+        for name, values in log_probs.items():
+            for group, part in zip(rows, values.cpu().split(sizes), strict=True):
                 setattr(group, name, part)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -410,11 +414,7 @@ class GRPO(RolloutTask):
         return torch.stack([(losses * policy.weights).sum(), *(mean.sum() for mean in means)])
 
 
-def _deviation(values: Tensor) -> float:
+def _mean_and_std(values: Tensor) -> tuple[float, float]:
+    """Return both over the values that are no NaN; 0 if there are none."""
     rated = values[~values.isnan()]
-    return float(rated.std(correction=0)) if len(rated) else 0.0
-
-
-def _mean(values: Tensor) -> float:
-    rated = values[~values.isnan()]
-    return float(rated.mean()) if len(rated) else 0.0
+    return (float(rated.mean()), float(rated.std(correction=0))) if len(rated) else (0.0, 0.0)

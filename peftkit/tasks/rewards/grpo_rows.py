@@ -111,7 +111,7 @@ class PromptEncoder(RowEncoder):
     def _tools(self) -> Sequence[Mapping[str, Any]]:
         return self._schemas()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_tools": self._tools, "_schemas": tuple}  # for other processes
 
     def key(self, where: str) -> object:

@@ -20,13 +20,13 @@ from peftkit.data.generation import prompt_ids
 from peftkit.data.style import Style
 from peftkit.data.turns import Turns
 from peftkit.errors import ConfigError, RunError
-from peftkit.inference.cache import num_common
+from peftkit.forward.padding_free import num_common
 from peftkit.inference.call_formats import Call
-from peftkit.inference.call_style import CallStyle
-from peftkit.inference.calls import whole
+from peftkit.inference.calls import CallStyle, whole
 from peftkit.inference.dialogues import Wait, dialogues
 from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.tasks.documents import drawn_seeds
+from peftkit.tasks.rewards.grpo_rows import Prompt
 from peftkit.tasks.user_code import UserCode, called, outcome, tool_schemas
 
 Message = dict[str, Any]
@@ -48,19 +48,6 @@ class ToolConfig(Protocol):
     def tool_timeout(self) -> float: ...
     @property
     def max_new_tokens(self) -> int: ...
-
-
-class PromptRow(Protocol):
-    """A prompt; see `peftkit.tasks.rewards.grpo_rows.Prompt`."""
-
-    @property
-    def content(self) -> str: ...
-    @property
-    def fields(self) -> dict[str, Any]: ...
-    @property
-    def input_ids(self) -> tuple[int, ...]: ...
-    @property
-    def source(self) -> str: ...
 
 
 class Sampled(NamedTuple):
@@ -118,7 +105,7 @@ class Tools:
         """Whether the environment rewards answers."""
         return self._factory is not None and hasattr(self._factory, "get_reward")
 
-    def functions(self, environment: Any) -> dict[str, Callable[..., Any]]:
+    def functions(self, environment: object) -> dict[str, Callable[..., object]]:
         """Return a dictionary of the tools of an answer."""
         methods = [
             getattr(environment, name)
@@ -134,7 +121,7 @@ class Tools:
 
     def sample(
         self,
-        prompts: Sequence[PromptRow],
+        prompts: Sequence[Prompt],
         seeds: Sequence[int] | None,
         sampler: ModelSampler,
         number: int,
@@ -156,7 +143,7 @@ class Tools:
         )
         return [_with_common_prompt(*pair) for pair in zip(groups, answers, strict=True)]
 
-    def _started(self, prompts: Sequence[PromptRow]) -> list[Dialogue]:
+    def _started(self, prompts: Sequence[Prompt]) -> list[Dialogue]:
         """Return a dialogue for each prompt, without an answer."""
         environments = self._environments(len(prompts))
         messages = [_messages(prompt) for prompt in prompts]
@@ -193,11 +180,11 @@ class Tools:
         self._pool = pool + [self._factory() for _ in range(number - len(pool))]
         return self._pool[:number]
 
-    def retire(self, environment: Any) -> None:
+    def retire(self, environment: object) -> None:
         """Remove an environment from the pool: a call that hangs may still change it."""
         self._retired.append(environment)
 
-    def _reset(self, environment: Any, prompt: PromptRow) -> Any:
+    def _reset(self, environment: Any, prompt: Prompt) -> Any:
         text, error = outcome(environment.reset, self.config.tool_timeout, **prompt.fields)
         if error is not None:
             raise RunError(
@@ -221,7 +208,7 @@ class Dialogue:
     tools: Tools
     prompt: list[int]
     prompt_messages: list[Message]
-    environment: Any
+    environment: object
     messages: list[Message] = field(default_factory=list)
     num_turns: int = 0
     num_calls: int = 0
@@ -276,7 +263,7 @@ class Dialogue:
 
         return wait
 
-    def _run(self, function: Callable[..., Any] | None, call: Call) -> str:
+    def _run(self, function: Callable[..., object] | None, call: Call) -> str:
         """Return the result of a tool, as text."""
         text, error = called(function, call, self.tools.config.tool_timeout)
         self.num_calls += 1
@@ -307,6 +294,6 @@ def _with_common_prompt(group: list[Dialogue], answers: Sequence[SampledAnswer])
     return Sampled(tuple(first[:size]), after_prompt, group)
 
 
-def _messages(prompt: PromptRow) -> list[Message]:
+def _messages(prompt: Prompt) -> list[Message]:
     content = json.loads(prompt.content)
     return [{"role": "user", "content": content}] if isinstance(content, str) else list(content)

@@ -31,7 +31,7 @@ def _searched(pattern: str, text: str) -> bool:
     return re.search(pattern, text) is not None
 
 
-def matches(value: Any, schema: Mapping[str, Any], search: Search = _searched) -> bool:
+def matches(value: object, schema: Mapping[str, Any], search: Search = _searched) -> bool:
     """Return whether a value is valid against a schema.
 
     Args:
@@ -57,7 +57,7 @@ def matches(value: Any, schema: Mapping[str, Any], search: Search = _searched) -
     return _in_bounds(value, schema, search) and _inside(value, schema, search)
 
 
-def _is_of(value: object, names: Any) -> bool:
+def _is_of(value: object, names: str | Sequence[str]) -> bool:
     types = [names] if isinstance(names, str) else names
     if isinstance(value, bool):
         return "boolean" in types
@@ -79,7 +79,7 @@ def _in_bounds(value: Any, schema: Mapping[str, Any], search: Search) -> bool:
     return (low is None or value >= low) and (high is None or value <= high)
 
 
-def _inside(value: Any, schema: Mapping[str, Any], search: Search) -> bool:
+def _inside(value: object, schema: Mapping[str, Any], search: Search) -> bool:
     if isinstance(value, list):
         return all(matches(item, schema.get("items", {}), search) for item in value)
     if not isinstance(value, dict):
@@ -96,7 +96,9 @@ def _inside(value: Any, schema: Mapping[str, Any], search: Search) -> bool:
     return True
 
 
-def all_matches(values: Sequence[Any], schema: Mapping[str, object], seconds: float) -> list[bool]:
+def all_matches(
+    values: Sequence[object], schema: Mapping[str, object], seconds: float
+) -> list[bool]:
     """Return which values are valid against a schema.
 
     Args:
@@ -132,7 +134,7 @@ class _Searches:
         self.missing = {}
 
 
-def is_same(a: Any, b: Any) -> bool:
+def is_same(a: object, b: object) -> bool:
     """Return whether two JSON values are equal; to Python, True is 1 and False is 0."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(is_same(a[name], b[name]) for name in a)

@@ -114,7 +114,7 @@ def _unique(names: Sequence[str]) -> list[str]:
     return result
 
 
-Scorer = Callable[[str, Sequence[Any], Sequence[str]], list[float]]
+Scorer = Callable[[str, Sequence[object], Sequence[str]], list[float]]
 """Returns the scores of answers to prompts by the reward adapter of a folder."""
 
 
@@ -153,9 +153,9 @@ class Rewards:
 
     def judge(
         self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        columns: Mapping[str, Sequence[Any]],
+        prompts: Sequence[object],
+        completions: Sequence[object],
+        columns: Mapping[str, Sequence[object]],
         sources: Sequence[str],
         items: Sequence[Mapping[str, object]] = (),
     ) -> tuple[list[float], dict[str, list[float]]]:
@@ -179,7 +179,12 @@ class Rewards:
             elif judge is None:
                 values = self._scorer(str(term.adapter), prompts, texts)
             else:
-                arguments = {**columns, "prompts": [*prompts], "completions": [*completions]}
+                arguments: dict[str, object] = {
+                    "texts": texts,
+                    "references": columns.get("references"),
+                }
+                if term.is_function:
+                    arguments = {**columns, "prompts": [*prompts], "completions": [*completions]}
                 values = self._call(term, judge, arguments, sources)
             parts[name] = _checked(term, values, sources)
         totals = []
@@ -242,24 +247,22 @@ def _checked(term: RewardTerm, values: Any, sources: Sequence[str]) -> list[floa
 
 
 def _judge(term: RewardTerm, timeout: float, code: UserCode) -> Judge:
+    """Return the function of a term; built-in ones take `texts` and `references`."""
     if term.is_function:
         function = code.load(term.use)
         return _environment_rewards if inspect.isclass(function) else function
     if term.use == "regex":
         pattern = re.compile(term.pattern or "", re.S).pattern
-        return _of_texts(
-            lambda texts: searched([(pattern, text) for text in texts], timeout, flags=re.S)
-        )
+        return lambda texts, **_: searched([(pattern, text) for text in texts], timeout, flags=re.S)
     if term.use == "json_schema":
         assert term.schema_file is not None
         schema = read_json(term.schema_file, error=ConfigError)
-        return _of_texts(lambda texts: _match_schema(texts, schema, timeout))
+        return lambda texts, **_: _match_schema(texts, schema, timeout)
     if term.use == "length":
         limit = term.max_chars or 1
-        return _each(lambda text, _: min(1.0, max(0.0, 2 - len(text) / limit)))
-    if term.use == "json_fields":
-        return _each(_share_of_fields)
-    return _each(_is_equal)
+        return lambda texts, **_: [min(1.0, max(0.0, 2 - len(text) / limit)) for text in texts]
+    of_pair = _share_of_fields if term.use == "json_fields" else _is_equal
+    return lambda texts, references: [*map(of_pair, texts, references)]
 
 
 async def _environment_rewards(environments: Sequence[Any], **_: object) -> list[Any]:
@@ -274,27 +277,6 @@ def _text(completion: Any) -> str:
         return completion
     texts = (turn["content"] for turn in reversed(completion) if turn["role"] == "assistant")
     return str(next(texts, ""))
-
-
-def _each(judge: Callable[[str, str | None], float | None]) -> Judge:
-    """Return a reward function that scores each answer against the row's answer."""
-
-    def function(
-        completions: Sequence[Any], references: Sequence[str | None], **_: Any
-    ) -> list[float | None]:
-        pairs = zip(map(_text, completions), references, strict=True)
-        return [judge(text, reference) for text, reference in pairs]
-
-    return function
-
-
-def _of_texts(judge: Callable[[list[str]], list[bool]]) -> Judge:
-    """Return a reward function that scores all answers in one call."""
-
-    def function(completions: Sequence[Any], **_: Any) -> list[float]:
-        return [float(matches) for matches in judge([*map(_text, completions)])]
-
-    return function
 
 
 def _match_schema(texts: Sequence[str], schema: Mapping[str, object], timeout: float) -> list[bool]:

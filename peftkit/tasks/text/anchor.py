@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from peftkit.data.general import ANCHORS
 from peftkit.data.pack import Row, cut_document
 from peftkit.events import Progress, Stage
-from peftkit.forward.shared_head import check_shared_head, divergence_of
-from peftkit.inference.own_answers import own_answers
-from peftkit.kernels.divergence import Divergence
+from peftkit.forward.loss import check_shared_head, divergence_of
+from peftkit.inference.generate import own_answers
+from peftkit.kernels.cross_entropy import Divergence
 from peftkit.model.modes import adapters_off, evaluating
 from peftkit.tasks.run_hooks import Reference, Run, RunHooks
 from peftkit.tasks.tokens import IGNORED, CausalLM
@@ -95,7 +95,7 @@ class AnchoredLM(RunHooks, CausalLM):
                 }
                 self._before.append(self.before_head(run.model, batch).cpu())
 
-    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Sequence[Row], run: Run) -> Sequence[Sequence[Row]]:
         """Add the step's anchor rows to rows; none to an evaluation."""
         if not torch.is_grad_enabled() or not self._rows:
             return [rows]
@@ -105,7 +105,7 @@ class AnchoredLM(RunHooks, CausalLM):
         self._scale.fill_(targets / of_anchor)  # the loss is divided by the targets of the rows
         return [[*rows, *anchors]]
 
-    def rows_ahead(self, rows: Sequence[Any], run: Run) -> Sequence[Any] | None:
+    def rows_ahead(self, rows: Sequence[Row], run: Run) -> Sequence[Row] | None:
         return [*rows, *self._anchors(run.state.step + 1, run)] if rows else None
 
     def _anchors(self, step: int, run: Run) -> list[AnchorRow]:

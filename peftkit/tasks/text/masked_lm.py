@@ -39,7 +39,7 @@ from peftkit.model.modes import evaluating
 from peftkit.model.places import unwrap_adapter
 from peftkit.tasks.base import Task, over_batches
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.rows import longest
+from peftkit.tasks.row_loader import longest
 from peftkit.tasks.texts import SpecialTokens
 from peftkit.tasks.tokens import TokenTask
 
@@ -146,11 +146,7 @@ def reads_padding(model: nn.Module, pad_id: int) -> bool:
 
 
 class MaskedLM(TokenTask):
-    """A loss over masked tokens.
-
-    Args:
-        model: A bidirectional encoder with a head over the vocabulary; masks are redrawn while it
-            is in training mode.
+    """A loss over masked tokens of a bidirectional encoder with a head over the vocabulary.
 
     Raises:
         BaseError: The tokenizer has no mask token.

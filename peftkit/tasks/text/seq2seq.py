@@ -13,22 +13,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Unpack
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from peftkit.data.examples import Completion, Example, Instruction
-from peftkit.data.field_names import FieldNames
-from peftkit.data.format import ParsedRow, parse
+from peftkit.data.format import FieldNames, ParsedRow, parse
 from peftkit.data.pack import padded_rows
 from peftkit.data.records import Dropped, Record
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
 from peftkit.data.rows.lazy import tokens_of_each
 from peftkit.errors import BaseError, DataError
-from peftkit.events import Listener, Progress, Sample, ignore
+from peftkit.events import Listener, Progress, ignore
 from peftkit.execution.out_of_memory import NO_ROOM
 from peftkit.forward.batch_layout import BatchLayout
 from peftkit.forward.loss import in_dtype_of, unwrapped
@@ -36,10 +35,10 @@ from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import evaluating
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, equal_parts
-from peftkit.tasks.completions import CompletingTask, OnCount, ignore_count
+from peftkit.tasks.completions import CompletingTask, Options
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.metrics import exact_match, rouge_l
-from peftkit.tasks.rows import longest
+from peftkit.tasks.row_loader import longest
 from peftkit.tasks.texts import SpecialTokens
 from peftkit.tasks.tokens import TokenTask
 
@@ -183,52 +182,17 @@ class EncoderDecoder(CompletingTask, TokenTask):
         """Return the decoder tokens that precede the generated answer to a row."""
         return (self._start,)
 
-    def answers(
-        self,
-        model: Any,
-        rows: Sequence[Any],
-        *,
-        max_new_tokens: int | None = None,
-        batch_size: int | None = None,
-        on_answer: OnCount | None = None,
-        on_fewer: OnCount | None = None,
-    ) -> list[Sample]:
-        with evaluating(model):
-            texts = self.texts(
-                model, rows, max_new_tokens=max_new_tokens, on_fewer=on_fewer or ignore_count
-            )
-        return [
-            Sample(self.prompt_text(row), text, self.reference_text(row) or None, row.source)
-            for row, text in zip(rows, texts, strict=True)
-        ]
-
     def prompts(self, row: Any) -> Sequence[Any]:
         return [row]
 
     @torch.no_grad()
-    def texts(
-        self,
-        model: nn.Module,
-        rows: Sequence[Any],
-        *,
-        max_new_tokens: int | None = None,
-        on_event: Listener = ignore,
-        on_fewer: OnCount = ignore_count,
-    ) -> list[str]:
-        """Return the greedily generated text of each row; the model is in eval mode.
-
-        Args:
-            on_fewer: Called with the new batch size when memory runs out.
-
-        Raises:
-            RunError: A row does not fit into memory.
-        """
+    def completions(self, model: Any, rows: Sequence[Any], **options: Unpack[Options]) -> list[str]:
         bare, answers = unwrapped(model), [""] * len(rows)
         groups: dict[tuple[int, ...], list[int]] = {}
         for number in tokens_of_each(rows).sort(stable=True).indices.tolist():
             groups.setdefault(self.decoder_prefix(rows[number]), []).append(number)
-        done, longest = 0, max_new_tokens or self.max_target
-        with generation_config_aside(bare) as config:
+        longest, num_done = options.get("max_new_tokens") or self.max_target, 0
+        with evaluating(model), generation_config_aside(bare) as config:
             for prefix, group in groups.items():
                 room = max(min(longest, self.max_positions - len(prefix)), 1)
                 greedy = self._greedy(config, room)
@@ -243,14 +207,24 @@ class EncoderDecoder(CompletingTask, TokenTask):
                     equal_parts,
                     generated,
                     fix=NO_ROOM,
-                    on_fewer=on_fewer,
+                    on_fewer=options.get("on_fewer", lambda _: None),
                     is_shared=is_sharded(model),
                 ):
-                    on_event(Progress("Answering", done, len(rows)))
                     for number, text in zip(part, texts, strict=True):
                         answers[number] = text
-                    done += len(part)
+                    num_done += len(part)
+                    options.get("on_answer", lambda _: None)(num_done)
         return answers
+
+    def measured_texts(
+        self, model: nn.Module, rows: Sequence[Any], on_event: Listener
+    ) -> list[str]:
+        """Return `completions` for metrics; events report the progress."""
+
+        def report(number: int) -> None:
+            on_event(Progress("Answering", number, len(rows)))
+
+        return self.completions(model, rows, on_answer=report)
 
     def _generated(
         self, bare: Any, greedy: Any, prefix: Sequence[int], rows: Sequence[Any]
@@ -282,14 +256,6 @@ class EncoderDecoder(CompletingTask, TokenTask):
             suppress_tokens=getattr(config, "suppress_tokens", None),
             begin_suppress_tokens=getattr(config, "begin_suppress_tokens", None),
         )
-
-    @abstractmethod
-    def prompt_text(self, row: Any) -> str:
-        """Return the encoder's input as text for samples."""
-
-    @abstractmethod
-    def reference_text(self, row: Any) -> str:
-        """Return the reference answer of a row."""
 
     def prompt_row(self, model: nn.Module, text: str, where: str) -> Any:
         raise DataError("it is a text.", found=f"{type(self).__name__} does not read text.")
@@ -332,7 +298,7 @@ class Seq2Seq(EncoderDecoder):
     ) -> dict[str, float]:
         """Return loss, perplexity, and exact_match and mean rouge_l of greedy answers."""
         losses = super().metrics(model, rows, on_event=on_event)
-        texts = self.texts(model, rows, on_event=on_event)
+        texts = self.measured_texts(model, rows, on_event)
         pairs = [(text, row.target) for text, row in zip(texts, rows, strict=True)]
         return {
             **losses,
@@ -343,8 +309,8 @@ class Seq2Seq(EncoderDecoder):
     def prompt_text(self, row: PairRow) -> str:
         return str(self.tokenizer.decode(row.input_ids, skip_special_tokens=True))
 
-    def reference_text(self, row: PairRow) -> str:
-        return row.target
+    def reference_text(self, row: PairRow) -> str | None:
+        return row.target or None
 
     def prompt_row(self, model: nn.Module, text: str, where: str) -> PairRow:
         counts = Counter[str]()

@@ -18,8 +18,7 @@ from peftkit.data.chat_template import CHATML
 from peftkit.data.generation import prompt_ids
 from peftkit.data.style import Style
 from peftkit.data.turns import Turns
-from peftkit.inference.call_style import CallStyle
-from peftkit.inference.calls import whole
+from peftkit.inference.calls import CallStyle, whole
 
 Messages = Sequence[Mapping[str, Any]]
 

@@ -25,8 +25,9 @@ from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
-from tests.helpers.adapters import perturb
+from tests.helpers.adapters import logits, perturb
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.gguf_files import finish
 
 gguf = pytest.importorskip("gguf")
 
@@ -151,14 +152,13 @@ def test_imported_it_loads_onto_the_base_and_computes_the_same(tmp_path):
     model.save_pretrained(tmp_path / "base")
     adapter = attach(model, LoRA(rank=4, alpha=8, targets=("q", "k", "up")))
     perturb(adapter.parameters())
-    ids = torch.arange(12)[None] + 3
-    expected = model(input_ids=ids).logits
+    expected = logits(model)
     save_adapter(adapter, tmp_path / "one")
     export_gguf(tmp_path / "one", tmp_path / "a.gguf", base=str(tmp_path / "base"))
     import_gguf(tmp_path / "a.gguf", tmp_path / "two", base=str(tmp_path / "base"))
     adapter.detach()
     load_adapter(model, tmp_path / "two")
-    assert torch.equal(model(input_ids=ids).logits, expected)
+    assert torch.equal(logits(model), expected)
 
 
 @pytest.mark.parametrize(
@@ -202,10 +202,10 @@ def test_conv1d_layers_come_back_as_such(tmp_path):
 
 
 def refusal(folder: Path, out: Path, **options: Any) -> str:
-    with pytest.raises(AdapterError) as errorage:
+    with pytest.raises(AdapterError) as caught:
         export_gguf(folder, out, **options)
     assert not out.exists()
-    return str(errorage.value)
+    return str(caught.value)
 
 
 def test_what_the_format_has_no_place_for_is_refused_layer_by_layer(tmp_path):
@@ -232,18 +232,18 @@ def test_a_file_is_overwritten_only_if_forced(tmp_path):
         export_gguf(folder, tmp_path, force=True)
 
 
-def test_a_tied_head_is_refused(tmp_path):
-    folder, _, _ = saved(tmp_path, "gpt2", LoRA(rank=2, targets=("head", "o")))
+@pytest.mark.parametrize(
+    ("family", "targets", "words", "count", "absent"),
+    [
+        ("gpt2", ("head", "o"), "lm_head: the base ties it to its embedding", 1, "attn.c_proj"),
+        ("gpt_neox", LoRA().targets, "query_key_value: a fused layer whose rows", 2, "dense"),
+    ],
+)
+def test_what_has_no_place_of_its_own_is_refused(family, targets, words, count, absent, tmp_path):
+    folder, _, _ = saved(tmp_path, family, LoRA(rank=2, targets=targets))
     message = refusal(folder, tmp_path / "a.gguf")
-    assert "lm_head: the base ties it to its embedding" in message
-    assert "attn.c_proj" not in message
-
-
-def test_fused_rows_in_another_order_are_refused(tmp_path):
-    folder, _, _ = saved(tmp_path, "gpt_neox", LoRA(rank=2))
-    message = refusal(folder, tmp_path / "a.gguf")
-    assert message.count("query_key_value: a fused layer whose rows") == 2
-    assert "dense" not in message
+    assert message.count(words) == count
+    assert absent not in message
 
 
 def test_numbers_too_large_for_the_type_are_refused(tmp_path):
@@ -277,10 +277,7 @@ def write_gguf(path: Path, tensors: dict[str, Tensor], **keys: Any) -> Path:
             writer.add_string(name, value)
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -341,7 +338,7 @@ def test_all_tensors_that_do_not_fit_are_listed(base, tmp_path):
         "blk.0.ffn_up.weight": torch.ones(64, 32),
     }
     path = write_gguf(tmp_path / "a.gguf", tensors)
-    with pytest.raises(AdapterError) as errorage:
+    with pytest.raises(AdapterError) as caught:
         import_gguf(path, tmp_path / "out", base=base)
     for line in (
         "missing: blk.0.attn_q.weight.lora_b",
@@ -350,8 +347,8 @@ def test_all_tensors_that_do_not_fit_are_listed(base, tmp_path):
         "blk.0.ffn_up_exps.weight: an embedding, a norm or a stack of experts",
         "blk.0.ffn_up.weight: no tensor of a LoRA",
     ):
-        assert line in str(errorage.value)
-    assert "blk.0.attn_v" not in str(errorage.value)
+        assert line in str(caught.value)
+    assert "blk.0.attn_v" not in str(caught.value)
 
 
 def test_numbers_that_are_none_are_refused(base, tmp_path):

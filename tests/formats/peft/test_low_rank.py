@@ -13,7 +13,7 @@ from peftkit.formats.peft.low_rank import LowRank, read_low_rank, role_updates, 
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
-from tests.helpers.adapters import perturb
+from tests.helpers.adapters import logits, perturb
 from tests.helpers.families import FAMILIES
 
 METHODS = {
@@ -30,8 +30,7 @@ def test_read_written_and_read_again_it_computes_the_same(name, tmp_path):
     model = FAMILIES["llama"]().eval()
     adapter = attach(model, METHODS[name])
     perturb(adapter.parameters())
-    ids = torch.arange(12)[None] + 3
-    expected = model(input_ids=ids).logits
+    expected = logits(model)
     save_adapter(adapter, tmp_path / "one")
     file, modules = read_low_rank(tmp_path / "one")
     assert list(modules) == sorted(adapter.modules)
@@ -44,7 +43,7 @@ def test_read_written_and_read_again_it_computes_the_same(name, tmp_path):
             (tmp_path / "two" / "peftkit.json").unlink()
         adapter.detach()
         adapter = load_adapter(model, tmp_path / "two")
-        torch.testing.assert_close(model(input_ids=ids).logits, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
 
 
 def test_what_does_not_fit_is_listed_whole(tmp_path):

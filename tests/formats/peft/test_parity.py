@@ -24,8 +24,9 @@ from peftkit.methods.lora import LoRA
 from peftkit.methods.own_parameters import LNTuning
 from peftkit.methods.vera import VeRA
 from tests.helpers import grid, laws
-from tests.helpers.adapters import logits
+from tests.helpers.adapters import logits, perturb
 from tests.helpers.families import ARCHITECTURES, FAMILIES
+from tests.helpers.folders import change_json
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name
@@ -110,11 +111,7 @@ THEIRS_EXPERTS: dict[str, dict[str, Any]] = {
 
 def nudge(model: nn.Module) -> None:
     """Stand in for training: move every trainable value a little."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    perturb([p for p in model.parameters() if p.requires_grad], seed=7)
 
 
 @pytest.fixture
@@ -276,8 +273,7 @@ def test_a_config_that_contradicts_its_tensors_is_refused(change, message, base,
     adapter = attach(base, LoRA(rank=4, alpha=8, targets=("q", "v")))
     save_adapter(adapter, tmp_path)
     adapter.detach()
-    path = tmp_path / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    change_json(tmp_path / "adapter_config.json", **change)
     with pytest.raises(AdapterError, match=message):
         load_adapter(base, tmp_path)
     assert not any("lora" in name for name, _ in base.named_parameters())

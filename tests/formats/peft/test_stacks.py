@@ -1,6 +1,5 @@
 """PEFT's LoRAs of stacked experts: imported they compute alike."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from peftkit.formats.peft.load import load_adapter
 from peftkit.methods.lora import LoRA
 from tests.helpers.adapters import logits, perturb
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.folders import change_json
 
 RANK = 3
 
@@ -50,12 +50,15 @@ def test_peft_stacks_load(family, notes, targets, tmp_path):
     torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("version", [None, "0.18.0"])
+@pytest.mark.parametrize("version", [None, "0.17.1", "0.18.0"])
 def test_stacks_of_an_unknown_layout_stay_refused(version, tmp_path):
     model = ARCHITECTURES["mixtral"]()
-    source = save_adapter(attach(model, LoRA(rank=2, targets=("experts",))), tmp_path / "one")
+    adapter = attach(model, LoRA(rank=2, targets=("experts",)))
+    source = save_adapter(adapter, tmp_path / "one")
+    adapter.detach()
     (source / "peftkit.json").unlink()
-    path = source / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"peft_version": version}))
+    change_json(source / "adapter_config.json", peft_version=version)
+    with pytest.raises(AdapterError, match="layout of the adapter's stacked experts"):
+        load_adapter(model, source)
     with pytest.raises(AdapterError, match="layout of the adapter's stacked experts"):
         import_adapter(source, tmp_path / "two", base=base_of(model, tmp_path / "base"))

@@ -1,6 +1,8 @@
 """PEFT saves tables of tokens with an adapter; every command computes with them as PEFT does."""
 
 import json
+from collections.abc import Callable
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -22,6 +24,7 @@ from peftkit.inference.bank import AdapterBank
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
 from tests.helpers.adapters import perturb
+from tests.helpers.folders import change_tensors
 
 pytestmark = [
     # PEFT uses an old name of transformers, and reports that it saves tables, and tied ones
@@ -91,9 +94,20 @@ class Saved:
         torch.testing.assert_close(self.logits_of(model), self.logits, atol=TOLERANCE, rtol=0)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Callable[..., Saved]:
+    """Adapters of PEFT, each saved once: do not write into their folders."""
+
+    @cache
+    def build(kind: str, size: str, tied: bool) -> Saved:
+        return Saved(tmp_path_factory.mktemp("theirs"), tokenizer, kind, size, tied)
+
+    return build
+
+
 @pytest.mark.parametrize(("kind", "size", "tied"), GRID)
-def test_the_tables_are_those_of_the_file(kind, size, tied, tmp_path, tokenizer):
-    theirs = Saved(tmp_path, tokenizer, kind, size, tied)
+def test_the_tables_are_those_of_the_file(kind, size, tied, tmp_path, saved):
+    theirs = saved(kind, size, tied)
     opened = open_adapter(theirs.folder, dtype="fp32")
     theirs.check(opened.base.model)
     save_adapter(opened.adapter, tmp_path / "again", opened.file.provenance)
@@ -102,8 +116,8 @@ def test_the_tables_are_those_of_the_file(kind, size, tied, tmp_path, tokenizer)
 
 
 @pytest.mark.parametrize(("kind", "size", "tied"), GRID)
-def test_the_merged_model_has_these_tables(kind, size, tied, tmp_path, tokenizer):
-    theirs = Saved(tmp_path, tokenizer, kind, size, tied)
+def test_the_merged_model_has_these_tables(kind, size, tied, tmp_path, saved):
+    theirs = saved(kind, size, tied)
     notices: list[str] = []
     merge(theirs.folder, tmp_path / "m", verify=False, on_event=lambda e: notices.append(str(e)))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
@@ -114,8 +128,8 @@ def test_the_merged_model_has_these_tables(kind, size, tied, tmp_path, tokenizer
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_imported_and_continued_adapters_have_these_tables(kind, tmp_path, tokenizer):
-    theirs = Saved(tmp_path, tokenizer, kind, "new", tied=True)
+def test_imported_and_continued_adapters_have_these_tables(kind, tmp_path, saved):
+    theirs = saved(kind, "new", True)
     import_adapter(theirs.folder, tmp_path / "imported")
     for folder in (theirs.folder, tmp_path / "imported"):
         base = load_base(theirs.base, dtype="fp32")
@@ -126,8 +140,8 @@ def test_imported_and_continued_adapters_have_these_tables(kind, tmp_path, token
         assert continued.has_tokens
 
 
-def test_one_copy_of_tied_tables_is_trained(tmp_path, tokenizer):
-    theirs = Saved(tmp_path, tokenizer, "full-tied", "new", tied=True)
+def test_one_copy_of_tied_tables_is_trained(tmp_path, saved):
+    theirs = saved("full-tied", "new", True)
     opened = open_adapter(theirs.folder, dtype="fp32")
     tables = [opened.adapter.modules[path] for path in ("model.embed_tokens", "lm_head")]
     assert tables[0].trained[0] is tables[1].trained[0]
@@ -135,8 +149,8 @@ def test_one_copy_of_tied_tables_is_trained(tmp_path, tokenizer):
     assert json.loads((tmp_path / "again" / CONFIG).read_text())["ensure_weight_tying"] is True
 
 
-def test_tables_of_the_published_base_are_not_stored_again(tmp_path, tokenizer):
-    theirs = Saved(tmp_path, tokenizer, "lora-on-head", "unchanged", tied=False)
+def test_tables_of_the_published_base_are_not_stored_again(tmp_path, saved):
+    theirs = saved("lora-on-head", "unchanged", False)
     assert any("base_layer" in name for name in load_file(theirs.folder / TENSORS))
     opened = open_adapter(theirs.folder, dtype="fp32")
     save_adapter(opened.adapter, tmp_path / "again")
@@ -144,12 +158,12 @@ def test_tables_of_the_published_base_are_not_stored_again(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_bank_takes_lora_on_the_head_and_refuses_other_tables(tied, tmp_path, tokenizer):
-    theirs = Saved(tmp_path / "head", tokenizer, "lora-on-head", "unchanged", tied)
+def test_a_bank_takes_lora_on_the_head_and_refuses_other_tables(tied, saved):
+    theirs = saved("lora-on-head", "unchanged", tied)
     bank = AdapterBank(load_base(theirs.base, dtype="fp32"), {"a": theirs.folder})
     with bank.use("a"):
         theirs.check(bank.base.model)
-    other = Saved(tmp_path / "lora", tokenizer, "lora", "new", tied)
+    other = saved("lora", "new", tied)
     with pytest.raises(AdapterError, match=r"not only a LoRA\n.*weight of its base"):
         bank.add("b", other.folder)
 
@@ -163,8 +177,7 @@ def test_lora_on_embeddings_is_refused_by_name(tmp_path, tokenizer, monkeypatch)
 
 def test_tables_of_several_shapes_are_refused(tmp_path, tokenizer):
     theirs = Saved(tmp_path, tokenizer, "lora", "new", tied=False)
-    tensors = load_file(theirs.folder / TENSORS)
     name = "base_model.model.lm_head.weight"
-    save_file(tensors | {name: tensors[name][:-1].clone()}, theirs.folder / TENSORS)
+    change_tensors(theirs.folder / TENSORS, lambda own: own.update({name: own[name][:-1].clone()}))
     with pytest.raises(AdapterError, match=r"misshapen: .* is \(38[56], 16\), not"):
         open_adapter(theirs.folder, dtype="fp32")

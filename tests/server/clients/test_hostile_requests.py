@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.serving import refusal
+
 HI = {"role": "user", "content": "Hi"}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
@@ -129,10 +131,6 @@ def test_no_request_is_an_error_of_the_server(number, client):
 
 
 @pytest.mark.parametrize("path", sorted({path for path, _ in REQUESTS}))
-@pytest.mark.parametrize(
-    "content", [b"", b"[]", b"null", b"{", b"[" * 9000, b"\xff", b'{"a": NaN}']
-)
+@pytest.mark.parametrize("content", NO_OBJECTS)
 def test_a_body_that_is_no_object(path, content, client):
-    done = client.post(path, content=content)
-    assert done.status_code == 400
-    assert done.json()["error"]["message"]
+    assert refusal(client.post(path, content=content))["message"]

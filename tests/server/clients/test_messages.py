@@ -53,11 +53,7 @@ def test_a_text(client, says):
 def test_the_order_of_events(client, says):
     says(f"<think>\nhm\n</think>\n\nI look. {call('sub', 2)}")
     whole = create(client, tools=TOOLS)
-    assert [block["type"] for block in whole["content"]] == [
-        "thinking",
-        "text",
-        "tool_use",
-    ]
+    assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use"]
     assert whole["content"][2]["input"] == {"n": 2}
     assert whole["stop_reason"] == "tool_use"
     events = stream(client, tools=TOOLS)

@@ -12,7 +12,7 @@ pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is n
 from starlette.testclient import TestClient
 
 from peftkit.inference.bank import AdapterBank
-from peftkit.model.lift import take_off
+from peftkit.model.modes import take_off
 from peftkit.settings import BaseConfig
 from peftkit_server.app import make_app
 from peftkit_server.limits import Limits

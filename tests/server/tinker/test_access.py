@@ -1,4 +1,4 @@
-"""Owners cannot access each other's objects, and no request breaks the server."""
+"""No request breaks the server."""
 
 import asyncio
 import random
@@ -15,56 +15,8 @@ from peftkit_server.tinker import api, rows, wire
 from peftkit_server.tinker.bodies import OperationBody
 from tests.helpers.wire_client import API, Client, datum, message
 
-ANN, BOB = "tml-ann", "tml-bob"
 DATA = [datum([5, 6, 7, 8])]
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
-
-
-def test_another_s_sessions_models_samplers_results_and_weights_are_not_there(serve):
-    http = serve(keys=[ANN, BOB])
-    ann, bob = Client(http, ANN), Client(http, BOB)
-    model = ann.model()
-    result = model.submit(DATA)
-    ann.retrieve(result)
-    path = model.call("save_weights", path="x")["path"]
-    sampler = ann.sampler(path)
-    hers, his = {"session_id": ann.session}, {"session_id": bob.session}
-    operation = {"model_id": model.id, "seq_id": 3}
-    sample = {"sampling_session_id": sampler, "prompt": PROMPT, "sampling_params": {}}
-    assert bob.ask("session_heartbeat", **hers).status_code == 410
-    requests: list[tuple[str, dict[str, Any]]] = [
-        ("create_model", {**hers, "model_seq_id": 9, "base_model": "base"}),
-        ("create_model", {**hers, "model_seq_id": 0, "base_model": "base"}),
-        ("get_info", {"model_id": model.id}),
-        ("optim_step", {**operation, "adam_params": {}}),
-        ("save_weights", {**operation, "path": "y"}),
-        ("save_weights_for_sampler", {**operation, "path": "y"}),
-        ("unload_model", {"model_id": model.id}),
-        ("weights_info", {"tinker_path": path}),
-        ("load_weights", {**his, "model_seq_id": 0, "path": path, "optimizer": True}),
-        ("create_sampling_session", {**his, "sampling_session_seq_id": 0, "model_path": path}),
-        ("create_sampling_session", {**hers, "sampling_session_seq_id": 9, "base_model": "base"}),
-        ("asample", {**sample, "seq_id": 0}),
-        ("retrieve_future", {"request_id": result}),
-        ("cancel_future", {"request_id": result}),
-    ]
-    for operation_name, body in requests:
-        assert bob.ask(operation_name, **body).status_code == 404, operation_name
-    headers = {"X-API-Key": BOB, "Content-Type": "application/x-protobuf"}
-    sent = http.post(f"{API}/forward_backward", content=message(model.id, 3, DATA), headers=headers)
-    assert sent.status_code == 404
-    for url in (f"samplers/{sampler}", f"training_runs/{model.id}"):
-        assert http.get(f"{API}/{url}", headers=headers).status_code == 404
-    url = f"training_runs/{model.id}/checkpoints"
-    assert http.get(f"{API}/{url}", headers=headers).status_code == 404
-    assert http.delete(f"{API}/{url}/weights/x", headers=headers).status_code == 404
-    assert bob.get("checkpoints")["checkpoints"] == bob.get("training_runs")["training_runs"] == []
-    body = {"model": path, "prompt": [5, 6], "max_tokens": 2}
-    assert http.post("/v1/completions", json=body, headers=headers).status_code == 404
-    assert http.post(f"{API}/create_session", json={}).status_code == 401
-    assert ann.get("checkpoints")["checkpoints"]
-    model.next = 3
-    assert model.step()["metrics"]
 
 
 WRONG: list[Any] = [None, True, -1, 1 << 70, 1e308, "", "a" * 300, "../../etc/passwd", [], {}, [[]]]

@@ -12,6 +12,7 @@ from peftkit_server.limits import Limits
 from peftkit_server.refusals import RequestError
 from peftkit_server.tinker import tenants, wire
 from peftkit_server.tinker.futures import Futures
+from tests.helpers.serving import refusal
 from tests.helpers.tinker import CE_DATA, PROMPT, train_steps
 from tests.helpers.wire_client import Client, datum
 
@@ -88,14 +89,8 @@ def test_tokens_of_a_client_are_scored_at_each_position(client):
     ],
 )
 def test_bad_tokens_to_score_are_refused(client, targets, message):
-    body: dict[str, Any] = {
-        "sampling_session_id": client.sampler(),
-        "seq_id": 0,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
-        "sampling_params": {"max_tokens": 1},
-        "target_prompt_logprobs": {"dtype": "int64", **targets},
-    }
-    response = client.ask("asample", **body)
+    scored = {"dtype": "int64", **targets}
+    response = client.ask_sample(client.sampler(), PROMPT, target_prompt_logprobs=scored)
     if response.status_code == 200:
         assert message in client.retrieve(response.json()["request_id"])["error"]
     else:
@@ -104,17 +99,9 @@ def test_bad_tokens_to_score_are_refused(client, targets, message):
 
 
 def test_the_loss_without_a_formula_names_the_way_out(client):
-    refused = client.ask(
-        "asample",
-        sampling_session_id=client.sampler(),
-        seq_id=0,
-        prompt={"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
-        sampling_params={},
-        record_stability_info=True,
-    )
-    assert refused.status_code == 400
-    assert "loss_fn=importance_sampling" in refused.json()["error"]["message"]
-    assert "stable_reinforce" in refused.json()["error"]["message"]
+    error = refusal(client.ask_sample(client.sampler(), PROMPT, record_stability_info=True))
+    assert "loss_fn=importance_sampling" in error["message"]
+    assert "stable_reinforce" in error["message"]
 
 
 def test_metadata_is_bounded(serve):

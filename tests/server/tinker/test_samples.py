@@ -14,8 +14,12 @@ from tests.helpers.tinker import PROMPT
 from tests.helpers.wire_client import Client, Model, datum
 
 
+def ints(data: bytes) -> list[int]:
+    return list(struct.unpack(f"<{len(data) // 4}i", data))
+
+
 def tokens(sequence: Any) -> list[int]:
-    return list(struct.unpack(f"<{len(sequence.tokens) // 4}i", sequence.tokens))
+    return ints(sequence.tokens)
 
 
 def floats(data: bytes) -> list[float]:
@@ -70,7 +74,7 @@ def test_the_likeliest_tokens_of_a_prompt(client, llama):
     with torch.no_grad():
         expected = llama(torch.tensor([PROMPT])).logits[0].log_softmax(-1).topk(3)
     found = client.sample(client.sampler(), PROMPT, topk_prompt_logprobs=3)
-    ids = torch.tensor(tokens_of(found.topk_prompt.ids)).view(4, 3)
+    ids = torch.tensor(ints(found.topk_prompt.ids)).view(4, 3)
     values = torch.tensor(floats(found.topk_prompt.log_probs)).view(4, 3)
     assert ids[0].tolist() == [0, 0, 0]
     assert values[0].tolist() == [-99999.0] * 3
@@ -83,10 +87,6 @@ def test_the_likeliest_tokens_of_a_prompt(client, llama):
     known = [value == value for value in floats(last.prompt_log_probs)]
     assert known == [False, False, True, True]
     assert floats(last.prompt_log_probs)[2:] == floats(whole.prompt_log_probs)[2:]
-
-
-def tokens_of(data: bytes) -> list[int]:
-    return list(struct.unpack(f"<{len(data) // 4}i", data))
 
 
 def test_an_answer_ends_where_the_client_says(client, llama):
@@ -122,21 +122,13 @@ def test_a_sampler_keeps_its_weights_while_the_model_learns_on(client):
     assert named == f"tinker://{model.id}/sampler_weights/first"
     first, by_name = sampler_of(model, 101), client.sampler(named)
     before = client.sample(first, PROMPT).sequences[0].tokens
-    ids = [
-        client.post(
-            "asample",
-            sampling_session_id=first,
-            seq_id=number,
-            prompt={"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
-            sampling_params={"max_tokens": 6, "seed": 3},
-        )["request_id"]
-        for number in range(10, 18)
-    ]
+    waiting = [client.ask_sample(first, PROMPT, number) for number in range(10, 18)]
     for _ in range(3):
         model.forward([datum([5, 6, 7, 8, 90, 91, 92])])
         model.step(learning_rate=0.1)
-    for id in ids:
-        assert wire.parsed("Sampled", client.retrieve(id)).sequences[0].tokens == before
+    for response in waiting:
+        found = wire.parsed("Sampled", client.retrieve(response.json()["request_id"]))
+        assert found.sequences[0].tokens == before
     second = sampler_of(model, 102)
     assert client.sample(by_name, PROMPT).sequences[0].tokens == before
     assert client.sample(second, PROMPT).sequences[0].tokens != before
@@ -149,14 +141,7 @@ def test_unnamed_weights_are_evicted_for_new_ones(client, monkeypatch, tmp_path)
     model = learnt(client)
     samplers = [sampler_of(model, 100 + number) for number in range(4)]
     assert len(list((tmp_path / "state" / "tinker" / "weights").iterdir())) == 2
-    response = client.ask(
-        "asample",
-        sampling_session_id=samplers[0],
-        seq_id=0,
-        prompt={"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
-        sampling_params={},
-    )
-    assert response.status_code == 404
+    assert client.ask_sample(samplers[0], PROMPT).status_code == 404
     assert client.sample(samplers[3], PROMPT).sequences
     client.result("unload_model", model_id=model.id)
     assert not list((tmp_path / "state" / "tinker" / "weights").iterdir())
@@ -174,17 +159,10 @@ def test_samples_leave_the_generators_of_a_run_alone(client):
 
 def test_a_repeated_sample_is_the_same_one(client):
     sampler = client.sampler()
-    body = {
-        "sampling_session_id": sampler,
-        "seq_id": 1,
-        "num_samples": 2,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
-        "sampling_params": {"max_tokens": 4},
-    }
-    first = client.post("asample", **body)
-    assert client.post("asample", **body) == first
+    first, again = (client.ask_sample(sampler, PROMPT, num_samples=2).json() for _ in range(2))
+    assert again == first
     assert len(first["sample_sequence_ids"]) == 2
-    assert client.ask("asample", **{**body, "num_samples": 1}).status_code == 409
+    assert client.ask_sample(sampler, PROMPT, num_samples=1).status_code == 409
     assert client.retrieve(first["request_id"]) == client.retrieve(first["request_id"])
 
 
@@ -194,14 +172,7 @@ def test_a_full_queue_refuses_new_samples(client, monkeypatch):
     worker.call(lambda: gate.wait(60))
 
     def ask(number: int, **more: Any) -> Any:
-        return client.ask(
-            "asample",
-            sampling_session_id=sampler,
-            seq_id=number,
-            prompt={"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
-            sampling_params={"max_tokens": 2},
-            **more,
-        )
+        return client.ask_sample(sampler, PROMPT, number, **more)
 
     taken = [ask(0, prompt_logprobs=True), ask(1)]
     refused = [ask(2), ask(3, prompt_logprobs=True)]
@@ -214,15 +185,8 @@ def test_a_full_queue_refuses_new_samples(client, monkeypatch):
 
 @pytest.mark.smoke
 def test_a_cancelled_sample_ends(client):
-    sampler = client.sampler()
-    body = {
-        "sampling_session_id": sampler,
-        "seq_id": 1,
-        "num_samples": 64,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
-        "sampling_params": {"max_tokens": 200, "stop": []},
-    }
-    id = client.post("asample", **body)["request_id"]
+    sampler, params = client.sampler(), {"max_tokens": 200, "stop": []}
+    id = client.ask_sample(sampler, PROMPT, num_samples=64, params=params).json()["request_id"]
     assert client.post("cancel_future", request_id=id) == {}
     assert "cancelled" in client.retrieve(id)["error"]
     assert client.sample(sampler, PROMPT, 2).sequences

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
 from peftkit.formats.peft.load import load_adapter
-from peftkit.model.lift import take_off
+from peftkit.model.modes import take_off
 from peftkit_server import app
 from peftkit_server.tinker import weights, wire
 from tests.helpers.tinker import CE_DATA, MIXED_RANKS, train_steps
@@ -252,14 +252,7 @@ def test_after_a_restart_saved_weights_are_there_and_lost_models_say_so(serve):
     assert model.send(b"").status_code == 400
     body = {"model_id": model.id, "seq_id": 9, "adam_params": {}}
     assert path in client.ask("optim_step", **body).text
-    refused = client.ask(
-        "asample",
-        sampling_session_id=lost["sampling_session_id"],
-        seq_id=0,
-        prompt={"chunks": [{"type": "encoded_text", "tokens": answer}]},
-        sampling_params={},
-    )
-    assert refused.status_code == 404
+    assert client.ask_sample(lost["sampling_session_id"], answer).status_code == 404
     assert train_steps(client.load(path, optimizer=True), 2) == expected
     assert [one["checkpoint_id"] for one in client.get("checkpoints")["checkpoints"]] == [
         "sampler_weights/y",

@@ -7,6 +7,7 @@ from openai.types.fine_tuning.alpha import GraderRunResponse
 
 from peftkit.inference.cached_engine import CachedEngine
 from tests.helpers.jobs import LIKE, Client
+from tests.helpers.serving import refusal
 
 PATH = "/v1/fine_tuning/alpha/graders"
 ITEM = {"answer": "brown fox"}
@@ -76,18 +77,14 @@ def test_the_base_scores_in_its_own_thread(shared):
 )
 def test_a_bad_grader_fails(shared, grader, status, told):
     body = {"grader": grader, "model_sample": "x", "item": ITEM}
-    refused = shared.post(f"{PATH}/run", json=body)
-    assert refused.status_code == status, refused.text
-    assert told in refused.json()["error"]["message"]
+    assert told in refusal(shared.post(f"{PATH}/run", json=body), status)["message"]
 
 
 def test_functions_are_tried_where_the_operator_says_so(served):
     with served(allow_code=True) as client:
         assert run(client, SHARE, "four", {"n": 1}).reward == 0.25
         body = {"grader": SHARE, "model_sample": "", "item": {"n": 1}}
-        failed = client.post(f"{PATH}/run", json=body)
-        assert failed.status_code == 400
-        assert "ZeroDivisionError" in failed.json()["error"]["message"]
+        assert "ZeroDivisionError" in refusal(client.post(f"{PATH}/run", json=body))["message"]
         broken = {**SHARE, "source": "def grade(:"}
         assert client.post(f"{PATH}/validate", json={"grader": broken}).status_code == 400
 
@@ -98,6 +95,4 @@ def test_a_failing_model_is_no_4xx(shared, monkeypatch):
 
     monkeypatch.setattr(CachedEngine, "step", fails)
     body = {"grader": {**SCORE, "range": [0, 9]}, "model_sample": "x", "item": ITEM}
-    failed = shared.post(f"{PATH}/run", json=body)
-    assert failed.status_code == 500
-    assert "the model failed" in failed.json()["error"]["message"]
+    assert "the model failed" in refusal(shared.post(f"{PATH}/run", json=body), 500)["message"]

@@ -6,6 +6,7 @@ import csv
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +25,10 @@ from peftkit.recipe import load
 from peftkit.report.history import read_history
 from peftkit.train import checkpoint_files
 from peftkit_cli.app import app
-from peftkit_server.requests import read_body
 from peftkit_server.store import Store
-from peftkit_server.tuning import jobs, pages, progress
+from peftkit_server.tuning import api, jobs, progress
 from peftkit_server.tuning.documents import CHECKPOINT, changing
+from peftkit_server.validation import read_body
 from tests.helpers.call_templates import TEMPLATES
 from tests.helpers.full_disk import Full
 from tests.helpers.jobs import (
@@ -45,6 +46,7 @@ from tests.helpers.jobs import (
     prompts,
     serving,
 )
+from tests.helpers.serving import refusal
 
 
 def said(folder: Path) -> str:
@@ -246,9 +248,8 @@ def test_a_reinforcement_job_learns_from_its_grader(served):
 def test_functions_of_clients_run_only_if_the_operator_allows_it(shared):
     number = len(shared.get(JOBS, params={"limit": 100}).json()["data"])
     body = {"model": "base", "training_file": shared.upload(prompts())}
-    refused = shared.post(JOBS, json={**body, "method": graded(FUNCTION)})
-    assert refused.status_code == 403
-    assert "--run-graders" in refused.json()["error"]["message"]
+    error = refusal(shared.post(JOBS, json={**body, "method": graded(FUNCTION)}), 403)
+    assert "--run-graders" in error["message"]
     assert len(shared.get(JOBS, params={"limit": 100}).json()["data"]) == number
     assert not [*shared.folder.rglob("*.py")]
 
@@ -327,7 +328,7 @@ def test_bodies_are_checked_off_the_loop(shared, monkeypatch):
             asyncio.get_running_loop()
         return read_body(data, kind)
 
-    monkeypatch.setattr(pages, "read_body", read)
+    monkeypatch.setattr(api, "read_body", read)
     assert shared.post(JOBS, content=b"{}").status_code == 400
 
 
@@ -342,22 +343,26 @@ def test_a_body_that_is_none_is_refused(shared, data):
 # Jobs that are interrupted.
 
 
-def stopped_at(step: int, served: Served) -> tuple[str, Path]:
-    """Return the id and the folder of a job whose server ended after a step."""
+@contextmanager
+def held(served: Served, step: int) -> Iterator[tuple[Client, str, Gated]]:
+    """Serve a job that waits after a step; yield the client, the job's id and its gate."""
     gate = Gated(f"Step {step}/9")
     with served(say=gate.say) as client:
         id = client.job(chats(), method=hyper())["id"]
         assert gate.reached.wait(60)
+        yield client, id, gate
+
+
+def stopped_at(step: int, served: Served) -> tuple[str, Path]:
+    """Return the id and the folder of a job whose server ended after a step."""
+    with held(served, step) as (client, id, gate):
         gate.go(0.2)
     return id, client.folder / "jobs" / id
 
 
 @pytest.mark.parametrize("what", ["pause", "the server ends"])
 def test_an_interrupted_job_is_bit_equal(served, alone, what):
-    gate = Gated("Step 4/9")
-    with served(say=gate.say) as client:
-        id = client.job(chats(), method=hyper())["id"]
-        assert gate.reached.wait(60)
+    with held(served, 4) as (client, id, gate):
         if what == "pause":
             assert client.post(f"{JOBS}/{id}/pause").json()["status"] == "paused"
         gate.go(0.0 if what == "pause" else 0.2)  # while the server waits for the step
@@ -390,10 +395,7 @@ def test_an_interrupted_job_is_bit_equal(served, alone, what):
     ],
 )
 def test_jobs_resume_over_another_dtype(served, other, changes):
-    gate = Gated("Step 4/9")
-    with served(say=gate.say) as client:
-        id = client.job(chats(), method=hyper())["id"]
-        assert gate.reached.wait(60)
+    with held(served, 4) as (client, id, gate):
         waits = client.job(chats(), method=hyper(n_epochs=1))["id"]
         client.until(waits, "queued")
         gate.go(0.2)
@@ -485,10 +487,7 @@ def test_a_server_killed_around_a_checkpoint_resumes(served, alone):
 
 
 def test_a_job_is_cancelled_at_its_next_step_or_before_it_begins(served):
-    gate = Gated("Step 2/9")
-    with served(say=gate.say) as client:
-        first = client.job(chats(), method=hyper())["id"]
-        assert gate.reached.wait(60)
+    with held(served, 2) as (client, first, gate):
         second = client.job(chats(), method=hyper())["id"]
         client.until(second, "queued")
         for what in ("pause", "resume") * 3:
@@ -509,9 +508,7 @@ def test_a_job_is_cancelled_at_its_next_step_or_before_it_begins(served):
         assert len(client.get("/v1/models").json()["data"]) == 2
         assert client.delete(f"{FILES}/{file}").status_code == 200
         for what in ("cancel", "pause", "resume"):
-            refused = client.post(f"{JOBS}/{first}/{what}")
-            assert refused.status_code == 400
-            assert "is cancelled" in refused.json()["error"]["message"]
+            assert "is cancelled" in refusal(client.post(f"{JOBS}/{first}/{what}"))["message"]
 
 
 def test_waiting_jobs_are_bounded(served):
@@ -520,9 +517,7 @@ def test_waiting_jobs_are_bounded(served):
         ids = [client.job(chats(), method=hyper())["id"] for _ in range(2)]
         assert gate.reached.wait(60)
         body = {"model": "base", "training_file": client.upload(chats())}
-        refused = client.post(JOBS, json=body)
-        assert refused.status_code == 429
-        assert refused.json()["error"]["code"] == "queue_full"
+        assert refusal(client.post(JOBS, json=body), 429)["code"] == "queue_full"
         for id in ids:
             client.post(f"{JOBS}/{id}/cancel")
         gate.go()
@@ -530,10 +525,8 @@ def test_waiting_jobs_are_bounded(served):
 
 
 def test_a_job_survives_a_full_disk(served, alone, monkeypatch):
-    full, gate = Full(monkeypatch), Gated("Step 5/9")
-    with served(say=gate.say) as client:
-        id = client.job(chats(), method=hyper())["id"]
-        assert gate.reached.wait(60)
+    full = Full(monkeypatch)
+    with held(served, 5) as (client, id, gate):
         waits = client.job(chats(), method=hyper(n_epochs=1))["id"]
         client.until(waits, "queued")
         gate.go(0.1)
@@ -576,19 +569,15 @@ def test_unstored_failures_come_later(served, monkeypatch):
 def test_a_full_disk_is_a_server_error(client, monkeypatch):
     file, full = client.upload(chats()), Full(monkeypatch)
     full.is_full = True
-    refused = client.post(JOBS, json={"model": "base", "training_file": file})
-    assert refused.status_code == 503
-    assert refused.json()["error"]["type"] == "server_error"
+    error = refusal(client.post(JOBS, json={"model": "base", "training_file": file}), 503)
+    assert error["type"] == "server_error"
     full.is_full = False
     assert client.post(JOBS, json={"model": "base", "training_file": file}).status_code == 200
 
 
 def test_a_job_keeps_its_start_adapter(served, monkeypatch):
     monkeypatch.setattr(progress, "MAX_CHECKPOINTS", 1)
-    gate = Gated("Step 5/9")
-    with served(say=gate.say) as client:
-        first = client.job(chats(), method=hyper())["id"]
-        assert gate.reached.wait(60)
+    with held(served, 5) as (client, first, gate):
         (kept,) = client.get(f"{JOBS}/{first}/checkpoints").json()["data"]
         model = kept["fine_tuned_model_checkpoint"]
         second = client.job(chats(), model=model, method=hyper(n_epochs=1))["id"]

@@ -15,30 +15,17 @@ from peftkit.formats.open_adapter import open_adapter
 from peftkit.run import run
 from peftkit.tasks.distill.teacher import FILE
 from tests.helpers.distill_cases import write_prompt, write_questions
-from tests.helpers.finished import WEIGHTS, Finished, finished, recipe
+from tests.helpers.finished import WEIGHTS, Finished, finished, merged, recipe, sections
 
 
 def spec(folder: Path, model_folder: Path) -> dict[str, Any]:
     """Return a recipe of four steps over five questions."""
-    file = write_questions(folder)
-    return {
-        "task": {
-            "type": "distill",
-            "teacher": {"prompt": write_prompt(folder)},
-            "max_new_tokens": 6,
-        },
-        "base": {"model": str(model_folder), "dtype": "fp32"},
-        "method": {"type": "lora", "rank": 2, "alpha": 4, "targets": ["q", "v"], "dropout": 0.1},
-        "data": {"train": file, "eval": file, "max_length": 64},
-        "train": {
-            "output_dir": str(folder / "run"),
-            "max_steps": 4,
-            "batch_size": 2,
-            "learning_rate": 0.05,
-            "save_every": 1,
-            "eval_every": 2,
-        },
-    }
+    file, teacher = write_questions(folder), {"prompt": write_prompt(folder)}
+    told = sections(folder, model_folder, file, "distill", teacher=teacher, max_new_tokens=6)
+    train = {"max_steps": 4, "batch_size": 2, "learning_rate": 0.05}
+    train |= {"save_every": 1, "eval_every": 2}
+    method = {"rank": 2, "alpha": 4, "targets": ["q", "v"], "dropout": 0.1}
+    return merged(told, {"method": method, "data": {"eval": file}, "train": train})
 
 
 @pytest.fixture

@@ -20,12 +20,11 @@ from peftkit.formats.open_adapter import open_adapter, read_side_adapter
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.forward.loss import head_of
-from peftkit.kernels.divergence import Divergence, reference_divergence
+from peftkit.kernels.cross_entropy import Divergence, reference_divergence
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
-from peftkit.tasks.distill.moving_average import MovingAverage
 from peftkit.tasks.distill.rows import Distilled
-from peftkit.tasks.distill.teacher import other_model
+from peftkit.tasks.distill.teacher import MovingAverage, other_model
 from tests.helpers.adapters import perturb
 from tests.helpers.distill_cases import settings, write_questions
 from tests.helpers.pair_cases import moved_adapter, task_on
@@ -44,6 +43,7 @@ def dense(
     rows: list[Distilled],
     asked: Divergence,
     teacher_model: nn.Module | None = None,
+    skip: int = 0,
 ) -> Tensor:
     total = torch.zeros((), dtype=torch.double)
     for row in rows:
@@ -51,7 +51,8 @@ def dense(
         with adapter.disabled(), torch.no_grad():
             theirs = logits_of(teacher_model or model, teacher)
         own = logits_of(model, student)
-        total = total + reference_divergence(own.double(), theirs.double(), asked).sum()
+        values = reference_divergence(own.double(), theirs.double(), asked)
+        total = total + values[min(skip, len(values) - 1) :].sum()  # the last token counts
     return total
 
 
@@ -205,16 +206,8 @@ def test_skipped_tokens_have_no_loss(stored, llama, tokenizer, tmp_path):
     task, rows = task_on(llama, tokenizer, asked, write_questions(tmp_path))
     lengths = [row.num_targets // 2 for row in rows]
     assert min(lengths) <= 3 < max(lengths)
-    expected, counted = 0.0, 0
-    for row in rows:
-        student, teacher = row.documents
-        with torch.no_grad():
-            own = logits_of(llama, student).double()
-            with adapter.disabled():
-                theirs = logits_of(llama, teacher).double()
-        values = reference_divergence(own, theirs, asked.divergence)
-        values = values[min(3, len(values) - 1) :]  # the last token counts
-        expected, counted = expected + values.sum().item(), counted + len(values)
+    expected = dense(llama, adapter, rows, asked.divergence, skip=3).item()
+    counted = sum(max(length - 3, 1) for length in lengths)
     if stored:
         run = SimpleNamespace(model=llama, world=World(torch.device("cpu")), stop=StopRequest())
         run.say = ignore
@@ -246,12 +239,7 @@ def test_a_teacher_that_follows_has_the_average_weights(dtype, llama, tokenizer,
         if parameter.requires_grad:
             parameter.data.copy_(expected[name])
     before = [p.detach().clone() for p in adapter.parameters()]
-    wanted = 0.0
-    for row in rows:
-        student, teacher = row.documents
-        with torch.no_grad():
-            own, theirs = logits_of(llama, student), logits_of(averaged, teacher)
-        wanted += reference_divergence(own.double(), theirs.double(), asked.divergence).sum().item()
+    wanted = dense(llama, adapter, rows, asked.divergence, averaged).item()
     llama.train()
     with task.training(llama):  # LoRA layers in groups, which copy the weights
         adapter.prepare_training()

@@ -21,7 +21,7 @@ from peftkit.run import run as run_recipe
 from peftkit.settings import DataConfig
 from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
 from peftkit_cli.app import run
-from tests.helpers.finished import WEIGHTS, Finished, finished, recipe
+from tests.helpers.finished import WEIGHTS, Finished, finished, recipe, replaced
 from tests.helpers.folders import write_rows as write
 from tests.helpers.on_policy import REWARDS, reward_recipe
 from tests.helpers.pair_cases import moved_adapter
@@ -109,13 +109,9 @@ def test_eval_counts_answers_that_are_the_rows_own(asked, tmp_path, capsys):
 def test_a_resumed_run_ends_with_the_same_bits(done, tmp_path):
     half = done.resumed(tmp_path / "half", "step-4")
     assert (half.folder / WEIGHTS).read_bytes() == (done.folder / WEIGHTS).read_bytes()
-    file = done.folder.parent / "rewards.py"
-    file.write_text(REWARDS + "\n# changed\n")
-    try:
-        with pytest.raises(PeftkitError, match=r"rewards\.py:share_of_o"):
-            done.resumed(tmp_path / "changed", "step-4")
-    finally:
-        file.write_text(REWARDS)
+    refused = pytest.raises(PeftkitError, match=r"rewards\.py:share_of_o")
+    with replaced(done.folder.parent / "rewards.py", REWARDS + "\n# changed\n"), refused:
+        done.resumed(tmp_path / "changed", "step-4")
 
 
 @pytest.mark.slow
@@ -207,16 +203,13 @@ def test_a_reward_that_is_not_there_is_refused(term, told, tmp_path, monkeypatch
 
 def test_functions_named_by_a_foreign_recipe_never_run(done, tmp_path, capsys):
     file = done.folder.parent / "rewards.py"
-    file.write_text("raise SystemExit('it ran')")
-    try:
+    with replaced(file, "raise SystemExit('it ran')"):
         for given in (["--from", str(done.folder)], [str(done.folder / "recipe.yaml")]):
             assert run(["train", *given, "--out", str(tmp_path / "again")]) == 2
             told = capsys.readouterr().err
             assert "rewards.py:share_of_o" in told
             assert "it ran" not in told
         assert open_adapter(done.folder).style is not None  # nor does opening it
-    finally:
-        file.write_text(REWARDS)
     mine = [f"task.rewards=[{{use: '{file}:share_of_o'}}]", "train.max_steps=1", "data.eval=null"]
     changes = [part for each in mine for part in ("--set", each)]
     given = ["--from", str(done.folder), "--out", str(tmp_path / "again")]

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.nn.functional import log_softmax
 
 from peftkit.data.chat_template import CHATML
 from peftkit.data.style import Style
@@ -22,15 +20,12 @@ from peftkit.inference.call_formats import Call
 from peftkit.inference.calls import AnswerPiece
 from peftkit.inference.generate import SampledAnswer
 from peftkit.tasks.rewards.grpo_config import GRPOConfig
-from peftkit.tasks.rewards.grpo_rows import Group
 from peftkit.tasks.rewards.grpo_tools import Dialogue, Tools
 from peftkit.tasks.user_code import UserCode
 from peftkit_cli.app import run
 from tests.helpers.children import exit_code, start_ranks
-from tests.helpers.finished import WEIGHTS, Finished, finished
+from tests.helpers.finished import WEIGHTS, Finished, finished, replaced, sections
 from tests.helpers.folders import write_rows
-from tests.helpers.on_policy import FORMULAS, MAX_NEW, gradients, task_of
-from tests.helpers.pair_cases import moved_adapter
 
 CODE = '''
 import threading
@@ -249,65 +244,6 @@ def test_what_cannot_be_a_tool_is_refused(code, tokenizer):
         GRPOConfig(tools=(f"{code}:multiply",))
 
 
-T, F = True, False
-GROUPS = (
-    (
-        (5, 9, 4, 11),
-        ((7, 8, 3, 1, 2, 9, 6), (12, 3), (6, 6, 6, 10, 3, 4, 4)),
-        (1.1, -0.4, -0.7),
-        ((T, T, T, F, F, F, T), (T, T), (F, F, T, T, T, F, T)),
-    ),
-    ((9, 2), ((4, 4, 3), (13, 3, 7, 7)), (-0.5, 0.5), ((T, T, T), (T, F, F, T))),
-)
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("loss", "together"), [*((loss, True) for loss in FORMULAS), ("dapo", False)]
-)
-def test_what_tools_said_is_not_learnt(loss, together, llama, tokenizer):
-    llama.double()
-    adapter = moved_adapter(llama)
-    task = task_of(llama, tokenizer, loss, updates=2)
-    groups = [Group(p, a, w, "rows:1", m) for p, a, w, m in GROUPS]
-
-    def each() -> list[torch.Tensor]:
-        found = []
-        for prompt, answers, _, masks in GROUPS:
-            for answer, mask in zip(answers, masks, strict=True):
-                ids = torch.tensor([prompt + answer])
-                logits = llama(input_ids=ids, use_cache=False).logits[0, :-1]
-                every = log_softmax(logits.double(), -1).gather(1, ids[0, 1:, None])[:, 0]
-                found.append(every[len(prompt) - 1 :][torch.tensor(mask)])
-        return found
-
-    with task.training(llama):
-        if not together:
-            task.layout.attention = None
-        old = [one.detach() for one in each()]
-        with torch.no_grad():
-            task.remember(groups, task.log_probs(llama, task.collate(groups)))
-            for parameter in adapter.parameters():
-                parameter += 0.02 * torch.randn_like(parameter)
-        formula, unit = FORMULAS[loss]
-        worth = [value for _, _, values, _ in GROUPS for value in values]
-        now = each()
-        terms = [formula(lp, o, a) for lp, o, a in zip(now, old, worth, strict=True)]
-        torch.stack(terms).sum().backward()
-        expected, grads = float(torch.stack(terms).sum().detach()), gradients(adapter)
-        llama.zero_grad()
-        batch = task.collate(groups)
-        found = task.loss(llama, batch)
-        found[0].backward()
-    assert float(found[0].detach()) == pytest.approx(expected, abs=1e-5, rel=1e-5)
-    assert torch.allclose(gradients(adapter), grads, atol=1e-5, rtol=1e-5)
-    learnt = sum(sum(mask) for *_, masks in GROUPS for mask in masks)
-    assert task.num_targets(batch) == (learnt if unit == "tokens" else 5)
-    surprise = sum(float(-(lp.sum() if unit == "tokens" else lp.mean()).detach()) for lp in now)
-    assert float(found[1].detach()) == pytest.approx(surprise, rel=1e-4)
-    assert MAX_NEW == 7
-
-
 # Runs: a model with random weights calls no tool by itself, so that each of its answers is read as
 # a call of `later`.
 
@@ -325,32 +261,13 @@ def spec(folder: Path, model_folder: Path, **task: Any) -> dict[str, Any]:
     assert begin < end < after
     (folder / "short.jinja").write_text(CHATML[:begin] + names + CHATML[after:])
     rows = [{"prompt": f"the quick brown {n}", "word": str(n)} for n in range(6)]
-    return {
-        "task": {
-            "type": "grpo",
-            "answers": 4,
-            "max_new_tokens": 120,
-            "max_turns": 4,
-            "mask_cut": False,
-            "updates": 2,
-            **task,
-        },
-        "base": {"model": str(model_folder), "dtype": "fp32"},
-        "method": {"type": "lora", "rank": 4},
-        "data": {
-            "train": write_rows(folder / "p.jsonl", rows),
-            "max_length": 250,
-            "chat_template": str(folder / "short.jinja"),
-        },
-        "train": {
-            "output_dir": str(folder / "run"),
-            "max_steps": 3,
-            "batch_size": 2,
-            "learning_rate": 0.02,
-            "save_every": 1,
-            "compile": False,
-        },
-    }
+    file = write_rows(folder / "p.jsonl", rows)
+    task = {"answers": 4, "max_new_tokens": 120, "max_turns": 4, "mask_cut": False, **task}
+    told = sections(folder, model_folder, file, "grpo", **{"updates": 2, **task})
+    told["data"] |= {"max_length": 250, "chat_template": str(folder / "short.jinja")}
+    train = {"max_steps": 3, "batch_size": 2, "learning_rate": 0.02, "save_every": 1}
+    told["train"] |= {**train, "compile": False}
+    return told
 
 
 @contextmanager
@@ -358,7 +275,7 @@ def calling() -> Iterator[None]:
     """Have the model end its turns soon, and each of them read as a call."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("peftkit.tasks.rewards.grpo_tools.whole", as_call)
-        patch.setattr("peftkit.inference.call_style.stop_ids", lambda *_: list(range(0, 384, 8)))
+        patch.setattr("peftkit.inference.calls.stop_ids", lambda *_: list(range(0, 384, 8)))
         yield
 
 
@@ -394,19 +311,13 @@ def test_a_run_with_an_environment_rewards_what_it_says(done):
 def test_a_resumed_run_with_tools_ends_with_the_same_bits(done, tmp_path):
     half = done.resumed(tmp_path / "half", "step-3")
     assert (half.folder / WEIGHTS).read_bytes() == (done.folder / WEIGHTS).read_bytes()
-    file = done.folder.parent / "tools.py"
-    file.write_text(CODE + "\n# changed\n")
-    try:
-        with pytest.raises(PeftkitError, match=r"tools\.py:Counter"):
-            done.resumed(tmp_path / "changed", "step-3")
-    finally:
-        file.write_text(CODE)
+    refused = pytest.raises(PeftkitError, match=r"tools\.py:Counter")
+    with replaced(done.folder.parent / "tools.py", CODE + "\n# changed\n"), refused:
+        done.resumed(tmp_path / "changed", "step-3")
 
 
 def test_foreign_tools(done, tmp_path, capsys):
-    file = done.folder.parent / "tools.py"
-    file.write_text("raise SystemExit('it ran')")
-    try:
+    with replaced(done.folder.parent / "tools.py", "raise SystemExit('it ran')"):
         for more in ([], ["--set", "task.rewards=[{use: exact_match}]"]):
             given = [str(done.folder / "recipe.yaml"), "--out", str(tmp_path / "again"), *more]
             assert run(["train", *given]) == 2
@@ -418,8 +329,6 @@ def test_foreign_tools(done, tmp_path, capsys):
         printed = capsys.readouterr()
         assert "--run-rewards" in printed.err
         assert json.loads(printed.out).keys() == {"cut", "length", "num_rows"}
-    finally:
-        file.write_text(CODE)
     assert run(["eval", str(done.folder), "--data", data, "--json", "--run-rewards"]) == 0
     told = json.loads(capsys.readouterr().out)
     last = done.of_kind(EvalDone)[0].metrics

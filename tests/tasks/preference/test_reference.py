@@ -17,7 +17,7 @@ from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.tasks.pairs.preference_rows import FILE
-from tests.helpers.finished import WEIGHTS, Finished, finished
+from tests.helpers.finished import WEIGHTS, Finished, finished, merged, sections
 from tests.helpers.pair_cases import (
     moved_adapter,
     settings,
@@ -51,21 +51,12 @@ def test_it_is_the_bare_base_whatever_is_trained(name, llama, tokenizer, tmp_pat
 
 def spec(folder: Path, model_folder: Path) -> dict[str, Any]:
     """Return a recipe of four steps over five pairs."""
-    write_pairs(folder / "train.jsonl")
-    return {
-        "task": {"type": "preference", "loss": "dpo", "beta": 0.5},
-        "base": {"model": str(model_folder), "dtype": "fp32"},
-        "method": {"type": "lora", "rank": 2, "alpha": 4, "targets": ["q", "v"], "dropout": 0.1},
-        "data": {"train": str(folder / "train.jsonl"), "max_length": 64},
-        "train": {
-            "output_dir": str(folder / "run"),
-            "max_steps": 4,
-            "batch_size": 1,
-            "gradient_accumulation": 3,
-            "learning_rate": 0.05,
-            "save_every": 1,
-        },
-    }
+    file = write_pairs(folder / "train.jsonl")
+    told = sections(folder, model_folder, file, "preference", loss="dpo", beta=0.5)
+    train = {"max_steps": 4, "batch_size": 1, "gradient_accumulation": 3}
+    train |= {"learning_rate": 0.05, "save_every": 1}
+    method = {"rank": 2, "alpha": 4, "targets": ["q", "v"], "dropout": 0.1}
+    return merged(told, {"method": method, "train": train})
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from peftkit.events import Event, Notice
 from peftkit.formats.open_adapter import Opened, open_adapter
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
-from peftkit.inference.harness import Score, run_tasks, scores_of, with_template
 from peftkit.methods.lora import LoRA
+from peftkit_cli.harness import Score, run_tasks, scores_of, with_template
 from tests.helpers.command_line import Run, peftkit  # noqa: F401
 from tests.helpers.folders import write_rows
 

@@ -1,0 +1,122 @@
+"""Validation of request bodies, field by field; errors name the first invalid fields."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from peftkit.errors import did_you_mean, first_few
+from peftkit.files.strict_json import parse_json
+from peftkit_server.refusals import RequestError
+
+MAX_ERRORS = 100
+"""Invalid fields of a request that are reported individually."""
+
+
+class Strict(BaseModel):
+    """Fields that are validated without conversion; unknown ones are an error.
+
+    Attributes:
+        IGNORED: Fields that do not affect the response, with any value.
+        UNSUPPORTED: Fields that change the response; an error names them.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+    IGNORED: ClassVar[Collection[str]] = ()
+    UNSUPPORTED: ClassVar[Collection[str]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_ignored(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if name not in cls.IGNORED}
+
+
+class NullIsUnset(Strict):
+    """Strict fields without nulls: clients send null for unset fields, and repeat responses."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+B = TypeVar("B", bound=BaseModel)
+
+
+def read_body(data: bytes, kind: type[B]) -> B:
+    """Return the validated body of a request.
+
+    Raises:
+        RequestError: The body is not a JSON object, or a field is missing, invalid, unknown or
+            unsupported.
+    """
+    fields = parse_json(data, "the request's body cannot be read.", error=RequestError)
+    return validated(fields, kind)
+
+
+def validated(fields: Any, kind: type[B]) -> B:
+    """Return the fields of a request as a body.
+
+    Raises:
+        RequestError: A field is missing, invalid, unknown or unsupported.
+    """
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as problem:
+        raise _request_error(problem, kind) from None
+
+
+def errors_of(problem: ValidationError) -> list[Any]:
+    """Return the errors of a request's fields.
+
+    Raises:
+        RequestError: There are more than `MAX_ERRORS`.
+    """
+    if (number := problem.error_count()) > MAX_ERRORS:
+        raise RequestError("the request has invalid fields.", found=f"There are {number:,} errors.")
+    return problem.errors(include_url=False, include_input=False, include_context=False)
+
+
+def _request_error(problem: ValidationError, kind: type[BaseModel]) -> RequestError:
+    lines: dict[str, None] = {}
+    unsupported: Collection[str] = getattr(kind, "UNSUPPORTED", ())
+    known = (*kind.model_fields, *getattr(kind, "IGNORED", ()))
+    errors = errors_of(problem)
+    fields = [str(error["loc"][0]) if error["loc"] else "" for error in errors]
+    for field, error in zip(fields, errors, strict=True):
+        # pydantic adds the types of a union's branches: keep fields and indices only
+        path = [part for part in error["loc"] if isinstance(part, int) or part.isidentifier()]
+        message = error["msg"]
+        if field in unsupported:
+            message = "this server does not support the field; remove it."
+        elif error["type"] == "extra_forbidden":
+            hint = did_you_mean(field, known) if len(path) == 1 else ""
+            message = f"unknown field. {hint}"
+        lines[f"{'.'.join(map(str, path))}: {message}".rstrip()] = None
+    return RequestError(
+        "the request has invalid fields.",
+        found=first_few(lines, 5),
+        param=fields[0] or None,
+        code="unsupported_parameter" if fields[0] in unsupported else None,
+    )
+
+
+def check_schema(kind: str, schema: object, field: str) -> None:
+    """Check that the format json_schema, and no other, has a schema.
+
+    Args:
+        kind: Type of the format.
+        schema: Value of the field; None if it is missing.
+        field: Name of the schema's field, for the error.
+
+    Raises:
+        ValueError: It has none, or another format has one.
+    """
+    if (kind == "json_schema") != (schema is not None):
+        raise ValueError(f"the type json_schema, and no other, has the field {field}")
