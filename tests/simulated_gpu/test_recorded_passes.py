@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.workers import varied
 from peftkit.config.schema import from_dict
 from peftkit.events import Event, StepDone
-from peftkit.execution.graphs import Graphs
+from peftkit.execution.graphs import Captures
 from peftkit.forward import recorded
 from peftkit.kernels import varlen
 from peftkit.methods.lora import LoRA
@@ -151,7 +151,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -> 
     monkeypatch.setattr(owner, name, call)
 
 
-@pytest.mark.parametrize(("owner", "name", "at"), [(Graphs, "capture", 2), (Step, "_sums", 15)])
+@pytest.mark.parametrize(("owner", "name", "at"), [(Captures, "capture", 2), (Step, "_sums", 15)])
 def test_without_memory_the_graphs_go_first(owner, name, at, tmp_path, monkeypatch):
     """In a capture, or in an eager pass while there are graphs."""
     eager = learnt_eagerly(tmp_path, method=DROPOUT)
