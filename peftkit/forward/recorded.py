@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from peftkit.events import Fallback
 from peftkit.execution import rng
-from peftkit.execution.graphs import Graphs
+from peftkit.execution.graphs import CapturePool
 from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.forward.batch_layout import BatchLayout
 from peftkit.forward.loss import Head
@@ -69,6 +69,7 @@ class RecordedPasses:
     Args:
         run: Runs a pass with a batch and the scale of its loss; returns the sums of `Task.loss`.
         undo: Drops what a pass that broke off leaves in the model.
+        layout: Makes batches of few shapes from the first step on.
         ignored: `Task.ignored_targets`.
 
     Attributes:
@@ -83,13 +84,14 @@ class RecordedPasses:
         model: nn.Module,
         blocks: Sequence[nn.Module],
         parameters: Mapping[str, nn.Parameter],
+        layout: BatchLayout,
         ignored: Mapping[str, int],
         device: torch.device,
     ) -> None:
         self._run, self._undo, self._device = run, undo, device
         self._model, self._blocks, self._parameters = model, blocks, parameters
-        self._fills = ignored
-        self._graphs, self._scale = Graphs(device), torch.zeros((), device=device)
+        self._layout, self._fills = layout, ignored
+        self._pool, self._scale = CapturePool(device), torch.zeros((), device=device)
         self.problem, self._is_reported = "", False
         self.drop()
 
@@ -105,6 +107,7 @@ class RecordedPasses:
         if self.problem:
             return
         self._num_steps += 1
+        self._layout.rounds = True
         if self._grads:
             torch._foreach_zero_(self._grads)
         else:
@@ -157,7 +160,7 @@ class RecordedPasses:
     def _capture(self, key: Any, batch: dict[str, Tensor]) -> None:
         self.has_captured = True
         try:
-            graph, sums = self._graphs.capture(partial(self._run, batch, self._scale))
+            graph, sums = self._pool.capture(partial(self._run, batch, self._scale))
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise

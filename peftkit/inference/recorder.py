@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from peftkit.events import Fallback
-from peftkit.execution.graphs import Graphs
+from peftkit.execution.graphs import CapturePool
 from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.forward.recorded import why_not_captured
 from peftkit.inference.cache import SMALLEST, Arena, power_of_two
@@ -90,7 +90,7 @@ class Recorder:
 
     def __init__(self, model: Any) -> None:
         self.num_recorded, self.is_able = 0, True
-        self._model, self._graphs = model, Graphs(model.device)
+        self._model, self._captures = model, CapturePool(model.device)
 
     def step(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Return a function that is captured after its first `EAGER_STEPS` calls.
@@ -116,7 +116,7 @@ class Recorder:
     def _record(self, run: Callable[[], Tensor]) -> tuple[Any, Tensor] | None:
         """Return a graph and its output tensor; None if the capture fails."""
         try:
-            recorded = self._graphs.capture(run)
+            recorded = self._captures.capture(run)
         except RuntimeError as problem:
             self.is_able = False
             if not is_out_of_memory(problem):

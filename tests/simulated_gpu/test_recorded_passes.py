@@ -15,7 +15,7 @@ from benchmarks.workers import varied
 from peftkit.config.schema import from_dict
 from peftkit.events import Event, StepDone
 from peftkit.execution.environment import select_device
-from peftkit.execution.graphs import Graphs
+from peftkit.execution.graphs import CapturePool
 from peftkit.forward import recorded
 from peftkit.kernels import varlen
 from peftkit.methods.lora import LoRA
@@ -162,7 +162,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -> 
 
 @pytest.mark.parametrize(
     ("owner", "name", "at"),
-    [(Graphs, "capture", 2), pytest.param(Step, "_sums", 15, marks=pytest.mark.slow)],
+    [(CapturePool, "capture", 2), pytest.param(Step, "_sums", 15, marks=pytest.mark.slow)],
 )
 def test_without_memory_the_graphs_go_first(owner, name, at, tmp_path, monkeypatch):
     """In a capture, or in an eager pass while there are graphs."""
