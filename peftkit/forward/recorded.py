@@ -69,7 +69,7 @@ class RecordedPasses:
     Args:
         run: Runs a pass with a batch and the scale of its loss; returns the sums of `Task.loss`.
         undo: Drops what a pass that broke off leaves in the model.
-        layout: Makes batches of few shapes from the first step on.
+        layout: Makes batches of few shapes while passes are recorded.
         ignored: `Task.ignored_targets`.
 
     Attributes:
@@ -93,10 +93,19 @@ class RecordedPasses:
         self._layout, self._fills = layout, ignored
         self._pool, self._scale = CapturePool(device), torch.zeros((), device=device)
         self.problem, self._is_reported = "", False
-        self.drop()
+        self._layout.rounds = True
+        self._drop()
 
-    def drop(self) -> None:
-        """Drop all graphs: passes will compute in another way."""
+    def follow(self, *, records: bool) -> None:
+        """Drop all graphs, because the plan changes; a resumed run has batches of the same shapes.
+
+        Args:
+            records: Whether the new plan records passes.
+        """
+        self._layout.rounds = records
+        self._drop()
+
+    def _drop(self) -> None:
         self._recorded: dict[Any, _Recorded] = {}
         self._num_passes: Counter[Any] = Counter()
         self._grads: list[Tensor] = []
@@ -107,7 +116,6 @@ class RecordedPasses:
         if self.problem:
             return
         self._num_steps += 1
-        self._layout.rounds = True
         if self._grads:
             torch._foreach_zero_(self._grads)
         else:
@@ -164,7 +172,7 @@ class RecordedPasses:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            self.drop()
+            self._drop()
             self.problem = f"{str(error).splitlines()[0].rstrip('.')}."
             self._undo()
         else:
@@ -195,7 +203,7 @@ class RecordedPasses:
                 problem = difference_of(found[1], expected[1], figures(run)[1])
             rng.restore(end, device)
             if problem:
-                self.drop()
+                self._drop()
                 self.problem = f"A replayed pass computes other numbers than the eager: {problem}"
                 found = expected
         recorded.is_checked = True

@@ -166,9 +166,9 @@ def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -> 
 )
 def test_without_memory_the_graphs_go_first(owner, name, at, tmp_path, monkeypatch):
     """In a capture, or in an eager pass while there are graphs."""
-    eager = learnt_eagerly(tmp_path, method=DROPOUT)
+    eager = learnt_eagerly(tmp_path)
     failing(monkeypatch, owner, name, at)
-    found = learnt(tmp_path / "found", method=DROPOUT)
+    found = learnt(tmp_path / "found")
     assert_same(found, eager)
     (notice,) = found[0].notices
     assert "Memory ran out. From now on: passes are not recorded as CUDA graphs" in notice
