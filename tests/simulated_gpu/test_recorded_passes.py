@@ -115,7 +115,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "kept": {},
     "dropout": {"method": DROPOUT},
     "recomputed": {"gradient_checkpointing": True},
-    "nf4, packed": {"quantize": "nf4", "packed": True},
+    "nf4, packed": {"quantize": "nf4", "packed": True, "max_steps": 12},
 }
 FAST = ("dropout", "recomputed")
 
@@ -131,7 +131,7 @@ def test_recorded_passes_learn_what_eager_ones_do_by_few_launches(way, tmp_path)
     assert found[0].replays[:3] == [0, 0, 0], "two eager steps, and an eager pass of each shape"
     assert found[0].replays[-1] == 2
     assert min(found[0].launches[-3:]) < 200 < min(eager[0].launches) / 5
-    assert eager[0].replays == [0] * 8
+    assert not any(eager[0].replays)
 
 
 def test_a_resumed_run_draws_the_numbers_of_a_whole_one(tmp_path, monkeypatch):
