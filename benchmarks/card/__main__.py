@@ -53,15 +53,16 @@ PARTS: dict[str, Part] = {
     "decoding": runs.decoding,
     "memory": runs.memory,
     "compiled": runs.compiled,
+    "recorded": runs.recorded,
     "quickstart": answers.quickstart,
     "errors": answers.errors,
     "answers": answers.answers,
     "suite": runs.suite,
 }
 """The first hour first."""
-FIRST = ("quickstart", "compiled", "errors", "peers", "answers", "grpo")
+FIRST = ("quickstart", "compiled", "recorded", "errors", "peers", "answers", "grpo")
 FIRST_OPTIONS = (
-    *("--sides", "ours,ours-recompute,unsloth,trl-liger", "--repeats", "1", "--fixed"),
+    *("--sides", "ours,ours-eager,ours-recompute,unsloth,trl-liger", "--repeats", "1", "--fixed"),
     *("--large-lengths", "2048", "--batch-size", "4", "--new-tokens", "128"),
 )
 """Parts and options of `--part first`; options of the command line take precedence."""

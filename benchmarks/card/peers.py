@@ -42,6 +42,7 @@ SIDES: dict[str, Side] = {
     "ours-keep": Side("ours", (), {"train": {"gradient_checkpointing": False}}),
     "ours-recompute": Side("ours", (), {"train": {"gradient_checkpointing": True}}),
     "ours-compiled": Side("ours", (), {"train": {"compile": True}}),
+    "ours-eager": Side("ours", (), {"train": {"record": False}}),
     "unsloth-torch": Side("unsloth", UNSLOTH, {"checkpointing": True, "environ": QUIET}),
     "unsloth-keep": Side("unsloth", UNSLOTH, {"checkpointing": False, "environ": QUIET}),
     "unsloth-packed": Side(

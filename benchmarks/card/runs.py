@@ -116,22 +116,33 @@ def training(job: Job) -> Iterator[Line]:
 
 def compiled(job: Job) -> Iterator[Line]:
     """Compiled blocks compared with eager ones: losses, gradients of the last step, its speed."""
+    settings = {"compile": "auto" if job.device.type == "cpu" else True}
+    yield from _beside_plain(job, "compiled", settings, (torch.float32, job.dtype))
+
+
+def recorded(job: Job) -> Iterator[Line]:
+    """Passes recorded as CUDA graphs compared with eager ones, in the same manner."""
+    yield from _beside_plain(job, "recorded", {"record": True}, (job.dtype,), max_steps=24)
+
+
+def _beside_plain(
+    job: Job, name: str, settings: dict[str, Any], dtypes: Sequence[torch.dtype], **more: Any
+) -> Iterator[Line]:
     yield "blocks", "dtype", "losses", "gradients apart", "tokens/s", "notices", "well"
-    for dtype in dict.fromkeys((torch.float32, job.dtype)):
+    for dtype in dict.fromkeys(dtypes):
         curves: dict[str, Heard] = {}
-        for name, compile_them in (("plain", False), ("compiled", True)):
-            asked = "auto" if job.device.type == "cpu" else compile_them
+        for side, changes in (("plain", {"compile": False, "record": False}), (name, settings)):
             with left_clean():
                 model = made(job, job.device, "none", dtype)
-                curves[name] = train(model, rows_of(job), compile=asked)
+                curves[side] = train(model, rows_of(job), **{"record": False, **changes, **more})
         limit = LOSS_CLOSE if dtype == torch.float32 else LOSS_CLOSE_16_BIT
-        difference = relative_difference(curves["compiled"].losses, curves["plain"].losses)
-        furthest = gradients_apart(curves["compiled"].gradients, curves["plain"].gradients)
+        difference = relative_difference(curves[name].losses, curves["plain"].losses)
+        furthest = gradients_apart(curves[name].gradients, curves["plain"].gradients)
         well = verdict(difference <= limit and furthest <= GRADIENTS_CLOSE[dtype])
-        for name, heard in curves.items():
-            losses = " ".join(f"{loss:.4f}" for loss in heard.losses)
-            figures = (f"{furthest:.2g}", f"{heard.speeds[-1]:.0f}", " ".join(heard.notices)[:60])
-            yield name, str(dtype).removeprefix("torch."), losses, *figures, well
+        for side, heard in curves.items():
+            losses = " ".join(f"{loss:.4f}" for loss in heard.losses[-3:])
+            figures = (f"{furthest:.2g}", f"{heard.speeds[-1]:.0f}", " ".join(heard.notices)[:200])
+            yield side, str(dtype).removeprefix("torch."), losses, *figures, well
 
 
 def gradients_apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _CaptureStream:
-    """A stream for captures, of one `Captures` at a time.
+    """A stream for captures, of one `CapturePool` at a time.
 
     Attributes:
         graphs: Graphs that its last user captured and that still exist.
@@ -45,7 +45,7 @@ def _idle_stream(device: torch.device) -> _CaptureStream:
     return _capture_streams[-1]
 
 
-class Captures:
+class CapturePool:
     """Captures functions as CUDA graphs, on one stream of a device.
 
     The graphs share a memory pool while any of them exists. After the last one torch may keep the

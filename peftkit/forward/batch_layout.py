@@ -57,7 +57,7 @@ class BatchLayout:
     def training(self, model: nn.Module, plan: ExecutionPlan | None = None) -> Iterator[None]:
         """Train with a plan's attention, and without padding where the model allows it."""
         bare = unwrapped(model)
-        self.why_padded, self.rounds = "", plan is not None and plan.records_passes
+        self.why_padded, self.rounds = "", False
         if not (self.padded or num_virtual(bare) or bare.config.is_encoder_decoder):
             with training_attention(bare, plan) as attention:
                 assert attention is not None

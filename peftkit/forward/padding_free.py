@@ -24,7 +24,7 @@ ALIGNMENT, SIZES = 16, 16
 """N is a multiple of ALIGNMENT, and one of SIZES sizes between two powers of two."""
 FEW_SIZES = 8
 """The same for recorded passes, plus ALIGNMENT: packed rows of nearly a power of two have one size.
-Of chats, N has 4 to 5 % padding, at most 12.5 %; SIZES gives 2.4 %, and twice as many graphs."""
+Of chats, N has 5 % padding; SIZES gives 2.7 %, and twice as many graphs."""
 
 CELLS = 1000
 """Query-key pairs that cost as much as one token in all other layers."""

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from peftkit.events import Fallback
 from peftkit.execution import rng
-from peftkit.execution.graphs import Captures
+from peftkit.execution.graphs import CapturePool
 from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.forward.batch_layout import BatchLayout
 from peftkit.forward.loss import Head
@@ -69,6 +69,7 @@ class RecordedPasses:
     Args:
         run: Runs a pass with a batch and the scale of its loss; returns the sums of `Task.loss`.
         undo: Drops what a pass that broke off leaves in the model.
+        layout: Makes batches of few shapes while passes are recorded.
         ignored: `Task.ignored_targets`.
 
     Attributes:
@@ -83,18 +84,28 @@ class RecordedPasses:
         model: nn.Module,
         blocks: Sequence[nn.Module],
         parameters: Mapping[str, nn.Parameter],
+        layout: BatchLayout,
         ignored: Mapping[str, int],
         device: torch.device,
     ) -> None:
         self._run, self._undo, self._device = run, undo, device
         self._model, self._blocks, self._parameters = model, blocks, parameters
-        self._fills = ignored
-        self._captures, self._scale = Captures(device), torch.zeros((), device=device)
+        self._layout, self._fills = layout, ignored
+        self._pool, self._scale = CapturePool(device), torch.zeros((), device=device)
         self.problem, self._is_reported = "", False
-        self.drop()
+        self._layout.rounds = True
+        self._drop()
 
-    def drop(self) -> None:
-        """Drop all graphs: passes will compute in another way."""
+    def follow(self, *, records: bool) -> None:
+        """Drop all graphs, because the plan changes; a resumed run has batches of the same shapes.
+
+        Args:
+            records: Whether the new plan records passes.
+        """
+        self._layout.rounds = records
+        self._drop()
+
+    def _drop(self) -> None:
         self._recorded: dict[Any, _Recorded] = {}
         self._num_passes: Counter[Any] = Counter()
         self._grads: list[Tensor] = []
@@ -157,11 +168,11 @@ class RecordedPasses:
     def _capture(self, key: Any, batch: dict[str, Tensor]) -> None:
         self.has_captured = True
         try:
-            graph, sums = self._captures.capture(partial(self._run, batch, self._scale))
+            graph, sums = self._pool.capture(partial(self._run, batch, self._scale))
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            self.drop()
+            self._drop()
             self.problem = f"{str(error).splitlines()[0].rstrip('.')}."
             self._undo()
         else:
@@ -192,7 +203,7 @@ class RecordedPasses:
                 problem = difference_of(found[1], expected[1], figures(run)[1])
             rng.restore(end, device)
             if problem:
-                self.drop()
+                self._drop()
                 self.problem = f"A replayed pass computes other numbers than the eager: {problem}"
                 found = expected
         recorded.is_checked = True

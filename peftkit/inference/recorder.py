@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from peftkit.events import Fallback
-from peftkit.execution.graphs import Captures
+from peftkit.execution.graphs import CapturePool
 from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.recorded import why_not_captured
@@ -100,7 +100,7 @@ class Graphs:
         plan = ExecutionPlan.for_model(model)
         self.records = plan.records_decoding and not why_not_recorded(model)
         self.num_recorded, self.is_able = 0, True
-        self._model, self._captures = model, Captures(model.device)
+        self._model, self._captures = model, CapturePool(model.device)
         self._batch: Batch | None = None
         self._steps: dict[Any, Step] = {}
 

@@ -86,14 +86,21 @@ def _decide_recording(run: Run, step: Step) -> None:
     cause = why_not_recorded(model, layout, head, ignored)
     if run.config.quantize_for != "none":
         cause = "train.quantize_for changes the adapted layers during the run."
-    if cause or ignored is None:
+    if cause or ignored is None or layout is None:
         run.say(unrecorded(cause).notice)
         step.fitting.requested = replace(step.fitting.requested, record=False)
         step.use(replace(step.plan, record=False))
         return
-    undo, device = partial(refresh_copies, model), run.world.device
-    blocks, parameters = step.blocks.blocks, step.parameters
-    step.passes = RecordedPasses(step.run_pass, undo, model, blocks, parameters, ignored, device)
+    step.passes = RecordedPasses(
+        step.run_pass,
+        partial(refresh_copies, model),
+        model,
+        step.blocks.blocks,
+        step.parameters,
+        layout,
+        ignored,
+        run.world.device,
+    )
 
 
 def _saved(run: Run, step: Step, row: object) -> ActivationBytes | None:

@@ -112,6 +112,7 @@ class Step:
         saved, plan, scale = state.plan, self.fitting.requested, self.fitting.scale
         if is_exact:
             plan = replace(plan, rows=saved.rows, tokens=saved.tokens, compile=saved.compile)
+            plan = replace(plan, record=plan.record and saved.record)
         if is_exact and saved.activations in self.fitting.modes:  # numbers do not depend on them
             plan = replace(plan, activations=saved.activations, tiles=saved.tiles)
         state.measured = state.measured and is_exact
@@ -127,7 +128,7 @@ class Step:
     def use(self, plan: ExecutionPlan) -> None:
         """Switch to a plan; only `compile_blocks` compiles blocks."""
         if self.passes is not None and plan != self.run.state.plan:
-            self.passes.drop()
+            self.passes.follow(records=plan.records_passes)
         self.run.state.plan = plan
         if (plan.activations, plan.tiles) != (self.blocks.activations, self.blocks.tiles):
             self.blocks.set_activations(plan.activations, tiles=plan.tiles)
