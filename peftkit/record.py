@@ -28,8 +28,8 @@ from peftkit.events import Event, Listener, Notice, RunStarted, Saved, Table, ig
 from peftkit.execution.plan import ExecutionPlan, compute_dtype
 from peftkit.execution.state import Result
 from peftkit.figures import loss_name, metric, metric_name
-from peftkit.files.disk import write_text
-from peftkit.formats.folders import CARD, forget_overwritten
+from peftkit.files.disk import sha256_of, write_text
+from peftkit.formats.folders import CARD, PROOF, TENSORS, forget_overwritten
 from peftkit.formats.peft.folder import AdapterFolder
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.peft.targets import refused_by_peft
@@ -237,10 +237,27 @@ def save_result(record: RunRecord, result: Result, *, on_event: Listener = ignor
     if warning := refused_by_peft(record.adapter):
         on_event(Notice(warning))
     result = _with_metrics(record, result, on_event)
+    if record.recipe.train.proof != "off" and record.settings.generates:
+        _try_to_write(folder / PROOF, lambda: _proof(record, folder, on_event), on_event)
     _try_to_write(folder / RECIPE, lambda: schema.dump_yaml(record.recipe), on_event)
     _try_to_write(folder / CARD, lambda: record.card(result), on_event)
     on_event(Saved("adapter", folder))
     return result
+
+
+def _proof(record: RunRecord, folder: Path, on_event: Listener) -> str:
+    """Return the content of proof.json."""
+    from peftkit.proof.record import record as record_proof
+
+    prompts = record.recipe.train.proof
+    given = () if prompts == "auto" else prompts
+    digest = sha256_of(folder / TENSORS)
+    style, rows = record.task.rows.style, record.eval
+    proof = record_proof(record.base, record.adapter, style, given, rows, digest)
+    num_rows = sum(prompt.is_of_rows for prompt in proof.prompts)
+    text = f"{PROOF} has {len(proof.prompts)} prompts, {num_rows} of them from the eval rows"
+    on_event(Notice(f"{text}; train.proof chooses others."))
+    return proof.model_dump_json()
 
 
 def _with_best(

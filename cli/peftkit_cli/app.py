@@ -36,6 +36,7 @@ from peftkit_cli import (
     json_log,
     merge,
     plan,
+    prove,
     runs,
     serving,
     studio,
@@ -88,6 +89,7 @@ app.command(rich_help_panel=USE)(with_help(merge.merge))
 app.command(rich_help_panel=USE)(with_help(merge.combine))
 app.command(rich_help_panel=USE)(with_help(exchange.export))
 app.command("import", rich_help_panel=USE)(with_help(exchange.import_))
+app.command(rich_help_panel=USE)(with_help(prove.prove))
 app.command(rich_help_panel=USE)(with_help(exchange.push))
 app.command(rich_help_panel=USE)(with_help(exchange.pull))
 app.command("inspect", rich_help_panel=INSPECT)(with_help(inspect.inspect))

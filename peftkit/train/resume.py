@@ -35,7 +35,7 @@ UNBOUND = {
     "save_every",
     "keep_checkpoints",
     "gradient_checkpointing",
-    *("log_to", "trackers", "upload"),
+    *("log_to", "trackers", "upload", "proof"),
     "eval_before",
     "eval_generate",
     "early_stopping",

@@ -1,0 +1,437 @@
+"""`peftkit prove`: is the adapter applied, on a server, in a folder, in a file?"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from peftkit.errors import AdapterError, ConfigError, PeftkitError, RunError, first_few, is_url
+from peftkit.events import Listener, ignore
+from peftkit.formats.folders import CONFIG, PROOF, TENSORS, is_hub_id
+from peftkit_cli.arguments import Base, Json, note
+
+if TYPE_CHECKING:
+    from peftkit.proof.judge import Proof, Seen, Verdict
+
+MAX_REQUESTS, NUM_TOP = 40, 5
+EXIT_UNDECIDED = 3
+Tops = Mapping[str, float]
+"""Log-probabilities that a server returned for a position, by the token's text."""
+
+
+def prove(
+    target: str,
+    proof: str | None = None,
+    model: str | None = None,
+    base: Base = None,
+    write: bool = False,
+    prompt: Annotated[list[str] | None, typer.Option()] = None,
+    api_key: Annotated[str, typer.Option(envvar="PEFTKIT_API_KEY")] = "",
+    timeout: Annotated[float, typer.Option(min=1)] = 120.0,
+    json_: Json = False,
+) -> None:
+    """Check that an adapter is applied where it runs. Exits with 0 if it is, 1 if not, 3 if undecided.
+
+    Args:
+        target (TARGET): URL of an OpenAI-compatible server (vLLM, SGLang, llama-server, Ollama, LM
+            Studio, transformers serve, peftkit); folder or .gguf file of an adapter or of a merged
+            model; or USER/NAME on the hub.
+        proof (ADAPTER): Adapter folder with a proof.json, or the file. Default: the target's.
+        model (NAME): Name of the model on the server.
+        write: Write proof.json into an adapter's folder; the adapter may be from any program that
+            writes PEFT's format.
+        prompt (TEXT): With --write: a prompt to record instead of general ones. Repeatable.
+        api_key (KEY): Key of the server.
+        timeout (SECONDS): Time limit of all requests to a server; at most 40 are sent.
+    """
+    from peftkit_cli.render import Renderer
+
+    with Renderer(transient=True) as on_event:
+        if write:
+            from peftkit.formats.open_adapter import open_adapter
+            from peftkit.proof.record import write_proof
+
+            opened = open_adapter(target, base, on_event=on_event)
+            write_proof(opened, prompt or ())
+            typer.echo(opened.file.folder / PROOF)
+            return
+        if is_url(target):
+            if proof is None:
+                fix = "Add --proof ADAPTER, the folder of the adapter with its proof.json."
+                raise ConfigError("a server needs a proof to compare with.", fix=fix)
+            verdict = prove_server(target, _proof_at(proof), model, api_key, timeout)
+        else:
+            verdict = prove_files(target, proof, base, on_event)
+    if json_:
+        typer.echo(json.dumps(verdict.as_dict(), indent=2))
+    else:
+        rows = [("target", target), ("method", verdict.method)]
+        rows += [("evidence", text) for text in verdict.evidence]
+        rows += [("to do", verdict.fix)] if verdict.fix else []
+        typer.echo("\n".join([verdict.line, *(f"  {name:9} {text}" for name, text in rows)]))
+    if not verdict.is_applied:
+        raise typer.Exit(EXIT_UNDECIDED if verdict.kind == "undecided" else 1)
+
+
+def note_proof(verdict: Callable[[], Verdict]) -> None:
+    """Print a verdict at the end of another command; a failure of the proof is only reported."""
+    try:
+        found = verdict()
+    except PeftkitError as error:
+        note(f"not proved: {error}")
+        return
+    note(found.line if found.is_applied else f"{found.line}. {found.evidence[-1]}. {found.fix}")
+
+
+def _proof_at(path: str) -> Proof:
+    from peftkit.proof.record import read_proof
+
+    if is_hub_id(path):
+        from peftkit.formats.find_adapter import adapter_folder
+
+        return read_proof(adapter_folder(path))
+    return read_proof(path)
+
+
+# Files.
+
+
+def prove_files(
+    target: str | Path, proof: str | Path | None, base: str | None = None, on_event: Listener = ignore
+) -> Verdict:
+    """Prove an adapter or a merged model, in a folder, a file, or on the hub.
+
+    Args:
+        proof: An adapter's folder or proof.json; None: the target's own. If it is an adapter and
+            the target is a copy of it in any format, their weights are compared, without the base.
+    """
+    from peftkit.formats.exchange import import_adapter
+    from peftkit.formats.find_adapter import adapter_folder
+    from peftkit.formats.peft.low_rank import read_low_rank
+    from peftkit.proof.record import prove as prove_model
+    from peftkit.proof.record import prove_updates, read_proof
+
+    path = Path(target).expanduser()
+    if is_hub_id(str(target)) and _is_adapter_on_hub(str(target)):
+        path = adapter_folder(target)
+    if not (path / CONFIG).is_file() and not _is_gguf_adapter(path):
+        from peftkit.base.load import load_base
+
+        content = read_proof(proof or (path.parent if path.is_file() else path))
+        loaded = load_base(str(path) if path.exists() else str(target), on_event=on_event)
+        return prove_model(loaded.model, content, tokenizer=loaded.tokenizer)
+    with TemporaryDirectory(prefix="peftkit-") as scratch:
+        source, own = Path(proof).expanduser() if proof else None, path
+        if not (path / TENSORS).is_file():
+            recorded = base or _base_of(source or path.parent)
+            path = import_adapter(path, Path(scratch, "adapter"), base=recorded).folder
+        if source and (source / TENSORS).is_file() and source.resolve() != path.resolve():
+            try:
+                return prove_updates(read_low_rank(path)[1], read_low_rank(source)[1])
+            except AdapterError:  # other methods and trained modules: by log-probabilities
+                pass
+        from peftkit.formats.open_adapter import open_adapter
+
+        content = read_proof(source or own)
+        opened = open_adapter(path, base, force=True, on_event=on_event)
+        verdict = prove_model(opened.base.model, content, tokenizer=None)
+    return _with_base(verdict, content, opened.base.fingerprint)
+
+
+def _with_base(verdict: Verdict, proof: Proof, fingerprint: str) -> Verdict:
+    """Return the verdict "other_base" if the weights of the loaded base are not the recorded."""
+    from dataclasses import replace
+
+    recorded = proof.base["fingerprint"]
+    if verdict.is_applied or recorded in (None, fingerprint):
+        return verdict
+    found = f"the fingerprint of the base is {fingerprint[:23]}..., not {str(recorded)[:23]}..."
+    return replace(verdict, kind="other_base", evidence=(*verdict.evidence, found), share=None)
+
+
+def _is_adapter_on_hub(name: str) -> bool:
+    from peftkit.formats.find_adapter import adapter_folder
+
+    try:
+        return bool(adapter_folder(name))
+    except AdapterError as error:
+        if "full model" in (error.fix or ""):
+            return False
+        raise
+
+
+def _is_gguf_adapter(path: Path) -> bool:
+    if path.suffix != ".gguf" or not path.is_file():
+        return False
+    from peftkit.files.disk import open_regular
+    from peftkit.formats.gguf.header import read_header
+
+    with open_regular(path) as file:
+        return read_header(path, file).keys.get("general.type") == "adapter"
+
+
+def _base_of(path: Path) -> str | None:
+    from peftkit.proof.record import read_proof
+
+    try:
+        base = read_proof(path).base
+    except AdapterError:
+        return None
+    return base["hub_id"] or base["name"]
+
+
+# Servers.
+
+
+class Server:
+    """A client of an OpenAI-compatible server with limits of time and requests."""
+
+    def __init__(self, url: str, key: str, seconds: float) -> None:
+        path = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/completions")
+        self.url = path if path.rpartition("/")[2].startswith("v") else f"{path}/v1"
+        self.key, self.end, self.left = key, time.monotonic() + seconds, MAX_REQUESTS
+        self.model = ""
+
+    def request(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+        """Return a response; None if the server refuses the request.
+
+        Raises:
+            RunError: It cannot be reached, refuses the key, or the time is over.
+        """
+        seconds = self.end - time.monotonic()
+        if seconds <= 0 or not self.left:
+            raise RunError(
+                f"{self.url} was not proved in the given time",
+                found=f"{MAX_REQUESTS - self.left} requests were sent.",
+                fix="Raise --timeout, or try again when the server is idle.",
+            )
+        self.left -= 1
+        data = None if body is None else json.dumps({"model": self.model, **body}).encode()
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
+        request = urllib.request.Request(f"{self.url}/{path}", data, headers)  # noqa: S310
+        try:
+            with urllib.request.urlopen(request, timeout=seconds) as response:  # noqa: S310
+                found = json.loads(response.read(64 << 20))
+        except urllib.error.HTTPError as error:
+            if error.code in (401, 403):
+                fix = "Set PEFTKIT_API_KEY, or --api-key."
+                raise RunError(f"{self.url} refuses the key", fix=fix) from None
+            return None
+        except (OSError, ValueError) as error:
+            fix = "Check the address and that the server has started."
+            raise RunError(f"cannot read from {self.url}", found=str(error), fix=fix) from error
+        return found if isinstance(found, dict) and "error" not in found else None
+
+    def choices(self, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the choices of a completion in order, [] if the request is refused."""
+        response = self.request(path, {"temperature": 0, "max_tokens": 1, **body}) or {}
+        choices = response.get("choices") or []
+        for choice in choices:
+            choice["usage"] = response.get("usage") or {}
+        return sorted(choices, key=lambda choice: choice.get("index", 0))
+
+
+def prove_server(
+    url: str, proof: Proof, model: str | None = None, key: str = "", seconds: float = 120.0
+) -> Verdict:
+    """Prove the model of a server by the best log-probabilities that it returns."""
+    from peftkit.proof.judge import judge
+
+    server = Server(url, key, seconds)
+    listed = [one["id"] for one in (server.request("models") or {}).get("data", [])]
+    names = {"base", proof.base["name"], proof.base["hub_id"]}
+    server.model = model or _only([name for name in listed if name not in names] or listed, url)
+    for method, observe in METHODS.items():
+        seen = observe(server, proof)
+        if not seen:
+            continue
+        base: list[Seen] = []
+        bare = next((name for name in listed if name in names and name != server.model), None)
+        if bare and server.left > MAX_REQUESTS - 5:  # all positions in one request
+            chosen, server.model = server.model, bare
+            base, server.model = observe(server, proof), chosen
+        verdict = judge(proof, seen, base=base, method=method)
+        if verdict.is_applied and method in BY_TOKENS:
+            return _as_clients_send_it(server, proof, seen, verdict)
+        return verdict
+    raise RunError(
+        f"{url} completes no prompt",
+        found=f"It refuses completions and chats of the model '{server.model}'.",
+        fix="Name a model with --model.",
+    )
+
+
+def _only(names: Sequence[str], url: str) -> str:
+    if len(names) != 1:
+        raise ConfigError(
+            f"{url} serves {'several models' if names else 'no model that it lists'}.",
+            found=first_few(names, 8, ", ") if names else "",
+            fix="Choose one: --model NAME",
+        )
+    return names[0]
+
+
+def _echoed(server: Server, proof: Proof) -> list[Seen]:
+    """Return the prompts' own log-probabilities (vLLM, SGLang)."""
+    ids = [list(prompt.ids) for prompt in proof.prompts]
+    choices = server.choices("completions", {"prompt": ids, "echo": True, "logprobs": NUM_TOP})
+    tops = [_tops(choice) for choice in choices]
+    if len(tops) != len(ids) or any(
+        len(row) < len(i) for row, i in zip(tops, ids, strict=True)
+    ):
+        return []
+    seen = []
+    for n, position in enumerate(proof.positions):
+        seen += _matched(proof, n, tops[position.prompt][position.at])
+    return seen
+
+
+def _next_tokens(server: Server, proof: Proof) -> list[Seen]:
+    """Return the first token's log-probabilities after each position's tokens."""
+    prefixes = [list(proof.prompts[p.prompt].ids[: p.at]) for p in proof.positions]
+    body = {"logprobs": NUM_TOP}
+    choices = server.choices("completions", {"prompt": prefixes, **body})
+    if len(choices) != len(prefixes):  # one prompt a request
+        first = server.choices("completions", {"prompt": prefixes[0], **body})
+        if not first or not _tops(first[0]):
+            return []
+        rest = [server.choices("completions", {"prompt": ids, **body}) for ids in prefixes[1:]]
+        choices = [each[0] if each else {} for each in (first, *rest)]
+    seen = []
+    for n, choice in enumerate(choices):
+        seen += _matched(proof, n, (_tops(choice) or [{}])[0])
+    return seen
+
+
+def _chats(server: Server, proof: Proof) -> list[Seen]:
+    """Return the log-probabilities along answers, as far as they are the recorded ones."""
+    return _along(server, proof, {"logprobs": True, "top_logprobs": NUM_TOP})
+
+
+def _texts(server: Server, proof: Proof) -> list[Seen]:
+    """Return the tokens of answers, as far as they are the recorded ones."""
+    return _along(server, proof, {})
+
+
+METHODS: Mapping[str, Callable[[Server, Any], list[Any]]] = {
+    "log-probabilities of prompts": _echoed,
+    "log-probabilities of the next tokens": _next_tokens,
+    "log-probabilities of answers": _chats,
+    "texts of answers": _texts,
+}
+BY_TOKENS = tuple(METHODS)[:2]
+"""Methods that send token ids, and see no template."""
+
+
+def _sent(server: Server, proof: Proof, number: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answer to a prompt in the form that clients send; {} if it is refused."""
+    prompt = proof.prompts[number]
+    if prompt.messages:
+        found = server.choices("chat/completions", {"messages": prompt.messages, **body})
+    else:
+        body = {**body, "prompt": prompt.text} | ({"logprobs": NUM_TOP} if body.get("logprobs") else {})
+        body.pop("top_logprobs", None)
+        found = server.choices("completions", body)
+    return found[0] if found else {}
+
+
+def _along(server: Server, proof: Proof, body: Mapping[str, Any]) -> list[Seen]:
+    from peftkit.proof.judge import Seen
+
+    seen: list[Seen] = []
+    for number, prompt in enumerate(proof.prompts):
+        if prompt.text is None or not server.left:
+            continue
+        length = len(prompt.ids) - prompt.length
+        choice = _sent(server, proof, number, {**body, "max_tokens": length})
+        text = str((choice.get("message") or choice).get("content") or choice.get("text") or "")
+        tops = iter(_tops(choice))
+        for n, position in enumerate(proof.positions):
+            if position.prompt != number or not text:
+                continue
+            likely = next(tops, None) if body else None
+            if body and likely is None:
+                break
+            starts = [i for i, t in enumerate(position.texts) if t and text.startswith(t)]
+            token = max(starts, key=lambda i: len(position.texts[i]), default=-1)
+            seen += [Seen(n, token)] if likely is None else _matched(proof, n, likely)
+            if token < 0 or position.ids[token] != prompt.ids[position.at]:
+                break  # the answers part: later tokens follow another prefix
+            text = text[len(position.texts[token]) :]
+    return seen
+
+
+def _as_clients_send_it(
+    server: Server, proof: Proof, seen: Sequence[Seen], verdict: Verdict
+) -> Verdict:
+    """Compare prompts that the server renders and tokenizes with those sent as tokens."""
+    from dataclasses import replace
+
+    from peftkit.proof.judge import SECOND_BOS, distance
+
+    firsts = {p.prompt: n for n, p in reversed([*enumerate(proof.positions)])}
+    for number, prompt in enumerate(proof.prompts):
+        body = {"logprobs": True, "top_logprobs": NUM_TOP}
+        if prompt.text is None or not server.left:
+            continue
+        choice = _sent(server, proof, number, body)
+        at, tops = firsts[number], _tops(choice)
+        if not tops:
+            continue
+        rendered, plain = _matched(proof, at, tops[0]), [s for s in seen if s.position == at]
+        if distance(proof, rendered) <= 0.1 + 3 * distance(proof, plain):
+            continue
+        count = choice["usage"].get("prompt_tokens")
+        names = [n for n, rows in proof.log_probs.items() if rows[at] is not None]
+        nearest = min(names, key=lambda name: distance(proof, rendered, name))
+        is_second = nearest == SECOND_BOS or (proof.bos is not None and count == prompt.length + 1)
+        found = f"prompt {number} has {count} tokens on the server, {prompt.length} in training"
+        kind = "second_bos" if is_second else "template" if prompt.messages else "tokenizer"
+        return replace(verdict, kind=kind, evidence=(*verdict.evidence, found))  # type: ignore[arg-type]
+    return verdict
+
+
+def _tops(choice: Mapping[str, Any]) -> list[Tops]:
+    """Return the likeliest tokens of each position of a response, in any of its formats."""
+    log_probs = choice.get("logprobs") or {}
+    if content := log_probs.get("content"):
+        rows = [[one, *(one.get("top_logprobs") or ())] for one in content]
+        return [{t["token"]: t["logprob"] for t in row if "logprob" in t} for row in rows]
+    tokens = log_probs.get("tokens") or ()
+    values = log_probs.get("token_logprobs") or [None] * len(tokens)
+    tops = log_probs.get("top_logprobs") or [None] * len(tokens)
+    triples = zip(tokens, values, tops, strict=False)
+    return [
+        {**(top or {}), **({token: value} if value is not None else {})}
+        for token, value, top in triples
+    ]
+
+
+def _matched(proof: Proof, number: int, tops: Tops) -> list[Seen]:
+    """Return what a server returned of the tokens of a position; absent ones are less likely."""
+    from peftkit.proof.judge import Seen
+
+    texts = proof.positions[number].texts
+    found = {text: value for text, value in tops.items() if value is not None}
+    if not found.keys() & set(texts):  # programs that write spaces in their own way
+        texts, found = tuple(map(_plain, texts)), {_plain(t): v for t, v in found.items()}
+    unique, lowest, seen = Counter(texts), min(found.values(), default=0.0), []
+    for token, text in enumerate(texts):
+        if text in found and unique[text] == 1:
+            seen.append(Seen(number, token, found[text]))
+        elif len(found) > 1 and unique[text] == 1:
+            seen.append(Seen(number, token, lowest, is_bound=True))
+    return seen
+
+
+def _plain(text: str) -> str:
+    return text.replace("\u2581", " ").strip() or text
