@@ -8,15 +8,12 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peftkit.errors import AdapterError, ConfigError, PeftkitError, RunError, first_few, is_url
-from peftkit.events import Listener, ignore
-from peftkit.formats.folders import CONFIG, PROOF, TENSORS, is_hub_id
+from peftkit.errors import ConfigError, PeftkitError, RunError, first_few, is_url
+from peftkit.formats.folders import PROOF, is_hub_id
 from peftkit_cli.arguments import Base, Json, note
 
 if TYPE_CHECKING:
@@ -39,7 +36,9 @@ def prove(
     timeout: Annotated[float, typer.Option(min=1)] = 120.0,
     json_: Json = False,
 ) -> None:
-    """Check that an adapter is applied where it runs. Exits with 0 if it is, 1 if not, 3 if undecided.
+    """Check that an adapter is applied where it runs.
+
+    Exits with 0 if it is, 1 if not, and 3 if the answers do not decide it.
 
     Args:
         target (TARGET): URL of an OpenAI-compatible server (vLLM, SGLang, llama-server, Ollama, LM
@@ -53,6 +52,7 @@ def prove(
         api_key (KEY): Key of the server.
         timeout (SECONDS): Time limit of all requests to a server; at most 40 are sent.
     """
+    from peftkit.proof.files import prove_files
     from peftkit_cli.render import Renderer
 
     with Renderer(transient=True) as on_event:
@@ -82,14 +82,28 @@ def prove(
         raise typer.Exit(EXIT_UNDECIDED if verdict.kind == "undecided" else 1)
 
 
-def note_proof(verdict: Callable[[], Verdict]) -> None:
-    """Print a verdict at the end of another command; a failure of the proof is only reported."""
+def note_proof(target: Path, adapter: str | Path, base: str | None = None) -> None:
+    """Print the verdict on a file that another command wrote; a failure is only reported.
+
+    Args:
+        adapter: Its source. A merged model needs the proof of it.
+    """
+    from peftkit.formats.find_adapter import adapter_folder
+    from peftkit.proof.files import prove_files
+
+    folder = adapter_folder(adapter)
+    is_model = (target.is_file() and target.suffix == ".gguf") or (target / "config.json").is_file()
     try:
-        found = verdict()
+        print_verdict(prove_files(target, folder, base))
     except PeftkitError as error:
-        note(f"not proved: {error}")
-        return
-    note(found.line if found.is_applied else f"{found.line}. {found.evidence[-1]}. {found.fix}")
+        if not is_model or (folder / PROOF).is_file():
+            note(f"not proved: {error}")
+
+
+def print_verdict(verdict: Verdict, name: str = "") -> None:
+    """Print a verdict to stderr: one line if the adapter is applied, else also what to do."""
+    more = "" if verdict.is_applied else f". {verdict.evidence[-1]}. {verdict.fix}"
+    note(f"{name}{verdict.line}{more}")
 
 
 def _proof_at(path: str) -> Proof:
@@ -100,96 +114,6 @@ def _proof_at(path: str) -> Proof:
 
         return read_proof(adapter_folder(path))
     return read_proof(path)
-
-
-# Files.
-
-
-def prove_files(
-    target: str | Path, proof: str | Path | None, base: str | None = None, on_event: Listener = ignore
-) -> Verdict:
-    """Prove an adapter or a merged model, in a folder, a file, or on the hub.
-
-    Args:
-        proof: An adapter's folder or proof.json; None: the target's own. If it is an adapter and
-            the target is a copy of it in any format, their weights are compared, without the base.
-    """
-    from peftkit.formats.exchange import import_adapter
-    from peftkit.formats.find_adapter import adapter_folder
-    from peftkit.formats.peft.low_rank import read_low_rank
-    from peftkit.proof.record import prove as prove_model
-    from peftkit.proof.record import prove_updates, read_proof
-
-    path = Path(target).expanduser()
-    if is_hub_id(str(target)) and _is_adapter_on_hub(str(target)):
-        path = adapter_folder(target)
-    if not (path / CONFIG).is_file() and not _is_gguf_adapter(path):
-        from peftkit.base.load import load_base
-
-        content = read_proof(proof or (path.parent if path.is_file() else path))
-        loaded = load_base(str(path) if path.exists() else str(target), on_event=on_event)
-        return prove_model(loaded.model, content, tokenizer=loaded.tokenizer)
-    with TemporaryDirectory(prefix="peftkit-") as scratch:
-        source, own = Path(proof).expanduser() if proof else None, path
-        if not (path / TENSORS).is_file():
-            recorded = base or _base_of(source or path.parent)
-            path = import_adapter(path, Path(scratch, "adapter"), base=recorded).folder
-        if source and (source / TENSORS).is_file() and source.resolve() != path.resolve():
-            try:
-                return prove_updates(read_low_rank(path)[1], read_low_rank(source)[1])
-            except AdapterError:  # other methods and trained modules: by log-probabilities
-                pass
-        from peftkit.formats.open_adapter import open_adapter
-
-        content = read_proof(source or own)
-        opened = open_adapter(path, base, force=True, on_event=on_event)
-        verdict = prove_model(opened.base.model, content, tokenizer=None)
-    return _with_base(verdict, content, opened.base.fingerprint)
-
-
-def _with_base(verdict: Verdict, proof: Proof, fingerprint: str) -> Verdict:
-    """Return the verdict "other_base" if the weights of the loaded base are not the recorded."""
-    from dataclasses import replace
-
-    recorded = proof.base["fingerprint"]
-    if verdict.is_applied or recorded in (None, fingerprint):
-        return verdict
-    found = f"the fingerprint of the base is {fingerprint[:23]}..., not {str(recorded)[:23]}..."
-    return replace(verdict, kind="other_base", evidence=(*verdict.evidence, found), share=None)
-
-
-def _is_adapter_on_hub(name: str) -> bool:
-    from peftkit.formats.find_adapter import adapter_folder
-
-    try:
-        return bool(adapter_folder(name))
-    except AdapterError as error:
-        if "full model" in (error.fix or ""):
-            return False
-        raise
-
-
-def _is_gguf_adapter(path: Path) -> bool:
-    if path.suffix != ".gguf" or not path.is_file():
-        return False
-    from peftkit.files.disk import open_regular
-    from peftkit.formats.gguf.header import read_header
-
-    with open_regular(path) as file:
-        return read_header(path, file).keys.get("general.type") == "adapter"
-
-
-def _base_of(path: Path) -> str | None:
-    from peftkit.proof.record import read_proof
-
-    try:
-        base = read_proof(path).base
-    except AdapterError:
-        return None
-    return base["hub_id"] or base["name"]
-
-
-# Servers.
 
 
 class Server:
@@ -217,9 +141,9 @@ class Server:
         self.left -= 1
         data = None if body is None else json.dumps({"model": self.model, **body}).encode()
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
-        request = urllib.request.Request(f"{self.url}/{path}", data, headers)  # noqa: S310
+        request = urllib.request.Request(f"{self.url}/{path}", data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=seconds) as response:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=seconds) as response:
                 found = json.loads(response.read(64 << 20))
         except urllib.error.HTTPError as error:
             if error.code in (401, 403):
@@ -244,7 +168,7 @@ def prove_server(
     url: str, proof: Proof, model: str | None = None, key: str = "", seconds: float = 120.0
 ) -> Verdict:
     """Prove the model of a server by the best log-probabilities that it returns."""
-    from peftkit.proof.judge import judge
+    from peftkit.proof.judge import judge, with_rendered
 
     server = Server(url, key, seconds)
     listed = [one["id"] for one in (server.request("models") or {}).get("data", [])]
@@ -261,13 +185,24 @@ def prove_server(
             base, server.model = observe(server, proof), chosen
         verdict = judge(proof, seen, base=base, method=method)
         if verdict.is_applied and method in BY_TOKENS:
-            return _as_clients_send_it(server, proof, seen, verdict)
+            return with_rendered(verdict, proof, seen, _rendered(server, proof))
         return verdict
     raise RunError(
         f"{url} completes no prompt",
         found=f"It refuses completions and chats of the model '{server.model}'.",
         fix="Name a model with --model.",
     )
+
+
+def prove_served(url: str, proofs: Mapping[str, Path], key: str) -> None:
+    """Print the verdict on each model of a server of this process, after it starts."""
+    from peftkit.proof.record import read_proof
+
+    for name, path in proofs.items():
+        try:
+            print_verdict(prove_server(url, read_proof(path), name, key), f"{name}: ")
+        except PeftkitError as error:
+            note(f"{name}: not proved: {error}")
 
 
 def _only(names: Sequence[str], url: str) -> str:
@@ -285,9 +220,7 @@ def _echoed(server: Server, proof: Proof) -> list[Seen]:
     ids = [list(prompt.ids) for prompt in proof.prompts]
     choices = server.choices("completions", {"prompt": ids, "echo": True, "logprobs": NUM_TOP})
     tops = [_tops(choice) for choice in choices]
-    if len(tops) != len(ids) or any(
-        len(row) < len(i) for row, i in zip(tops, ids, strict=True)
-    ):
+    if len(tops) != len(ids) or any(len(row) < len(i) for row, i in zip(tops, ids, strict=True)):
         return []
     seen = []
     for n, position in enumerate(proof.positions):
@@ -338,7 +271,9 @@ def _sent(server: Server, proof: Proof, number: int, body: Mapping[str, Any]) ->
     if prompt.messages:
         found = server.choices("chat/completions", {"messages": prompt.messages, **body})
     else:
-        body = {**body, "prompt": prompt.text} | ({"logprobs": NUM_TOP} if body.get("logprobs") else {})
+        body = {**body, "prompt": prompt.text} | (
+            {"logprobs": NUM_TOP} if body.get("logprobs") else {}
+        )
         body.pop("top_logprobs", None)
         found = server.choices("completions", body)
     return found[0] if found else {}
@@ -370,34 +305,16 @@ def _along(server: Server, proof: Proof, body: Mapping[str, Any]) -> list[Seen]:
     return seen
 
 
-def _as_clients_send_it(
-    server: Server, proof: Proof, seen: Sequence[Seen], verdict: Verdict
-) -> Verdict:
-    """Compare prompts that the server renders and tokenizes with those sent as tokens."""
-    from dataclasses import replace
-
-    from peftkit.proof.judge import SECOND_BOS, distance
-
-    firsts = {p.prompt: n for n, p in reversed([*enumerate(proof.positions)])}
+def _rendered(server: Server, proof: Proof) -> dict[int, tuple[list[Seen], int | None]]:
+    """Return what follows prompts that the server renders and tokenizes, and their tokens."""
+    found = {}
     for number, prompt in enumerate(proof.prompts):
-        body = {"logprobs": True, "top_logprobs": NUM_TOP}
-        if prompt.text is None or not server.left:
-            continue
-        choice = _sent(server, proof, number, body)
-        at, tops = firsts[number], _tops(choice)
-        if not tops:
-            continue
-        rendered, plain = _matched(proof, at, tops[0]), [s for s in seen if s.position == at]
-        if distance(proof, rendered) <= 0.1 + 3 * distance(proof, plain):
-            continue
-        count = choice["usage"].get("prompt_tokens")
-        names = [n for n, rows in proof.log_probs.items() if rows[at] is not None]
-        nearest = min(names, key=lambda name: distance(proof, rendered, name))
-        is_second = nearest == SECOND_BOS or (proof.bos is not None and count == prompt.length + 1)
-        found = f"prompt {number} has {count} tokens on the server, {prompt.length} in training"
-        kind = "second_bos" if is_second else "template" if prompt.messages else "tokenizer"
-        return replace(verdict, kind=kind, evidence=(*verdict.evidence, found))  # type: ignore[arg-type]
-    return verdict
+        if prompt.text is not None and server.left:
+            choice = _sent(server, proof, number, {"logprobs": True, "top_logprobs": NUM_TOP})
+            at = next(n for n, p in enumerate(proof.positions) if p.prompt == number)
+            seen = _matched(proof, at, tops[0]) if (tops := _tops(choice)) else []
+            found[number] = seen, choice.get("usage", {}).get("prompt_tokens")
+    return found
 
 
 def _tops(choice: Mapping[str, Any]) -> list[Tops]:

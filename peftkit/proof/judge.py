@@ -1,8 +1,8 @@
 """Decide from log-probabilities alone whether a target computes with an adapter.
 
-A `Proof` records log-probabilities of the likeliest tokens at a few positions: of the base, with the
-adapter, and with planted faults (`FAULTS`). The judge compares what a target returned with each of
-these hypotheses, and weighs their distances by the noise that the best one leaves.
+A `Proof` records log-probabilities of the likeliest tokens at a few positions: of the base, with
+the adapter, and with planted faults (`FAULTS`). The judge compares what a target returned with each
+of these hypotheses, and weighs their distances by the noise that the best one leaves.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any, Literal, NamedTuple
 
 from peftkit.config.schema import Config
 
-Kind = Literal[
-    *("applied", "not_applied", "strength", "part", "other_adapter", "other_base", "template"),
-    *("second_bos", "tokenizer", "transposed", "damaged", "undecided"),
-]
+Alarm = Literal["not_applied", "strength", "part", "transposed", "damaged", "template"]
+OtherAlarm = Literal["other_adapter", "other_base", "second_bos", "tokenizer"]
+Kind = Literal["applied", "undecided", Alarm, OtherAlarm]
 BASE, ADAPTER, NO_TEMPLATE, SECOND_BOS = "base", "adapter", "without template", "second BOS"
 FAULTS: Mapping[str, Kind] = {
     "strength": "strength",
@@ -35,8 +34,8 @@ FIXES: Mapping[Kind, str] = {
     "FILE.gguf; for a merged model, merge again with peftkit merge.",
     "strength": "Compare lora_alpha, r, rank_pattern and use_rslora of the loaded files with the "
     "adapter's, and remove any scale of the server (--lora-scaled, weights of set_adapters).",
-    "part": "Modules of the adapter were skipped: read the server's log for unknown names, or serve "
-    "the merged model (peftkit merge).",
+    "part": "Modules of the adapter were skipped: read the server's log for unknown names, or "
+    "serve the merged model (peftkit merge).",
     "other_adapter": "Compare the sha256 of adapter_model.safetensors with the proof's, and load "
     "the folder that was trained last.",
     "other_base": "Load the base and revision that the adapter records: peftkit inspect ADAPTER",
@@ -45,8 +44,8 @@ FIXES: Mapping[Kind, str] = {
     "second_bos": "The prompt begins with BOS twice: remove bos_token from the template, or set "
     "add_bos_token: false (tokenizer.ggml.add_bos_token in a GGUF file).",
     "tokenizer": "Load the tokenizer of the adapter's folder, otherwise the base's.",
-    "transposed": "Convert the adapter again with peftkit export; fan_in_fan_out has to be true for "
-    "Conv1D layers only.",
+    "transposed": "Convert the adapter again with peftkit export; fan_in_fan_out has to be true "
+    "for Conv1D layers only.",
     "damaged": "Quantise to more bits (q8_0), serve base and adapter as two files, or train for "
     "the format (train.quantize_for).",
     "undecided": "Send prompts that the adapter was trained for: peftkit prove ADAPTER --write "
@@ -257,8 +256,8 @@ def judge(
     rivals = [name for name in far if kind_of(name) != kind_of(best)]
     likeliest = min((odds(name, best) for name in rivals), default=SURE)
     lines = (
-        f"{number} positions; distance in nats (rms) from the base {math.sqrt(far[BASE]):.3f}, "
-        f"from the adapter {math.sqrt(far[ADAPTER]):.3f}; the adapter moves {math.sqrt(effect):.3f}",
+        f"{number} positions; in nats (rms), {math.sqrt(far[BASE]):.3f} from the base, "
+        f"{math.sqrt(far[ADAPTER]):.3f} from the adapter, which moves {math.sqrt(effect):.3f}",
         *evidence,
     )
     shown = None if share is None or kind in ("undecided", "other_base") else share
@@ -279,6 +278,7 @@ def _kind(
     if effect < 4 * floor:
         return "undecided", ("the adapter changes these prompts less than rounding does",)
     error = 2 * math.sqrt(rest / effect / number)
+    left = f"{share or 0:.0%} of the update is left, with noise of {noise:.2f} nats"
     is_wide = noise > NOISE and rest > effect / 2
     if best != ADAPTER and odds(ADAPTER, best) >= SURE:
         is_near = rest <= min(far[BASE], far[ADAPTER]) / 4
@@ -286,21 +286,25 @@ def _kind(
             return kind_of(best), (f"it answers like the adapter with {best}",)
         if best == BASE and rest <= effect / 2:
             if share is not None and share > 0.15 + error:
-                return "damaged", (f"{share:.0%} of the update is left",)
+                return "damaged", (left,)
             return "not_applied", ("it answers like the base",)
         is_far = rest > 4 * effect and noise > NOISE  # as far as another adapter never is
+        if best.startswith("strength 0") and noise <= NOISE:
+            return "damaged", (left,)
         if share is None or (share < SHARE and noise > NOISE and not is_far):
             return "other_adapter", ("it answers neither like the base nor like the adapter",)
         if share < SHARE / 2 and not is_far:
             return "other_adapter", ("it answers neither like the base nor like the adapter",)
         if share < SHARE and noise <= NOISE:
-            return "damaged", (f"{share:.0%} of the update is left, with noise of {noise:.2f} nats",)
+            return "damaged", (
+                f"{share:.0%} of the update is left, with noise of {noise:.2f} nats",
+            )
     if is_wide:
         return "other_base", (f"no hypothesis explains it: {noise:.2f} nats are left",)
     if odds(BASE, ADAPTER) < SURE:
         return "undecided", ("noise hides the difference between base and adapter",)
     if share is not None and share < SHARE - error:
-        return "damaged", (f"{share:.0%} of the update is left, with noise of {noise:.2f} nats",)
+        return "damaged", (left,)
     return "applied", (f"it answers like the adapter, up to {math.sqrt(far[ADAPTER]):.3f} nats",)
 
 
@@ -316,22 +320,34 @@ def kind_of(name: str) -> Kind:
     return next(kind for start, kind in FAULTS.items() if name.startswith(start))
 
 
-def judge_prompts(proof: Proof, ids: Mapping[int, Sequence[int]]) -> Verdict | None:
-    """Compare a target's tokens of prompts with the recorded ones; None if they are equal.
+def with_rendered(
+    verdict: Verdict,
+    proof: Proof,
+    seen: Sequence[Seen],
+    rendered: Mapping[int, tuple[Sequence[Seen], int | None]],
+) -> Verdict:
+    """Return the verdict, or another one if the target renders a prompt to other tokens.
+
+    A date in a template changes tokens, but hardly the answer: the answers decide.
 
     Args:
-        ids: Index of a prompt to its tokens.
+        seen: Observations after the recorded tokens.
+        rendered: Index of a prompt to what follows it as the target renders it, and its number of
+            tokens; None: unknown.
     """
-    for number, tokens in ids.items():
+    for number, (first, count) in rendered.items():
+        plain = [one for one in seen if first and one.position == first[0].position]
+        if not plain or distance(proof, first) <= 0.1 + 3 * distance(proof, plain):
+            continue
         prompt = proof.prompts[number]
-        recorded = prompt.ids[: prompt.length]
-        if tuple(tokens) != recorded:
-            found = f"prompt {number} has the tokens {list(tokens)[:12]}, not {list(recorded)[:12]}"
-            kind: Kind = "template" if prompt.messages else "tokenizer"
-            if proof.bos is not None and tuple(tokens) == (proof.bos, *recorded):
-                kind = "second_bos"
-            return Verdict(kind, (found,))
-    return None
+        names = _Fit(proof, first).names()
+        nearest = min(names, key=lambda name: distance(proof, first, name))
+        kind: Kind = "template" if prompt.messages else "tokenizer"
+        if nearest == SECOND_BOS or (proof.bos is not None and count == prompt.length + 1):
+            kind = "second_bos"
+        facts = f"prompt {number} has {count} tokens in the target, {prompt.length} in training"
+        return replace(verdict, kind=kind, evidence=(*verdict.evidence, facts))
+    return verdict
 
 
 def _without_noise(proof: Proof, one: Seen, bare: Mapping[tuple[Any, ...], Seen]) -> Seen:

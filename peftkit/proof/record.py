@@ -10,8 +10,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from peftkit.files.disk import sha256_of, write_text
 from peftkit.formats.folders import PROOF, TENSORS
 from peftkit.formats.guard import read_json
 from peftkit.formats.open_adapter import Opened
-from peftkit.formats.peft.low_rank import A, B, LowRank
+from peftkit.formats.peft.low_rank import A, B
 from peftkit.inference.generate import generate_ids
 from peftkit.methods.lora import LoRA
 from peftkit.model.modes import adapters_off, evaluating
@@ -50,7 +49,7 @@ from peftkit.proof.judge import (
     Seen,
     Verdict,
     judge,
-    judge_prompts,
+    with_rendered,
 )
 
 NUM_PROMPTS, NEW_TOKENS, TOP = 4, 6, 3
@@ -58,8 +57,6 @@ NUM_PROMPTS, NEW_TOKENS, TOP = 4, 6, 3
 MAX_PROMPT_TOKENS = 128
 MAX_ROWS = 64
 """Evaluation rows of which the shortest prompts are chosen."""
-SAME = 0.98
-"""Cosine of two updates that differ by rounding alone, to 8 bits or more."""
 LOWEST = -30.0
 """Smallest recorded log-probability."""
 Logits = Callable[[list[int]], Any]
@@ -186,58 +183,31 @@ def prove(model: Any, proof: Proof | str | Path, *, tokenizer: Any = None) -> Ve
         AdapterError: There is no proof.
     """
     proof = proof if isinstance(proof, Proof) else read_proof(proof)
-    if tokenizer is not None and (verdict := judge_prompts(proof, _rendered(proof, tokenizer))):
-        return verdict
-    if not isinstance(model, nn.Module):
-        return judge(proof, _observed(proof, model), method="logits")
-    off = _switch(model)
-    with evaluating(model):
-        seen = _observed(proof, _logits_of(model))
-        if off is None:
-            return judge(proof, seen, method="logits")
-        with off:
-            base = _observed(proof, _logits_of(model))
-    return judge(proof, seen, base=base, method="logits with and without the adapter")
+    logits_of, off = (model, None) if not isinstance(model, nn.Module) else _calls(model)
+    with evaluating(model) if isinstance(model, nn.Module) else nullcontext():
+        seen, base, method = _observed(proof, logits_of), [], "logits"
+        if off is not None:
+            method = "logits with and without the adapter"
+            with off:
+                base = _observed(proof, logits_of)
+        verdict = judge(proof, seen, base=base, method=method)
+        if tokenizer is None or not verdict.is_applied:
+            return verdict
+        rendered = {
+            n: (_first(proof, n, logits_of(ids)), len(ids))
+            for n, ids in _rendered(proof, tokenizer).items()
+            if tuple(ids) != proof.prompts[n].ids[: proof.prompts[n].length]
+        }
+    return with_rendered(verdict, proof, seen, rendered)
 
 
-def prove_updates(found: Mapping[str, LowRank], reference: Mapping[str, LowRank]) -> Verdict:
-    """Return whether the updates of a converted adapter are those of its source, by weights."""
-    both = [path for path in reference if path in found]
-    product = sum(_inner(found[path], reference[path]) for path in both)
-    squares = [sum(_inner(u, u) for u in all_.values()) for all_ in (found, reference)]
-    if min(squares) == 0:
-        return Verdict("not_applied", ("its update is zero",), 0.0, method="weights")
-    share, angle = product / squares[1], product / math.sqrt(squares[0] * squares[1])
-    facts = (f"{len(both)} of {len(reference)} layers; share {share:.4f}, cosine {angle:.4f}",)
-    shown: dict[str, Any] = {"share": share, "method": "weights"}
-    if len(both) < len(reference) or any(_inner(found[p], found[p]) == 0 for p in both):
-        return Verdict("part", facts, **shown)
-    if angle > SAME:
-        return Verdict("applied" if abs(share - 1) < 1 - SAME else "strength", facts, **shown)
-    turned = {path: replace(u, b=u.b.T.reshape(u.b.shape)) for path, u in reference.items()}
-    swapped = {p: replace(u, a=u.b.T, b=u.a.T) for p, u in reference.items()}
-    for fault in (turned, swapped):
-        inner = sum(_inner(found[path], fault[path]) for path in both)
-        if inner > SAME * math.sqrt(squares[0] * squares[1]):
-            return Verdict("transposed", facts, **shown)
-    return Verdict("other_adapter", facts, **shown)
-
-
-def _inner(one: LowRank, other: LowRank) -> float:
-    """Return the inner product of two updates, from their factors; 0 if shapes differ."""
-    if one.a.shape[1] != other.a.shape[1] or one.b.shape[0] != other.b.shape[0]:
-        return 0.0
-    a, b = one.a.double() @ other.a.double().T, one.b.double().T @ other.b.double()
-    return one.scaling * other.scaling * float((a * b).sum())
-
-
-def _switch(model: nn.Module) -> AbstractContextManager[None] | None:
-    """Return a context with the adapters off; None if the model has none."""
-    if hasattr(model, "disable_adapter"):  # PEFT's models
-        off: AbstractContextManager[None] = model.disable_adapter()
-        return off
+def _calls(model: nn.Module) -> tuple[Logits, AbstractContextManager[None] | None]:
+    """Return a model's function of logits, and a context with its adapters off, if it has any."""
+    switch: Any = getattr(model, "disable_adapter", None)  # of PEFT's models
+    if switch is not None:
+        return _logits_of(model), switch()
     has_adapter = any(isinstance(module, FrozenWrapper) for module in model.modules())
-    return adapters_off(model) if has_adapter else None
+    return _logits_of(model), adapters_off(model) if has_adapter else None
 
 
 def _logits_of(model: nn.Module) -> Logits:
@@ -252,14 +222,23 @@ def _logits_of(model: nn.Module) -> Logits:
 
 def _observed(proof: Proof, logits_of: Logits) -> list[Seen]:
     """Return the log-probabilities of all recorded tokens."""
-    seen = []
     logits = [torch.as_tensor(logits_of(list(prompt.ids))) for prompt in proof.prompts]
+    seen = []
     for n, position in enumerate(proof.positions):
-        row = logits[position.prompt]
-        values = row[len(row) - len(proof.prompts[position.prompt].ids) + position.at - 1]
-        picked = values.float().log_softmax(-1)[list(position.ids)].tolist()
-        seen += [Seen(n, token, max(LOWEST, value)) for token, value in enumerate(picked)]
+        row, ids = logits[position.prompt], proof.prompts[position.prompt].ids
+        seen += _tokens_at(proof, n, row[len(row) - len(ids) + position.at - 1])
     return seen
+
+
+def _first(proof: Proof, number: int, logits: Any) -> list[Seen]:
+    """Return the log-probabilities after a prompt."""
+    at = next(n for n, position in enumerate(proof.positions) if position.prompt == number)
+    return _tokens_at(proof, at, torch.as_tensor(logits)[-1])
+
+
+def _tokens_at(proof: Proof, number: int, logits: Tensor) -> list[Seen]:
+    values = logits.float().log_softmax(-1)[list(proof.positions[number].ids)].tolist()
+    return [Seen(number, token, max(LOWEST, value)) for token, value in enumerate(values)]
 
 
 def _rendered(proof: Proof, tokenizer: Any) -> dict[int, list[int]]:
@@ -354,7 +333,7 @@ def _planted(adapter: Adapter) -> Iterable[tuple[str, Mapping[str, Tensor]]]:
     if not isinstance(method, LoRA):
         return
     rank = math.sqrt(method.rank)
-    for factor in (0.5, 2.0, 1 / rank if method.rslora else rank):
+    for factor in (0.1, 0.5, 2.0, 1 / rank if method.rslora else rank):
         yield f"strength {factor:.3g}", _scaled(state, lambda path, factor=factor: factor)
     numbers = {path: int(found[1]) for path in adapter.modules if (found := _LAYER.search(path))}
     middle = (max(numbers.values()) + 1) / 2 if numbers else 0

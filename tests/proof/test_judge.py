@@ -14,8 +14,9 @@ from peftkit.errors import AdapterError, ConfigError
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.low_rank import LowRank
 from peftkit.methods.lora import LoRA
-from peftkit.proof.judge import ADAPTER, Proof, Seen, judge, judge_prompts, kind_of
-from peftkit.proof.record import prove, prove_updates, read_proof, record, save_proof
+from peftkit.proof.files import prove_updates
+from peftkit.proof.judge import ADAPTER, Proof, Seen, judge, kind_of
+from peftkit.proof.record import prove, read_proof, record, save_proof
 from tests.helpers.adapters import perturb
 from tests.helpers.families import FAMILIES, tiny_tokenizer
 
@@ -125,9 +126,12 @@ def test_another_base_is_named_by_its_answers_without_the_adapter(case):
 def test_noise_of_a_precision_is_no_fault(case, std):
     """Noise up to that of 4 bits, independent at each token, as rounding is."""
     generator = torch.Generator().manual_seed(1)
-    noisy = lambda ids: case.logits(ids) + std * torch.randn(  # noqa: E731
-        len(ids), case.base.model.config.vocab_size, generator=generator
-    ).numpy()
+    shape = (-1, case.base.model.config.vocab_size)
+
+    def noisy(ids: list[int]) -> Any:
+        logits = torch.as_tensor(case.logits(ids)).view(shape)
+        return logits + std * torch.randn(logits.shape, generator=generator)
+
     verdict = prove(noisy, case.proof)
     assert verdict.kind == "applied"
     assert verdict.share is not None
@@ -153,18 +157,17 @@ def test_peft_s_own_model_is_proved_with_its_switch(case, tmp_path):
     assert prove(model.unload(), tmp_path).kind == "not_applied"
 
 
-def test_a_prompt_tells_templates_bos_and_tokenizers_apart(case):
-    prompts = case.proof.prompts
-    recorded = {n: prompt.ids[: prompt.length] for n, prompt in enumerate(prompts)}
-    assert judge_prompts(case.proof, recorded) is None
-    verdicts = {
-        "second_bos": {0: (case.proof.bos, *recorded[0])},
-        "template": {0: recorded[1]},
-    }
-    for kind, ids in verdicts.items():
-        verdict = judge_prompts(case.proof, ids)
-        assert verdict is not None
-        assert verdict.kind == kind
+def test_templates_and_second_bos_of_a_tokenizer_are_named_and_a_date_is_not(case):
+    """A prompt in other words gives other answers; a changed word far back hardly does."""
+    tokenizer = tiny_tokenizer()
+    assert prove(case.base.model, case.proof, tokenizer=tokenizer).kind == "applied"
+    own = tokenizer.chat_template
+    for template, kind in {
+        "{{ bos_token }}" + own: "second_bos",
+        "{{ messages[0]['content'] }}": "template",
+    }.items():
+        tokenizer.chat_template = template
+        assert prove(case.base.model, case.proof, tokenizer=tokenizer).kind == kind
 
 
 def test_a_small_effect_or_nothing_seen_is_undecided(case):
@@ -181,7 +184,9 @@ def test_texts_alone_decide_between_base_and_adapter(case):
 
     assert judge(case.proof, chosen(ADAPTER)).kind == "applied"
     assert judge(case.proof, chosen("base")).kind == "not_applied"
-    assert judge(case.proof, [Seen(n, -1) for n in range(30)]).kind != "applied"
+    assert (
+        judge(case.proof, [Seen(n, -1) for n in range(len(case.proof.positions))]).kind != "applied"
+    )
 
 
 def test_every_recorded_hypothesis_is_its_own_verdict(case):
@@ -196,7 +201,7 @@ def test_a_proof_is_deterministic_and_survives_its_file(case, tmp_path):
     save_proof(case.proof, tmp_path)
     assert read_proof(tmp_path) == case.proof
     assert (tmp_path / "proof.json").stat().st_size < 40_000
-    with pytest.raises(AdapterError, match="no proof.json"):
+    with pytest.raises(AdapterError, match=r"no proof\.json"):
         read_proof(tmp_path / "nowhere")
     (tmp_path / "proof.json").write_text('{"version": 1}')
     with pytest.raises(ConfigError):
@@ -223,7 +228,7 @@ def test_weights_of_a_copy_name_what_a_conversion_changed():
         "other_adapter": {"a": update(3), "b": update(4)},
         "not_applied": zero,
     }
-    assert {kind: prove_updates(c, source).kind for kind, c in copies.items()} == {k: k for k in copies}
+    assert {kind: prove_updates(c, source).kind for kind, c in copies.items()} == {
+        k: k for k in copies
+    }
     assert prove_updates(swapped, source).kind == "transposed"
-
-
