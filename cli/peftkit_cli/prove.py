@@ -8,6 +8,8 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from http.client import HTTPException
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -150,7 +152,7 @@ class Server:
                 fix = "Set PEFTKIT_API_KEY, or --api-key."
                 raise RunError(f"{self.url} refuses the key", fix=fix) from None
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             fix = "Check the address and that the server has started."
             raise RunError(f"cannot read from {self.url}", found=str(error), fix=fix) from error
         return found if isinstance(found, dict) and "error" not in found else None
@@ -341,12 +343,15 @@ def _matched(proof: Proof, number: int, tops: Tops) -> list[Seen]:
     found = {text: value for text, value in tops.items() if value is not None}
     if not found.keys() & set(texts):  # programs that write spaces in their own way
         texts, found = tuple(map(_plain, texts)), {_plain(t): v for t, v in found.items()}
-    unique, lowest, seen = Counter(texts), min(found.values(), default=0.0), []
+    highest = sorted(found.values(), reverse=True)[:NUM_TOP]
+    unique, seen = Counter(texts), []
     for token, text in enumerate(texts):
-        if text in found and unique[text] == 1:
+        if unique[text] > 1 or "\ufffd" in text:  # a part of a character: several tokens
+            continue
+        if text in found:
             seen.append(Seen(number, token, found[text]))
-        elif len(found) > 1 and unique[text] == 1:
-            seen.append(Seen(number, token, lowest, is_bound=True))
+        elif len(highest) == NUM_TOP:
+            seen.append(Seen(number, token, highest[-1], is_bound=True))
     return seen
 
 

@@ -124,9 +124,11 @@ class RolloutTask(DocumentTask):
         updates: Optimizer steps with the same answers.
         needs_log_probs: Whether a step needs `log_probs`.
         stops: Tokens that end an answer.
+        is_sampler_checked: Whether the policy that samples is known to be the trained one.
     """
 
     stops: Sequence[int]
+    is_sampler_checked = False
     updates: int = 1
     needs_log_probs: bool = False
     _empty_steps = 0
@@ -196,6 +198,10 @@ class RolloutTask(DocumentTask):
         seconds = time.perf_counter() - began
         run.say(RolledOut(step + 1, seconds, rollout.answers))
         run.figures |= _means(rollout, run) | {"rollout_seconds": seconds}
+        if not self.is_sampler_checked and step & (step - 1) == 0:  # steps 0, 1, 2, 4, ...
+            from peftkit.tasks.sampler_check import check_sampler
+
+            self.is_sampler_checked = check_sampler(self, prompts, run)
         if not run.world.max(len(rollout.rows)):
             self._count_empty(run.figures)
             return []
