@@ -159,7 +159,7 @@ class RunRecord:
 
     def card(self, result: Result) -> str:
         """Return the model card of the trained adapter."""
-        from peftkit.formats.card import adapter_usage, render_card, training_card
+        from peftkit.formats.card import PROOF_CHECK, adapter_usage, render_card, training_card
         from peftkit.formats.serving import served_rank
 
         recipe = self.recipe
@@ -170,6 +170,8 @@ class RunRecord:
             command=self.settings.command,
             purpose=self.settings.purpose,
         )
+        if (self.folder / PROOF).is_file():
+            usage.append(PROOF_CHECK)
         card = training_card(
             self.base,
             self.adapter,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +18,17 @@ from peftkit.model.modes import adapters_off, evaluating
 from peftkit.tasks.batches import OnDevice
 from peftkit.tasks.run_hooks import Run
 
-if TYPE_CHECKING:
-    from peftkit.tasks.documents import RolloutTask
-
 NUM_PROMPTS, NEW_TOKENS = 2, 16
 SMALL = 0.02
 """Largest difference of a log-probability in nats that rounding explains."""
 
 
 @torch.no_grad()
-def check_sampler(task: RolloutTask, prompts: Sequence[Any], run: Run) -> bool:
+def check_sampler(task: Any, prompts: Sequence[Any], run: Run) -> bool:
     """Report how sampler and trainer differ; return whether the adapter is large enough to tell.
+
+    Args:
+        task: The `RolloutTask` of the run.
 
     Raises:
         RunError: The sampler's log-probabilities are the base's, and the trainer's are not.
