@@ -57,7 +57,7 @@ SURE = math.log(1000)
 """Log of the likelihood ratio at which a hypothesis is refused."""
 SHARE = 0.8
 """Smallest share of the update in a target that is called applied."""
-NOISE = 0.8
+NOISE = 1.0
 """Largest noise of a quantised base, in nats: root mean square over likely tokens."""
 CLIP = 4.0
 """Largest difference of a log-probability that counts, in nats."""

@@ -298,18 +298,18 @@ def _rows(
     """Return log-probabilities (V,) before each place; None for prompts without tokens.
 
     Args:
-        padded: Tokens after each prompt, which change only the rounding.
+        padded: Further tokens after each prompt, which change only the rounding.
     """
-    call = _logits_of(model)
-    logits = [row and call([*row, *[row[-1]] * padded]) for row in ids]
-    found: list[Any] = []
-    for n, at in places:
-        if not ids[n]:
-            found.append(None)
-            continue
-        start = len(logits[n]) - len(ids[n]) - padded  # virtual tokens
-        found.append(logits[n][start + at - 1].float().log_softmax(-1).cpu())
-    return found
+    # one batch reads the weights once; a causal model ignores padding on the right
+    longest = max(len(row or ()) for row in ids) + padded
+    batch = [[*row, *[row[-1]] * (longest - len(row))] if row else [0] * longest for row in ids]
+    device = next(model.parameters()).device
+    logits = model(input_ids=torch.tensor(batch, device=device), use_cache=False).logits
+    start = logits.shape[1] - longest  # virtual tokens
+    return [
+        logits[n, start + at - 1].float().log_softmax(-1).cpu() if ids[n] else None
+        for n, at in places
+    ]
 
 
 def _likely(bare: Tensor, adapted: Tensor) -> Tensor:
