@@ -151,6 +151,9 @@ class Server:
             if error.code in (401, 403):
                 fix = "Set PEFTKIT_API_KEY, or --api-key."
                 raise RunError(f"{self.url} refuses the key", fix=fix) from None
+            if error.code >= 500:  # further requests may do harm
+                fix = "Read the server's log, and start it again if it has ended."
+                raise RunError(f"{self.url} failed", found=str(error), fix=fix) from None
             return None
         except (OSError, ValueError, HTTPException) as error:
             fix = "Check the address and that the server has started."
@@ -186,7 +189,7 @@ def prove_server(
             chosen, server.model = server.model, bare
             base, server.model = observe(server, proof), chosen
         verdict = judge(proof, seen, base=base, method=method)
-        if verdict.is_applied and method in BY_TOKENS:
+        if verdict.is_applied and method == BY_TOKENS:
             return with_rendered(verdict, proof, seen, _rendered(server, proof))
         return verdict
     raise RunError(
@@ -217,19 +220,6 @@ def _only(names: Sequence[str], url: str) -> str:
     return names[0]
 
 
-def _echoed(server: Server, proof: Proof) -> list[Seen]:
-    """Return the prompts' own log-probabilities (vLLM, SGLang)."""
-    ids = [list(prompt.ids) for prompt in proof.prompts]
-    choices = server.choices("completions", {"prompt": ids, "echo": True, "logprobs": NUM_TOP})
-    tops = [_tops(choice) for choice in choices]
-    if len(tops) != len(ids) or any(len(row) < len(i) for row, i in zip(tops, ids, strict=True)):
-        return []
-    seen = []
-    for n, position in enumerate(proof.positions):
-        seen += _matched(proof, n, tops[position.prompt][position.at])
-    return seen
-
-
 def _next_tokens(server: Server, proof: Proof) -> list[Seen]:
     """Return the first token's log-probabilities after each position's tokens."""
     prefixes = [list(proof.prompts[p.prompt].ids[: p.at]) for p in proof.positions]
@@ -258,13 +248,12 @@ def _texts(server: Server, proof: Proof) -> list[Seen]:
 
 
 METHODS: Mapping[str, Callable[[Server, Any], list[Any]]] = {
-    "log-probabilities of prompts": _echoed,
     "log-probabilities of the next tokens": _next_tokens,
     "log-probabilities of answers": _chats,
     "texts of answers": _texts,
 }
-BY_TOKENS = tuple(METHODS)[:2]
-"""Methods that send token ids, and see no template."""
+BY_TOKENS = next(iter(METHODS))
+"""The method that sends token ids, and sees no template."""
 
 
 def _sent(server: Server, proof: Proof, number: int, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ FIXES: Mapping[Kind, str] = {
     "applied": "",
     "not_applied": "The target answers like the base. Name the adapter in the request (--model), "
     "and load it: vllm serve BASE --enable-lora --lora-modules NAME=FOLDER; llama-server --lora "
-    "FILE.gguf; for a merged model, merge again with peftkit merge.",
+    "FILE.gguf. A merged model may have lost a small update in rounding: keep more bits (q8_0).",
     "strength": "Compare lora_alpha, r, rank_pattern and use_rslora of the loaded files with the "
     "adapter's, and remove any scale of the server (--lora-scaled, weights of set_adapters).",
     "part": "Modules of the adapter were skipped: read the server's log for unknown names, or "
