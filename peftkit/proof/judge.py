@@ -160,7 +160,7 @@ class Verdict:
     @property
     def line(self) -> str:
         """The verdict in one line."""
-        share = "" if self.share is None else f", {self.share:.0%} of the update"
+        share = "" if self.share is None else f", {max(self.share, 0):.0%} of the update"
         likely = "" if self.is_certain else " (likely)"
         return f"proved: {self.kind.replace('_', ' ')}{likely}{share}"
 
@@ -253,15 +253,19 @@ def judge(
         return number / 2 * math.log((far[name] + floor) / (far[than] + floor))
 
     kind, evidence = _kind(far, best, effect, floor, share, number, odds)
-    rivals = [name for name in far if kind_of(name) != kind_of(best)]
-    likeliest = min((odds(name, best) for name in rivals), default=SURE)
+    rivals = [n for n in far if kind_of(n) != kind_of(best) and odds(n, best) < SURE]
+    if rivals and kind != "undecided":
+        evidence = (
+            *evidence,
+            f"almost as likely: {', '.join(sorted(rivals, key=far.__getitem__))}",
+        )
     lines = (
         f"{number} positions; in nats (rms), {math.sqrt(far[BASE]):.3f} from the base, "
         f"{math.sqrt(far[ADAPTER]):.3f} from the adapter, which moves {math.sqrt(effect):.3f}",
         *evidence,
     )
     shown = None if share is None or kind in ("undecided", "other_base") else share
-    return Verdict(kind, lines, shown, likeliest >= SURE and kind != "undecided", method)
+    return Verdict(kind, lines, shown, not rivals and kind != "undecided", method)
 
 
 def _kind(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from peftkit.adapter import Adapter
 from peftkit.base.load import Base
+from peftkit.base.purpose import CAUSAL_LM
 from peftkit.config.schema import from_dict
 from peftkit.data.chat_template import own_template
 from peftkit.data.general import MEASURED
@@ -51,6 +52,7 @@ from peftkit.proof.judge import (
     judge,
     with_rendered,
 )
+from peftkit.tasks.config import TaskConfig
 
 NUM_PROMPTS, NEW_TOKENS, TOP = 4, 6, 3
 """Prompts, tokens of each continuation, and likely tokens of base and adapter at each position."""
@@ -135,6 +137,11 @@ def record(
     )
 
 
+def is_provable(task: TaskConfig) -> bool:
+    """Return whether a task's model completes prompts of text alone."""
+    return task.generates and task.purpose == CAUSAL_LM and task.processor == "tokenizer"
+
+
 def write_proof(opened: Opened, prompts: Sequence[str] = ()) -> Proof:
     """Record the proof of an opened adapter, and write it into its folder.
 
@@ -142,6 +149,12 @@ def write_proof(opened: Opened, prompts: Sequence[str] = ()) -> Proof:
         AdapterError: The model completes no text.
     """
     folder = opened.file.folder
+    if not is_provable(opened.task):
+        raise AdapterError(
+            f"cannot record a proof of {folder}",
+            found=f"It was trained for the task {opened.task.type}.",
+            fix="Proofs are for language models; evaluate the adapter with peftkit eval.",
+        )
     digest = sha256_of(folder / TENSORS)
     proof = record(opened.base, opened.adapter, opened.style, prompts, digest=digest)
     save_proof(proof, folder)

@@ -1,6 +1,7 @@
 """What a run writes for `peftkit prove`, and honest targets of several families and precisions."""
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from peftkit.events import Notice
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
+from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
+from peftkit.methods.table import METHODS as METHODS_BY_NAME
 from peftkit.proof.files import prove_files
-from peftkit.proof.record import prove, read_proof, record
+from peftkit.proof.record import prove, read_proof, record, write_proof
 from peftkit.run import run
 from tests.helpers.adapters import perturb
+from tests.helpers.bank import tiny_base
 from tests.helpers.families import ARCHITECTURES, tiny_tokenizer
 from tests.helpers.small_run import small_recipe
 
@@ -52,6 +56,33 @@ def test_a_run_writes_a_proof_of_its_own_adapter(
     assert "Is it applied?" in (folder / "README.md").read_text()
     verdict = prove_files(folder)
     assert verdict.is_applied, verdict
+
+
+METHODS = [
+    {"type": "lora", "rank": 4, "alpha": 16, "targets": ["q", "v"], "rslora": True},
+    {"type": "dora", "rank": 4, "targets": ["q", "down"]},
+    {"type": "ia3"},
+    {"type": "prompt_tuning", "num_virtual_tokens": 3},
+    {"type": "prefix_tuning", "num_virtual_tokens": 3},
+    {"type": "vera", "rank": 4, "targets": ["q", "v"]},
+]
+
+
+@pytest.mark.parametrize("settings", METHODS, ids=lambda settings: settings["type"])
+def test_adapters_of_every_method_are_proved(llama, tokenizer, settings):
+    method = METHODS_BY_NAME[settings["type"]](**settings)
+    base = tiny_base(llama, tokenizer)
+    adapter = attach(base.model, method)
+    perturb(adapter.parameters(), 0.5, seed=3)
+    proof = record(base, adapter)
+    assert prove(base.model, proof).kind == "applied"
+    with adapter.disabled():
+        assert prove(partial(plain_logits, base.model), proof).kind == "not_applied"
+
+
+@torch.no_grad()
+def plain_logits(model: Any, ids: list[int]) -> torch.Tensor:
+    return model(input_ids=torch.tensor([ids])).logits[0]
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +129,11 @@ def test_no_honest_target_is_accused(bases, family, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_merged_honest_model_is_proved(bases, family, dtype, tmp_path):
-    from peftkit.merging.merge import merge
-
     base = load_base(str(bases[family]), device="cpu")
     adapter = attach(base.model, LoRA(rank=4, targets="all-linear"))
     perturb(adapter.parameters(), 0.1, seed=3)
     origin = Provenance(base=str(bases[family]), fingerprint=base.fingerprint)
     folder = save_adapter(adapter, tmp_path / "adapter", origin)
-    from peftkit.proof.record import write_proof
-
     write_proof(open_adapter(folder, device="cpu"))
     merged = merge(folder, tmp_path / "merged", dtype=dtype)
     assert merged.agreement is not None
