@@ -267,8 +267,8 @@ def test_a_copy_is_proved_by_its_weights_and_by_its_answers(saved, peftkit: Run,
     done = peftkit("export", saved.folder, "--to", to, "--out", out)
     assert done.code == 0, done.err
     assert "proved: applied, 100% of the update" in done.err
-    proof = saved.folder / "proof.json"
-    assert peftkit("prove", out, "--proof", proof).out.startswith("proved: applied, 100%")
+    proof = ("--proof", saved.folder / "proof.json") if to == "gguf" else ()
+    assert peftkit("prove", out, *proof).out.startswith("proved: applied, 100%")
 
 
 def test_a_merged_model_carries_its_proof(saved, peftkit: Run, tmp_path):
