@@ -139,3 +139,29 @@ def test_a_merged_honest_model_is_proved(bases, family, dtype, tmp_path):
     assert merged.agreement is not None
     assert merged.agreement.proved.startswith("proved: applied")
     assert prove_files(tmp_path / "merged").is_applied
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q5_1"])
+def test_an_adapter_over_a_gguf_base_is_proved(bases, kind, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    from tests.helpers.gguf_files import write_gguf
+
+    base = load_base(str(bases["llama"]), device="cpu")
+    number = gguf.GGMLQuantizationType[kind]
+
+    def packed(name: str, tensor: torch.Tensor) -> tuple[Any, Any]:
+        values = tensor.numpy()
+        return (
+            (values, None) if tensor.ndim == 1 else (gguf.quants.quantize(values, number), number)
+        )
+
+    write_gguf(tmp_path / "base.gguf", base.model, packed)
+    adapter = attach(base.model, LoRA(rank=4, targets="all-linear"))
+    perturb(adapter.parameters(), 0.1, seed=3)
+    proof, folder = record(base, adapter), save_adapter(adapter, tmp_path / "adapter")
+    opened = open_adapter(folder, str(tmp_path / "base.gguf"), force=True, device="cpu")
+    assert prove(opened.base.model, proof, tokenizer=opened.base.tokenizer).is_applied
+    with opened.adapter.disabled():
+        bare = partial(plain_logits, opened.base.model)
+        assert prove(bare, proof).kind == "not_applied"
