@@ -85,8 +85,11 @@ def _is_adapter_on_hub(name: str) -> bool:
 def _is_gguf_adapter(path: Path) -> bool:
     if path.suffix != ".gguf" or not path.is_file():
         return False
-    with open_regular(path) as file:
-        return read_header(path, file).keys.get("general.type") == "adapter"
+    try:
+        with open_regular(path) as file:
+            return bool(read_header(path, file))
+    except AdapterError:  # a model
+        return False
 
 
 def _updates(path: Path, base: str | None) -> dict[str, LowRank]:
