@@ -293,16 +293,13 @@ def _kind(
                 return "damaged", (left,)
             return "not_applied", ("it answers like the base",)
         is_far = rest > 4 * effect and noise > NOISE  # as far as another adapter never is
-        if best.startswith("strength 0") and noise <= NOISE:
+        if best.startswith("strength 0") and (noise <= NOISE or rest <= effect / 8):
             return "damaged", (left,)
-        if share is None or (share < SHARE and noise > NOISE and not is_far):
-            return "other_adapter", ("it answers neither like the base nor like the adapter",)
-        if share < SHARE / 2 and not is_far:
+        least = SHARE if noise > NOISE else SHARE / 2
+        if share is None or (share < least and not is_far):
             return "other_adapter", ("it answers neither like the base nor like the adapter",)
         if share < SHARE and noise <= NOISE:
-            return "damaged", (
-                f"{share:.0%} of the update is left, with noise of {noise:.2f} nats",
-            )
+            return "damaged", (left,)
     if is_wide:
         return "other_base", (f"no hypothesis explains it: {noise:.2f} nats are left",)
     if odds(BASE, ADAPTER) < SURE:
