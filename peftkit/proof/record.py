@@ -34,7 +34,6 @@ from peftkit.formats.folders import PROOF, TENSORS
 from peftkit.formats.guard import read_json
 from peftkit.formats.open_adapter import Opened
 from peftkit.formats.peft.low_rank import A, B
-from peftkit.inference.generate import generate_ids
 from peftkit.methods.lora import LoRA
 from peftkit.model.modes import adapters_off, evaluating
 from peftkit.model.places import FrozenWrapper
@@ -87,8 +86,11 @@ def record(
     given = _prompts(tokenizer, style, prompts, rows)
     with evaluating(model):
         starts = [list(prompt.ids) for prompt in given]
-        ends = generate_ids(model, tokenizer, starts, max_new_tokens=NEW_TOKENS, stops=())
-        ids = [start + end for start, end in zip(starts, ends, strict=True)]
+        ids = [list(start) for start in starts]
+        for _ in range(NEW_TOKENS):  # not the engine: a few short passes, at the end of each run
+            ends = _rows(model, ids, [(n, len(row)) for n, row in enumerate(ids)])
+            for row, values in zip(ids, ends, strict=True):
+                row.append(int(values.argmax()))
         places = [(n, at) for n, row in enumerate(ids) for at in range(len(starts[n]), len(row))]
         adapted, again = (_rows(model, ids, places, padded=padded) for padded in (0, 8))
         with adapter.disabled():
@@ -104,7 +106,8 @@ def record(
             with adapter.swapped_state(state):
                 found[name] = picked(_rows(model, ids, places))
         for name, before in _other_starts(tokenizer, given, style).items():
-            moved = [row and row + end for row, end in zip(before, ends, strict=True)]
+            new = [row[len(start) :] for row, start in zip(ids, starts, strict=True)]
+            moved = [row and row + end for row, end in zip(before, new, strict=True)]
             shifts = [len(row) - len(ids[n]) if row else 0 for n, row in enumerate(moved)]
             at = [(n, at + shifts[n]) for n, at in places]
             found[name] = picked(_rows(model, moved, at))
