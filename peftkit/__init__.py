@@ -70,6 +70,15 @@ if TYPE_CHECKING:
     from peftkit.model.targets import find_roles as find_roles
     from peftkit.planning.plan import Plan as Plan
     from peftkit.planning.plan import plan_run as plan_run
+    from peftkit.proof.files import prove_files as prove_files
+    from peftkit.proof.judge import Proof as Proof
+    from peftkit.proof.judge import Seen as Seen
+    from peftkit.proof.judge import Verdict as Verdict
+    from peftkit.proof.judge import judge as judge
+    from peftkit.proof.judge import with_rendered as with_rendered
+    from peftkit.proof.record import prove as prove
+    from peftkit.proof.record import read_proof as read_proof
+    from peftkit.proof.record import write_proof as write_proof
     from peftkit.recipe import Recipe as Recipe
     from peftkit.recipe import load as load_recipe
     from peftkit.report.history import list_runs as list_runs

@@ -28,12 +28,13 @@ from peftkit.events import Event, Listener, Notice, RunStarted, Saved, Table, ig
 from peftkit.execution.plan import ExecutionPlan, compute_dtype
 from peftkit.execution.state import Result
 from peftkit.figures import loss_name, metric, metric_name
-from peftkit.files.disk import write_text
-from peftkit.formats.folders import CARD, forget_overwritten
+from peftkit.files.disk import sha256_of, write_text
+from peftkit.formats.folders import CARD, PROOF, TENSORS, forget_overwritten
 from peftkit.formats.peft.folder import AdapterFolder
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.peft.targets import refused_by_peft
 from peftkit.forward.loss import perplexity
+from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import evaluating
 from peftkit.recipe import Recipe
 from peftkit.tasks.base import Task
@@ -159,7 +160,7 @@ class RunRecord:
 
     def card(self, result: Result) -> str:
         """Return the model card of the trained adapter."""
-        from peftkit.formats.card import adapter_usage, render_card, training_card
+        from peftkit.formats.card import PROOF_CHECK, adapter_usage, render_card, training_card
         from peftkit.formats.serving import served_rank
 
         recipe = self.recipe
@@ -170,6 +171,8 @@ class RunRecord:
             command=self.settings.command,
             purpose=self.settings.purpose,
         )
+        if (self.folder / PROOF).is_file():
+            usage.append(PROOF_CHECK)
         card = training_card(
             self.base,
             self.adapter,
@@ -237,10 +240,31 @@ def save_result(record: RunRecord, result: Result, *, on_event: Listener = ignor
     if warning := refused_by_peft(record.adapter):
         on_event(Notice(warning))
     result = _with_metrics(record, result, on_event)
+    if record.recipe.train.proof != "off" and not is_sharded(record.base.model):
+        _write_proof(record, folder, on_event)
     _try_to_write(folder / RECIPE, lambda: schema.dump_yaml(record.recipe), on_event)
     _try_to_write(folder / CARD, lambda: record.card(result), on_event)
     on_event(Saved("adapter", folder))
     return result
+
+
+def _write_proof(record: RunRecord, folder: Path, on_event: Listener) -> None:
+    """Write proof.json if the task's model completes text."""
+    from peftkit.proof.record import is_provable
+    from peftkit.proof.record import record as record_proof
+
+    def content() -> str:
+        prompts = record.recipe.train.proof
+        given = () if prompts == "auto" else prompts
+        digest, style = sha256_of(folder / TENSORS), record.task.rows.style
+        proof = record_proof(record.base, record.adapter, style, given, record.eval, digest)
+        num_rows = sum(prompt.is_of_rows for prompt in proof.prompts)
+        text = f"{PROOF} has {len(proof.prompts)} prompts, {num_rows} of them from the eval rows"
+        on_event(Notice(f"{text}; train.proof chooses others."))
+        return proof.model_dump_json()
+
+    if is_provable(record.settings):
+        _try_to_write(folder / PROOF, content, on_event)
 
 
 def _with_best(

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("model/", "quant/", "data/", "forward/"),
     ("base/", "methods/", "adapter", "tasks/", "formats/", "inference/", "evaluation/"),
-    ("train/", "planning/", "recipe", "record", "run"),
+    ("train/", "planning/", "proof/", "recipe", "record", "run"),
     ("merging/", "report/", "__init__"),
     ("server/", "cli/start/"),
     ("studio/",),

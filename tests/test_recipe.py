@@ -93,6 +93,7 @@ def test_a_run_learns_and_its_folder_is_an_adapter(trained):
         "adapter_config.json",
         "adapter_model.safetensors",
         "peftkit.json",
+        "proof.json",
         "README.md",
         "recipe.yaml",
         "metrics.jsonl",

@@ -35,6 +35,7 @@ from peftkit_cli import (
     inspect,
     merge,
     plan,
+    prove,
     runs,
     serving,
     talk,
@@ -86,6 +87,7 @@ app.command(rich_help_panel=USE)(with_help(merge.merge))
 app.command(rich_help_panel=USE)(with_help(merge.combine))
 app.command(rich_help_panel=USE)(with_help(exchange.export))
 app.command("import", rich_help_panel=USE)(with_help(exchange.import_))
+app.command(rich_help_panel=USE)(with_help(prove.prove))
 app.command(rich_help_panel=USE)(with_help(exchange.push))
 app.command(rich_help_panel=USE)(with_help(exchange.pull))
 app.command("inspect", rich_help_panel=INSPECT)(with_help(inspect.inspect))

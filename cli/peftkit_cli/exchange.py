@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from peftkit.errors import ConfigError
+from peftkit.formats.folders import PROOF
 from peftkit_cli.arguments import Adapter, Base, OutFolder, Replace, note
+from peftkit_cli.prove import note_proof
 
 TensorDtype = Literal["fp32", "fp16", "bf16", "q8_0"]
 
@@ -91,6 +93,8 @@ def export(
                 on_event=on_event,
             )
     typer.echo(done.path)
+    if is_model or to in ("peft", "gguf", "mlx"):
+        note_proof(done.file if is_model else done.path, adapter, base)
     for program, command in done.commands.items():
         note(f"{program}: {command}")
 
@@ -125,6 +129,8 @@ def push(adapter: Adapter, name: str, private: bool = False) -> None:
     with Renderer() as on_event:
         done = push_adapter(adapter_folder(adapter), name, private=private, on_event=on_event)
     typer.echo(done.url)
+    if PROOF not in done.files:
+        note(f"The adapter has no {PROOF}: peftkit prove {adapter} --write")
     note(
         f"Commit {done.commit} holds {', '.join(done.files)}.\nNext: peftkit pull {name} --out DIR"
     )

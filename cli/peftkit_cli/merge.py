@@ -10,6 +10,7 @@ import typer
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit_cli.arguments import Adapter, Base, OutFolder, Replace, note
+from peftkit_cli.prove import note_proof
 
 Combination = Literal["linear", "cat", "svd", "ties", "dare_linear", "dare_ties", "magnitude_prune"]
 
@@ -56,7 +57,7 @@ def merge(
     from peftkit_cli.render import Renderer
 
     with Renderer() as on_event:
-        merge_adapter(
+        merged = merge_adapter(
             folder,
             out,
             base=base,
@@ -68,8 +69,11 @@ def merge(
         )
     typer.echo(out)
     if out.suffix == ".gguf":
+        note_proof(out, folder, base)
         note(f"Next: llama-server -m '{out}'; or FROM '{out}' in a Modelfile of Ollama.")
         return
+    if merged.agreement is not None and merged.agreement.proved:
+        note(merged.agreement.proved)
     note(f"Next: load '{out}' in transformers or vLLM, or convert it for llama.cpp.")
 
 
@@ -88,6 +92,7 @@ def _merge_quantized(
     with Renderer() as on_event:
         merge_quantized(folder, out, kind, **options, on_event=on_event)
     typer.echo(out)
+    note_proof(out, folder, options["base"])
     note(f"Next: vllm serve '{out}'")
 
 

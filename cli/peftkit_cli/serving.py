@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from peftkit.errors import ConfigError
-from peftkit.formats.folders import CONFIG
+from peftkit.formats.folders import CONFIG, PROOF
 from peftkit_cli.arguments import Base, Force, note
+from peftkit_cli.prove import prove_served
 from peftkit_cli.talk import MaxNewTokens, Temperature, named_adapters, note_system
 
 if TYPE_CHECKING:
@@ -118,6 +120,10 @@ def serve(
             note(f"Training is enabled. Files, jobs and weights are stored in {train}.")
         elif command := vllm_command(bank):
             note(f"For production, vLLM can serve the same folders:\n  {command}")
+        proofs = {name: bank.file(name).folder / PROOF for name in bank.names}
+        written = {name: path for name, path in proofs.items() if path.is_file()}
+        key = next(iter(api_key or ()), "").partition(" ")[0]
+        Thread(target=prove_served, args=(url, written, key), daemon=True).start()
 
     with ExitStack() as screen:
         on_event = screen.enter_context(Renderer(transient=True))

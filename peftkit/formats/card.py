@@ -25,6 +25,15 @@ from peftkit.model.roles import ALL_LINEAR, ATTENTION, MIXERS
 from peftkit.model.targets import find_roles
 from peftkit.quant.audit import Audit
 
+PROOF_CHECK = (
+    "Is it applied? The first values equal the second, or without the adapter the third",
+    "python",
+    'import json, torch\n\nproof = json.load(open("proof.json"))\n'
+    'ids, place = proof["prompts"][0]["ids"], proof["positions"][0]\n'
+    'found = model(torch.tensor([ids])).logits[0, place["at"] - 1].log_softmax(-1)[place["ids"]]\n'
+    'print(found, *(proof["log_probs"][name][0] for name in ("adapter", "base")))',
+)
+"""How to check an adapter without peftkit: heading, language, code."""
 SMALL_REACH = 0.5
 """Share of the base's matrices below which all-linear gives a warning."""
 

@@ -32,6 +32,7 @@ from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.folders import (
     CONFIG,
     NOTES,
+    PROOF,
     START,
     TENSORS,
     TOKENIZER_FILES,
@@ -154,6 +155,8 @@ def export_adapter(
     if serving:
         from peftkit.formats.serving import export_for_server as export
     commands = export(source, out, base=base, dtype=dtype, force=force, on_event=on_event)
+    if out.is_dir() and (source / PROOF).is_file():
+        shutil.copyfile(source / PROOF, out / PROOF)
     loading = read_adapter(source).provenance.loading
     if (kind := str(loading.get("quantize", "none"))) != "none":
         on_event(Notice(_over_another_precision(kind, source)))

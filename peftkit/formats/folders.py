@@ -17,6 +17,8 @@ from peftkit.files.disk import fsync_dir, new_folder
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 NOTES = "peftkit.json"
+PROOF = "proof.json"
+"""Log-probabilities of the adapter on a few prompts (peftkit.proof)."""
 CARD = "README.md"
 RECIPE = "recipe.yaml"
 SWEEP = "sweep.json"
@@ -35,7 +37,7 @@ START = "start.safetensors"
 """Initial tensors of an adapter, for losses that compare it with its start."""
 ADAPTER_FILES = (
     *(TENSORS, "adapters.safetensors", START, NOTES),
-    *(CARD, RECIPE, ORIGIN, *TOKENIZER_FILES),
+    *(CARD, PROOF, RECIPE, ORIGIN, *TOKENIZER_FILES),
 )
 """Files of an adapter in any format, which a new adapter replaces."""
 MARKS = ("run.json", "metrics.jsonl")
@@ -155,7 +157,7 @@ def set_aside(folder: Path) -> Path | None:
             shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(exist_ok=True)
         # tensors first: every command refuses a folder without them
-        for name in (TENSORS, NOTES, START, *TOKENIZER_FILES, CARD, ORIGIN, *RECORDS):
+        for name in (TENSORS, NOTES, START, *TOKENIZER_FILES, CARD, PROOF, ORIGIN, *RECORDS):
             _move(folder / name, aside)
         # a copy: `peftkit distill` has already written the new recipe
         with contextlib.suppress(FileNotFoundError):

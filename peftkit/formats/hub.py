@@ -41,6 +41,7 @@ from peftkit.formats.folders import (
     CONFIG,
     NOTES,
     ORIGIN,
+    PROOF,
     START,
     TENSORS,
     TOKENIZER_FILES,
@@ -52,7 +53,7 @@ from peftkit.formats.guard import MAX_PAYLOAD_BYTES, check_safetensors, read_ten
 from peftkit.formats.peft.load import AdapterFile, read_adapter
 from peftkit.formats.serving import served_rank
 
-FILES = (CONFIG, TENSORS, CARD, NOTES, START, "recipe.yaml", *TOKENIZER_FILES)
+FILES = (CONFIG, TENSORS, CARD, NOTES, START, PROOF, "recipe.yaml", *TOKENIZER_FILES)
 NEEDED = (CONFIG, TENSORS)
 _MAX_BYTES = {
     **dict.fromkeys((TENSORS, START), MAX_PAYLOAD_BYTES),

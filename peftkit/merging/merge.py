@@ -8,6 +8,7 @@ adapter on a few prompts.
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from peftkit.figures import size
 from peftkit.files.disk import new_folder
 from peftkit.formats.card import Card, write_card
 from peftkit.formats.find_adapter import adapter_folder
+from peftkit.formats.folders import PROOF
 from peftkit.formats.open_adapter import Opened, open_adapter, task_of
 from peftkit.formats.peft.load import AdapterFile, read_adapter
 from peftkit.merging.fold import (
@@ -161,7 +163,10 @@ def merge(
             on_event(Stage("Comparing the merged model with base and adapter"))
             effect = agreement(reference.adapted, reference.bare)
             release_memory()  # reference cycles keep an adapted model alive: two may not fit
-            agreed = verified(folder, purpose, reference, tally, prompts, effect)
+            proof = file.folder / PROOF
+            agreed = verified(folder, purpose, reference, tally, prompts, effect, proof)
+        if (file.folder / PROOF).is_file():
+            shutil.copyfile(file.folder / PROOF, folder / PROOF)
         config = skeleton(str(folder), purpose=purpose).config
         task_of(file).write_beside(folder, config, local_folder(name, revision))
         write_format(own, config, folder)

@@ -134,7 +134,7 @@ class OnPolicy:
     ) -> None:
         self._task, self._roll_out, self.stops = task, roll_out, stops
         self._updates, self._add_log_probs = updates, add_log_probs
-        self._empty_steps = 0
+        self._empty_steps, self._is_sampler_checked = 0, False
 
     def sample(
         self,
@@ -181,6 +181,10 @@ class OnPolicy:
         seconds = time.perf_counter() - began
         run.say(RolledOut(number + 1, seconds, rollout.answers))
         run.figures |= _means(rollout, run) | {"rollout_seconds": seconds}
+        if not self._is_sampler_checked and number & (number - 1) == 0:  # steps 0, 1, 2, 4, ...
+            from peftkit.tasks.sampler_check import check_sampler
+
+            self._is_sampler_checked = check_sampler(self._task, self.stops, prompts, run)
         if not run.world.max(len(rollout.rows)):
             self._count_empty(run.figures)
             return []

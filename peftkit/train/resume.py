@@ -36,7 +36,7 @@ UNBOUND = {
     "keep_checkpoints",
     "gradient_checkpointing",
     "record",
-    *("log_to", "trackers", "upload"),
+    *("log_to", "trackers", "upload", "proof"),
     "eval_before",
     "eval_generate",
     "early_stopping",

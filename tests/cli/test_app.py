@@ -61,6 +61,10 @@ COMMANDS: dict[str, list[str]] = {
         "--quantize", "--calibrate", "--llama-cpp", "--force",
     ],
     "import": ["PATH", "--out", "--base", "--force"],
+    "prove": [
+        "TARGET", "--proof", "--model", "--base", "--write", "--prompt", "--api-key", "--timeout",
+        "--json",
+    ],
     "push": ["ADAPTER", "USER/NAME", "--private"],
     "pull": ["ID[@REVISION]", "--out", "--force"],
     "inspect": ["ADAPTER|MODEL", "--json"],

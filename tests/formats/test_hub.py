@@ -49,6 +49,7 @@ def run_folder(adapter: Path, tmp_path: Path) -> Path:
     """What a run leaves: an adapter and much that is nobody else's business."""
     folder = Path(shutil.copytree(adapter, tmp_path / "run"))
     (folder / "recipe.yaml").write_text("base: {model: org/base}\n")
+    (folder / "proof.json").write_text("{}")
     for name in TOKENIZER_FILES:  # of an adapter with new tokens
         (folder / name).write_text(f"its {name}")
     (folder / "metrics.jsonl").write_text('{"secret": 1}\n')

@@ -1,7 +1,8 @@
 """Runs that learn from rewards: what they tell, how they end, and that they resume to the bit."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from peftkit.errors import ConfigError, PeftkitError, RunError
 from peftkit.events import EvalDone, Event, Notice, RolledOut, StepDone
 from peftkit.formats.open_adapter import read_side_adapter
 from peftkit.inference.generate import generate
+from peftkit.inference.open_engine import open_engine
+from peftkit.model.modes import adapters_off
 from peftkit.planning.plan import plan_run
 from peftkit.run import run as run_recipe
 from peftkit.settings import DataConfig
@@ -104,6 +107,23 @@ def test_eval_counts_answers_that_are_the_rows_own(asked, tmp_path, capsys):
     assert [*figures] == names
     assert figures["exact match"] == figures["reward exact match"] == "0.5"  # of two answers
     assert "json_schema is left out" in " ".join(printed.err.split())
+
+
+def test_a_run_reports_that_it_trains_the_policy_that_it_samples(done):
+    (text,) = (e.text for e in done.of_kind(Notice) if e.text.startswith("Sampler and trainer"))
+    differs = float(text.split("up to ")[1].split()[0])
+    assert differs < 1e-3  # float32, summed in another order
+
+
+def test_a_run_whose_sampler_ignores_the_adapter_stops(asked, monkeypatch):
+    @contextmanager
+    def bare(model: Any, *args: Any) -> Iterator[Any]:
+        with adapters_off(model), open_engine(model, *args) as engine:
+            yield engine
+
+    monkeypatch.setattr("peftkit.tasks.sampler_check.open_engine", bare)
+    with pytest.raises(RunError, match="sampled from the base"):
+        finished(asked("share_of_o"), train={"max_steps": 4})
 
 
 def test_a_resumed_run_ends_with_the_same_bits(done, tmp_path):

@@ -1,0 +1,1 @@
+"""Proofs that a model computes with an adapter."""
