@@ -140,47 +140,27 @@ class Edit(NamedTuple):
 
 
 def edit_of(text: str, section: str, name: str) -> Edit | None:
-    """Return how to set a field of a section, with all other text unchanged.
-
-    A section written as its type alone, `method: lora`, becomes {type: lora, NAME: ...}.
-
-    Returns:
-        None if the text is not one block of sections.
-    """
+    """Return how to set a field of a section; None if the text has no such section with fields."""
     try:
         root = yaml.compose(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError):
         return None
-    if not isinstance(root, yaml.MappingNode) or root.flow_style:
-        return None
     node = _field(root, section)
-    if node is None:
-        line = "" if text.endswith("\n") else "\n"
-        return Edit("", len(text), len(text), f"{line}{section}:\n  {name}: ", "\n")
-    start, end, written = _span(node, text)
-    if not isinstance(node, yaml.MappingNode):
-        kind = f"type: {written}, " if written else ""
-        return Edit("", start, end, f"{'' if written else ' '}{{{kind}{name}: ", "}")
+    if not isinstance(node, yaml.MappingNode) or not node.value:
+        return None
     if (value := _field(node, name)) is not None:
-        start, end, written = _span(value, text)
-        return Edit(written, start, end, "" if written else " ")
-    if not node.value:  # {}
-        return Edit("", start + 1, start + 1, f"{name}: ")
+        start = value.start_mark.index
+        written = text[start : value.end_mark.index].rstrip()  # a block ends where the next begins
+        return Edit(written, start, start + len(written), "" if written else " ")
     mark = node.value[:2][-1][0].start_mark  # the first key may be the section's type
     after = ", " if node.flow_style else "\n" + " " * mark.column
     return Edit("", mark.index, mark.index, f"{name}: ", after)
 
 
-def _field(section: yaml.MappingNode, name: str) -> yaml.Node | None:
-    """Return the value of a key."""
-    return next((value for key, value in section.value if key.value == name), None)
-
-
-def _span(node: yaml.Node, text: str) -> tuple[int, int, str]:
-    """Return start, end and text of a node, without what follows a block."""
-    start, end = node.start_mark.index, node.end_mark.index
-    written = text[start:end].rstrip()
-    return start, start + len(written), written
+def _field(section: yaml.Node | None, name: str) -> yaml.Node | None:
+    """Return the value of a key; None if the node has no such key."""
+    fields = section.value if isinstance(section, yaml.MappingNode) else []
+    return next((value for key, value in fields if key.value == name), None)
 
 
 def written_values(text: str) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 from peftkit.data.records import sources_of
 from peftkit.defaults import BATCHES, CONTRASTIVE_BATCHES, defaults_for
 from peftkit.recipe import Recipe, load
+from peftkit.tasks.table import TASKS
 from peftkit_cli.start.draft import Size, recipe_text
 from peftkit_cli.start.recipes import GOALS
 from peftkit_cli.start.survey import FieldFacts, Survey, only_data_file, splits_of
@@ -48,7 +49,13 @@ def test_every_recipe_is_valid_and_has_the_answers(task, on_cpu, tmp_path):
         assert recipe.base.quantize == "none"
     if task != "kto":
         assert recipe.data.eval == 0.05
-    assert (tmp_path / "recipe.yaml").read_text(encoding="utf-8").count("  # ") >= 4
+    text = (tmp_path / "recipe.yaml").read_text(encoding="utf-8")
+    assert text.count("  # ") >= 4
+    steps = recipe.train.num_steps(608)  # without the held-out rows
+    writes = recipe.data.eval and TASKS[recipe.task.type].writes_text
+    assert recipe.train.sample_every == (steps // 2 if writes else None)
+    if task not in ("grpo", "kto"):
+        assert f"passes over the 608 rows: about {steps} steps" in text
 
 
 @pytest.mark.parametrize(("fields", "anchor"), [(["messages"], 1.0), (["text"], None)])

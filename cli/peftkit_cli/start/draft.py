@@ -17,7 +17,15 @@ from peftkit_cli.start.recipes import GOALS, OTHER_NAMES, recipe_file
 if TYPE_CHECKING:
     from peftkit_cli.start.survey import Survey
 
-WRITERS = ("causal_lm", "distill", "seq2seq", "image_text", "audio_text", "transcription")
+WRITERS = (
+    "causal_lm",
+    "distill",
+    "preference",
+    "seq2seq",
+    "image_text",
+    "audio_text",
+    "transcription",
+)
 """Tasks whose model writes text; drafted recipes sample from it."""
 SAMPLED_STEPS = 250
 """Largest number of steps between two samples of a drafted recipe."""
