@@ -23,6 +23,7 @@ from glob import iglob
 from pathlib import Path
 from typing import Any
 
+from peftkit.config.strict_yaml import edit_of, plain_value
 from peftkit.errors import ConfigError, PeftkitError, RunError
 from peftkit.execution.children import spawn_context
 from peftkit_studio.folder import is_name
@@ -317,8 +318,6 @@ def _form(text: str, recipe: Any) -> list[dict[str, Any]]:
 
     Fields that a recipe's sections do not have, such as the rank of IA3, are left out.
     """
-    from peftkit.config.strict_yaml import edit_of, plain_value
-
     fields = []
     for key in FORM:
         section, name = key.split(".")
@@ -326,16 +325,15 @@ def _form(text: str, recipe: Any) -> list[dict[str, Any]]:
         if steps is not None and plain_value(steps.value) is not None:
             name = "max_steps"
         edit = edit_of(text, section, name)
-        if edit is not None and (recipe is None or hasattr(getattr(recipe, section), name)):
-            default = getattr(getattr(recipe, section), name) if recipe else ""
+        values = getattr(recipe, section, None)
+        if edit is not None and (values is None or hasattr(values, name)):
+            default = getattr(values, name, "")
             fields.append({"key": f"{section}.{name}", "default": default, **edit._asdict()})
     return fields
 
 
 def add_rows(text: str, file: str, output: str) -> dict[str, Any]:
     """Return a recipe that also trains on a file, with another output folder."""
-    from peftkit.config.strict_yaml import edit_of
-
     train = read_recipe(text).data.train
     sources = [{"path": train}] if isinstance(train, str) else [s.model_dump() for s in train]
     if file not in [source["path"] for source in sources]:
