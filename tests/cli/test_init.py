@@ -58,6 +58,16 @@ def test_every_recipe_is_valid_and_has_the_answers(task, on_cpu, tmp_path):
         assert f"passes over the 608 rows: about {steps} steps" in text
 
 
+@pytest.mark.parametrize(("chars", "tokens"), [(4, 16), (101, 101), (200, 200), (201, 64)])
+def test_samples_are_long_enough_for_short_answers(chars, tokens, tmp_path):
+    fields = [FieldFacts("mail", 640, 0, 900), FieldFacts("ticket", 640, 0, chars)]
+    facts = Survey("rows.jsonl", num_rows=640, fields=fields)
+    named = ("mail", "ticket")
+    text = recipe_text(facts, "causal_lm", "org/m", Size(576), on_cpu=True, named=named)
+    (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
+    assert load(tmp_path / "recipe.yaml").train.sample_tokens == tokens
+
+
 @pytest.mark.parametrize(("fields", "anchor"), [(["messages"], 1.0), (["text"], None)])
 def test_conversations_are_trained_with_an_anchor(fields, anchor, tmp_path):
     facts = {"num_rows": 640, "fields": [FieldFacts(*fields, 640, 0, 0)]}

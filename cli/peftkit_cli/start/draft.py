@@ -29,6 +29,8 @@ WRITERS = (
 """Tasks whose model writes text; drafted recipes sample from it."""
 SAMPLED_STEPS = 250
 """Largest number of steps between two samples of a drafted recipe."""
+SAMPLED_CHARS = 200
+"""Length up to which samples are as long as answers; a token has at least one character."""
 HELD_OUT, MIN_HELD_OUT_ROWS, MIN_ROWS_TO_HOLD_OUT = 0.05, 16, 100
 CHARACTERS_PER_TOKEN = 4
 CHATS = ("causal_lm", "distill", "grpo", "preference", "kto", "reward")
@@ -318,6 +320,9 @@ def recipe_text(
         if task in WRITERS and "eval" in recipe["data"] and fields != ["text"]:
             every = min(math.ceil(num_steps / 2), SAMPLED_STEPS)
             train |= {"eval_every": str(every), "sample_every": str(every)}
+            chars = {field.name: field.mean_chars for field in summary.fields}
+            if named and (length := math.ceil(chars[named[-1]])) <= SAMPLED_CHARS:
+                train["sample_tokens"] = str(max(length, 16))  # complete, to be scored
             comments["sample_every"] = "answers to three held-out rows, also before training"
     head = f"# To {goal.does}. From the recipe {goal.recipe}, by peftkit init.\n"
     return f"{head}# All fields, with their defaults: peftkit schema\n{_as_yaml(recipe, comments)}"
