@@ -321,7 +321,7 @@ def recipe_text(
             every = min(math.ceil(num_steps / 2), SAMPLED_STEPS)
             train |= {"eval_every": str(every), "sample_every": str(every)}
             chars = {field.name: field.mean_chars for field in summary.fields}
-            if named and (length := math.ceil(chars[named[-1]])) <= SAMPLED_CHARS:
+            if named and (length := math.ceil(chars.get(named[-1], UNLIMITED))) <= SAMPLED_CHARS:
                 train["sample_tokens"] = str(max(length, 16))  # complete, to be scored
             comments["sample_every"] = "answers to three held-out rows, also before training"
     head = f"# To {goal.does}. From the recipe {goal.recipe}, by peftkit init.\n"
