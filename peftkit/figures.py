@@ -72,6 +72,8 @@ _NAMES = {
     "num_rows": "rows",
     "tokens_per_second": "tokens/s",
     "peak_bytes": "peak memory",
+    "drift_95": "95 % quantile of drift",
+    "drift_same": "share of unchanged tokens",
 }
 
 

@@ -7,6 +7,7 @@ parser ends only the second process, which is started when it is needed and ends
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 import os
 import re
@@ -22,6 +23,7 @@ from glob import iglob
 from pathlib import Path
 from typing import Any
 
+from peftkit.config.strict_yaml import edit_of, plain_value
 from peftkit.errors import ConfigError, PeftkitError, RunError
 from peftkit.execution.children import spawn_context
 from peftkit_studio.folder import is_name
@@ -35,6 +37,8 @@ MAX_PATH = 4096
 """Length of a path that Linux cannot open any more."""
 SOURCE = "recipe.yaml"
 """Name of the edited recipe in errors."""
+FORM = ("train.epochs", "train.learning_rate", "method.rank", "data.max_length", "train.batch_size")
+"""Settings that the page shows as a form; train.max_steps replaces epochs if it is set."""
 Function = Callable[..., dict[str, Any]]
 
 
@@ -163,7 +167,7 @@ def survey_file(file: str) -> dict[str, Any]:
     from peftkit_cli.start.recipes import GOALS
     from peftkit_cli.start.survey import survey
 
-    summary, no_task = survey(file), ""
+    summary, no_task = survey(_allowed(file)), ""
     try:
         names = suited_tasks(summary)
     except ConfigError as error:
@@ -184,7 +188,7 @@ def draft_recipe(file: str, task: str, model: str, memory: str) -> dict[str, Any
 
     if why := _why_forbidden(model):
         raise ConfigError("the base is not allowed.", found=why)
-    summary = survey(file)
+    summary = survey(_allowed(file))
     task = drafts.checked_task(task, drafts.suited_tasks(summary), summary)
     if memory:
         num_bytes = drafts.memory_bytes(memory)
@@ -260,6 +264,13 @@ def _why_forbidden(text: str) -> str:
     return f"'{text[:100]}' is outside of {allowed} (further folders: --models)."
 
 
+def _allowed(file: str) -> str:
+    """Return a file of rows; raises ConfigError if it is a link to a place outside."""
+    if why := _why_forbidden(file):
+        raise ConfigError("the file is not allowed.", found=why)
+    return file
+
+
 def _paths(text: str) -> Iterator[Path]:
     """Yield the paths that a text may name: itself, without :FUNCTION or @REVISION, its matches.
 
@@ -290,14 +301,50 @@ def _line_of(text: str, value: str) -> int:
 def validate(text: str) -> dict[str, Any]:
     """Return the errors of a recipe with their lines; of a valid one, its output folder and base.
 
-    A message without a line of its own is shown at line 1.
+    A message without a line of its own is shown at line 1. `form` is how to set each of FORM.
     """
     try:
         recipe = read_recipe(text)
     except ConfigError as error:
         lines = error.lines or ((1, str(error)),)
-        return {"problems": [{"line": max(line, 1), "text": text} for line, text in lines]}
-    return {"problems": [], "name": recipe.train.output_dir.name, "model": recipe.base.model}
+        problems = [{"line": max(line, 1), "text": text} for line, text in lines]
+        return {"problems": problems, "form": _form(text, None)}
+    names = {"name": recipe.train.output_dir.name, "model": recipe.base.model}
+    return {"problems": [], **names, "form": _form(text, recipe)}
+
+
+def _form(text: str, recipe: Any) -> list[dict[str, Any]]:
+    """Return how to set each field of FORM in a recipe, and its value if the text has none.
+
+    Fields that a recipe's sections do not have, such as the rank of IA3, are left out.
+    """
+    fields = []
+    for key in FORM:
+        section, name = key.split(".")
+        steps = edit_of(text, "train", "max_steps") if name == "epochs" else None
+        if steps is not None and plain_value(steps.value) is not None:
+            name = "max_steps"
+        edit = edit_of(text, section, name)
+        values = getattr(recipe, section, None)
+        if edit is not None and (values is None or hasattr(values, name)):
+            default = getattr(values, name, "")
+            fields.append({"key": f"{section}.{name}", "default": default, **edit._asdict()})
+    return fields
+
+
+def add_rows(text: str, file: str, output: str) -> dict[str, Any]:
+    """Return a recipe that also trains on a file, with another output folder."""
+    train = read_recipe(text).data.train
+    sources = [{"path": train}] if isinstance(train, str) else [s.model_dump() for s in train]
+    if file not in [source["path"] for source in sources]:
+        sources.append({"path": file})
+    items = (", ".join(f"{k}: {json.dumps(v)}" for k, v in each.items()) for each in sources)
+    values = {"data": ("train", f"[{', '.join(f'{{{item}}}' for item in items)}]")}
+    for section, (name, value) in (values | {"train": ("output_dir", output)}).items():
+        if (edit := edit_of(text, section, name)) is None:
+            raise ConfigError("the recipe is not written as a block of sections.")
+        text = edit.applied(text, value)
+    return {"recipe": text}
 
 
 def estimate(text: str, memory: str) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from peftkit.report.history import (
     RunFacts,
     differing,
     row_of,
+    sample_score,
+    sample_scores,
 )
 from peftkit_studio.folder import file_name
 
@@ -135,12 +137,17 @@ class FollowedRun:
     def detail(self) -> dict[str, Any]:
         """Return everything in the view of a run except its curves."""
         run = self.history
+        samples = [
+            {**sample, "score": sample_score(str(sample["completion"]), sample.get("reference"))}
+            for sample in run.samples[-MAX_SAMPLES:]
+        ]
         return {
             "facts": run.facts.model_dump(mode="json"),
             "started": run.started,
             "end": run.end,
             "notices": [(0, text) for text in run.facts.notices] + run.notices,
-            "samples": run.samples[-MAX_SAMPLES:],
+            "samples": samples,
+            "scores": list(sample_scores(run.samples).items()),
             "epoch": run.epoch,
         }
 

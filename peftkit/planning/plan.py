@@ -119,14 +119,15 @@ class Plan:
             load = "with the current load" if is_busy() else "on an idle machine"
             duration = rough_duration(self.seconds_here)
             facts[f"{work} here"] = f"about {duration} once loaded, {load}"
+        names: dict[str, list[str]] = {}  # of devices with the same estimate
         for name, seconds in self.seconds_on.items():
             estimate = rough_duration(seconds) if seconds >= 0.1 else "under 0.1 s"
             if self.run_tokens and seconds < FEW_SECONDS:
                 text = "a few seconds once loaded; launches of kernels dominate"
             else:
                 text = f"{estimate} once loaded, {self._limit(seconds)}"
-            facts[f"{work} on {name}"] = text
-        return facts
+            names.setdefault(text, []).append(name)
+        return facts | {f"{work} on {', '.join(same)}": text for text, same in names.items()}
 
     def _limit(self, seconds: float) -> str:
         if seconds > self.host_seconds:

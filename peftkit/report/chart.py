@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from peftkit.figures import metric
+from peftkit.figures import metric, metric_name
 from peftkit.report.history import Curve, History, smoothed
 
 SPANS = 500
@@ -120,7 +120,7 @@ def charts(runs: Sequence[History]) -> list[Chart]:
     of_eval, of_task = ([n for n in names if n.startswith(p)] for p in ("eval/", "train/"))
     drawings = []
     for name in dict.fromkeys(["loss", *of_eval, *of_task, *TITLES]):
-        title = TITLES.get(name) or name.replace("_", " ").replace("/", ": ").capitalize()
+        title = TITLES.get(name) or ": ".join(map(metric_name, name.split("/"))).capitalize()
         lines = list(_lines(runs, name))
         if name == "loss":
             lines += _lines(runs, "eval/loss")

@@ -31,6 +31,8 @@ IDLE_SECONDS = 120.0
 """A run without output for this time, and for ten times its usual pause, counts as stopped."""
 CURVES = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "peak_bytes")
 MAX_DEPTH = 4
+SHORT_ANSWER = 120
+"""Characters of a reference that a correct completion repeats exactly, such as a label."""
 State = Literal["finished", "running", "stopped", "failed", "not begun"]
 Fields = dict[str, Any]
 """Fields of an object in one of the files, which are JSON."""
@@ -235,7 +237,7 @@ def _read(path: Path) -> bytes:
     return path.read_bytes() if path.is_file() else b""
 
 
-def _parsed(text: bytes) -> Fields:
+def _parsed(text: str | bytes) -> Fields:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):  # torn, or being written
@@ -253,6 +255,38 @@ def smoothed(curve: Curve) -> Curve:
     windows = ((max(0, n - half), min(number, n + half + 1)) for n in range(number))
     means = ((sums[stop] - sums[start]) / (stop - start) for start, stop in windows)
     return dict(zip(curve, means, strict=True))
+
+
+def sample_score(completion: str, reference: str | None) -> tuple[int, int] | None:
+    """Return the number of correct parts of a sample, and the number of its parts.
+
+    The parts of a JSON object are its fields, also those that only the completion has. Other short
+    references are one part. None: the reference is long, or absent.
+    """
+    if reference is None:
+        return None
+    if expected := _parsed(reference):
+        found = _parsed(completion)
+        names, missing = expected.keys() | found.keys(), object()
+        right = (expected.get(name, missing) == found.get(name, missing) for name in names)
+        return sum(right), len(names)
+    if len(reference) > SHORT_ANSWER:
+        return None
+    return int(completion.strip() == reference.strip()), 1
+
+
+def sample_scores(samples: Sequence[Fields]) -> dict[int, str]:
+    """Return the score of each step's samples: "2 of 3 exact, 11 of 12 fields"."""
+    by_step = defaultdict[int, list[tuple[int, int]]](list)
+    for sample in samples:
+        if score := sample_score(str(sample.get("completion", "")), sample.get("reference")):
+            by_step[sample["step"]].append(score)
+    texts = {}
+    for step, scores in sorted(by_step.items()):
+        text = f"{sum(right == parts for right, parts in scores)} of {len(scores)} exact"
+        right, parts = map(sum, zip(*scores, strict=True))
+        texts[step] = text + f", {right} of {parts} fields" * (parts > len(scores))
+    return texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,5 +359,5 @@ def differing(runs: Sequence[History]) -> list[dict[str, str]]:
 
 def as_texts(settings: Mapping[str, object]) -> dict[str, str]:
     """Return nested settings as one mapping of strings, with names joined by dots."""
-    values = flat(settings).items()
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values}
+    values = {name: "none" if v is None else v for name, v in flat(settings).items()}
+    return {n: v if isinstance(v, str) else json.dumps(v) for n, v in values.items()}

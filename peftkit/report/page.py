@@ -20,7 +20,15 @@ from peftkit.events import EvalDone, Event, Listener, Notice, RunStopped, Sample
 from peftkit.figures import count, duration, loss_name, short, size
 from peftkit.files.disk import write_text
 from peftkit.report.chart import charts, code, histogram, paragraph, render_chart, table, text
-from peftkit.report.history import Fields, History, as_texts, differing, read_histories, row_of
+from peftkit.report.history import (
+    Fields,
+    History,
+    as_texts,
+    differing,
+    read_histories,
+    row_of,
+    sample_scores,
+)
 
 REPORT = "report.html"
 REFRESH_SECONDS = 30
@@ -235,10 +243,14 @@ def _samples(run: History) -> str:
         reference = lines[-1].get("reference")
         rows = [("reference", reference)] if reference else []
         for line in lines:
-            when = f"step {line['step']:,}" if line["step"] else "before"
-            rows.append((when, str(line.get("completion", ""))))
+            rows.append((_when(line["step"]), str(line.get("completion", ""))))
         parts.append(f"{code(prompt)}<blockquote>{table(('', ''), rows)}</blockquote>")
-    return "\n".join(parts)
+    scores = [(_when(step), score) for step, score in sample_scores(run.samples).items()]
+    return "\n".join([table(("", "correct"), scores), *parts])
+
+
+def _when(step: int) -> str:
+    return f"step {step:,}" if step else "before"
 
 
 def _answers(run: History) -> str:
@@ -299,7 +311,7 @@ def _notices(run: History) -> str:
     rows = []
     for notice, same in groupby(notices, key=lambda pair: pair[1]):
         step, _ = next(same)
-        rows.append((f"step {step:,}" if step else "before", notice))
+        rows.append((_when(step), notice))
     return table(("", ""), rows)
 
 

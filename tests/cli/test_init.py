@@ -10,6 +10,7 @@ import pytest
 from peftkit.data.records import sources_of
 from peftkit.defaults import BATCHES, CONTRASTIVE_BATCHES, defaults_for
 from peftkit.recipe import Recipe, load
+from peftkit.tasks.table import TASKS
 from peftkit_cli.start.draft import Size, recipe_text
 from peftkit_cli.start.recipes import GOALS
 from peftkit_cli.start.survey import FieldFacts, Survey, only_data_file, splits_of
@@ -48,7 +49,23 @@ def test_every_recipe_is_valid_and_has_the_answers(task, on_cpu, tmp_path):
         assert recipe.base.quantize == "none"
     if task != "kto":
         assert recipe.data.eval == 0.05
-    assert (tmp_path / "recipe.yaml").read_text(encoding="utf-8").count("  # ") >= 4
+    text = (tmp_path / "recipe.yaml").read_text(encoding="utf-8")
+    assert text.count("  # ") >= 4
+    steps = recipe.train.num_steps(608)  # without the held-out rows
+    writes = recipe.data.eval and TASKS[recipe.task.type].writes_text
+    assert recipe.train.sample_every == (steps // 2 if writes else None)
+    if task not in ("grpo", "kto"):
+        assert f"passes over the 608 rows: about {steps} steps" in text
+
+
+@pytest.mark.parametrize(("chars", "tokens"), [(4, 16), (101, 101), (200, 200), (201, 64)])
+def test_samples_are_long_enough_for_short_answers(chars, tokens, tmp_path):
+    fields = [FieldFacts("mail", 640, 0, 900), FieldFacts("ticket", 640, 0, chars)]
+    facts = Survey("rows.jsonl", num_rows=640, fields=fields)
+    named = ("mail", "ticket")
+    text = recipe_text(facts, "causal_lm", "org/m", Size(576), on_cpu=True, named=named)
+    (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
+    assert load(tmp_path / "recipe.yaml").train.sample_tokens == tokens
 
 
 @pytest.mark.parametrize(("fields", "anchor"), [(["messages"], 1.0), (["text"], None)])

@@ -71,6 +71,9 @@ class Client:
     def put(self, path: str, content: bytes) -> Answer:
         return self._send(urllib.request.Request(self.url + path, content, method="PUT"), KEY)
 
+    def delete(self, path: str) -> Answer:
+        return self._send(urllib.request.Request(self.url + path, method="DELETE"), KEY)
+
     def _send(self, request: urllib.request.Request, key: str) -> Answer:
         if key:
             request.add_header("Authorization", f"Bearer {key}")

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import threading
@@ -18,14 +19,15 @@ from urllib.parse import quote
 import pytest
 
 from peftkit.config.explain import options_of, sections_of
-from peftkit.config.schema import Config, locations
+from peftkit.config.schema import Config, load_text, locations
+from peftkit.config.strict_yaml import Edit
 from peftkit.errors import PeftkitError
 from peftkit.recipe import Recipe
 from peftkit_studio import app as studio_app
 from peftkit_studio import drafting, processes
 from peftkit_studio.app import make_studio
 from peftkit_studio.assets import ASSETS
-from peftkit_studio.drafting import Drafting
+from peftkit_studio.drafting import FORM, Drafting
 from peftkit_studio.folder import Folder, file_name, is_name
 from tests.helpers.serving import served_app
 from tests.helpers.studio import KEY, Client, append_steps, write_run
@@ -446,6 +448,117 @@ def test_the_key_is_not_in_the_environment_of_a_command(monkeypatch):
     monkeypatch.setenv("PEFTKIT_API_KEY", KEY)
     assert KEY not in processes._environment().values()
     assert os.environ["PEFTKIT_API_KEY"] == KEY
+
+
+LORA = "method: {type: lora, dropout: 0.1}"
+RECIPES = (
+    recipe() + "  epochs: 2.5  # passes\n" + LORA,
+    "# \N{PILE OF POO}\n" + recipe() + LORA + "  # rank\n",
+    recipe().replace("base:", "method:\n  type: dora\n  rank: 5\nbase:"),
+    "train: {output_dir: runs/new}\n" + recipe().partition("train:\n")[0] + LORA,
+    recipe() + "  batch_size:\n" + "method:\n  type: lora\n  targets:\n  - q\n\n",
+    recipe() + "  max_steps: 9\n  epochs: 3\n" + LORA,
+)
+
+
+@pytest.mark.parametrize("text", RECIPES)
+def test_the_form_sets_each_setting_and_nothing_else(text):
+    def values_of(text):
+        return load_text(Recipe, text.replace("  batch_size:\n", ""), "a").model_dump()
+
+    form = drafting._form(text, None)
+    keys = [key.replace("epochs", "max_steps") if "max_steps" in text else key for key in FORM]
+    assert [field["key"] for field in form] == keys
+    for field in form:
+        section, name = field["key"].split(".")
+        edit = Edit(*(field[name] for name in Edit._fields))
+        changed, expected = edit.applied(text, "7"), values_of(text)
+        assert edit.value in ("", str(expected[section][name]))
+        expected[section][name] = 7
+        assert values_of(changed) == expected
+        assert re.findall("#.*", changed) == re.findall("#.*", text)
+
+
+@pytest.mark.parametrize("text", ["", "a: [", "- 1", "train: 1", "train: {}", "[" * 5000])
+def test_a_text_without_sections_has_no_form(text):
+    assert drafting._form(text, None) == []
+
+
+def test_the_form_of_a_valid_recipe_has_its_fields_and_their_defaults(studio):
+    answer = studio.post("/api/validate", recipe=recipe() + "method: {type: ia3}").json
+    fields = {field["key"]: (field["value"], field["default"]) for field in answer["form"]}
+    assert "method.rank" not in fields
+    assert fields["train.epochs"] == ("", 3.0)
+
+
+def test_files_of_the_folder_are_offered_and_only_those_in_data_are_removed(studio, folder):
+    (folder / "outer.jsonl").write_text('{"text": "outer"}\n')
+    (folder / "both.jsonl").write_text('{"text": "outer"}\n')
+    (folder / "data" / "both.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    (folder.parent / "secret.jsonl").write_text('{"text": "a"}\n')
+    (folder / "link.jsonl").symlink_to(folder.parent / "secret.jsonl")
+    files = {file["name"]: file["removable"] for file in studio.get("/api/state").json["files"]}
+    assert files == {"outer.jsonl": False, "both.jsonl": True, "link.jsonl": False}
+    assert studio.post("/api/survey", file="both.jsonl").json["num_rows"] == 2
+    assert studio.post("/api/survey", file="outer.jsonl").json["where"] == "outer.jsonl"
+    assert studio.post("/api/survey", file="link.jsonl").status == 400
+    for name, status in (("outer.jsonl", 404), ("../outer.jsonl", 404), ("both.py", 400)):
+        assert studio.delete(f"/api/files/{quote(name, safe='')}").status in (status, 400), name
+    write_run(folder / "runs" / "reads", 2, done=False)
+    facts = {"recipe_yaml": recipe(rows="data/both.jsonl")}
+    (folder / "runs" / "reads" / "run.json").write_text(json.dumps(facts))
+    holder(folder / "runs" / "reads", os.getpid())
+    assert studio.delete("/api/files/both.jsonl").status == 409
+    (folder / "runs" / "reads" / ".locks" / "holder").unlink()
+    assert studio.delete("/api/files/both.jsonl").status == 200
+    assert (folder / "both.jsonl").exists()
+    assert not (folder / "data" / "both.jsonl").exists()
+
+
+def test_a_corrected_answer_has_the_fields_of_its_run_and_trains_again(studio, folder):
+    def facts(task):
+        text = recipe(task=task, out="runs/first") + "  epochs: 2  # passes\n"
+        facts = {"recipe": {"task": json.loads(task)}, "recipe_yaml": text}
+        (folder / "runs" / "first" / "run.json").write_text(json.dumps(facts))
+
+    def save(*contents):
+        turns = zip(("user", "assistant") * 2, contents, strict=False)
+        row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+        return studio.post("/api/save", kind="row", row=row, id="first")
+
+    facts('{"type": "causal_lm"}')
+    assert save("a", "b", "c", "d").json["file"] == "chat-rows.jsonl"
+    facts('{"type": "causal_lm", "prompt": "q", "completion": "a"}')
+    assert save("a", "b", "c", "d").status == 400
+    file = save("a", "b").json["file"]
+    assert json.loads((folder / "data" / file).read_text()) == {"q": "a", "a": "b"}
+    text = studio.post("/api/again", id="first", file=file).json["recipe"]
+    first = load_text(Recipe, text, "a")
+    assert [source.path for source in first.data.train] == ["data/a.jsonl", f"data/{file}"]
+    assert (first.train.output_dir.name, first.train.epochs) == ("first-2", 2)
+    assert "# passes" in text
+    again = load_text(Recipe, drafting.add_rows(text, f"data/{file}", "runs/x")["recipe"], "a")
+    assert again.data == first.data
+
+
+def test_the_score_of_samples_counts_fields_of_json_and_exact_short_answers(studio, folder):
+    order, wrong = '{"a": 1, "b": [2]}', '{"b": [2], "a": 2, "c": 3}'
+    pairs = [(0, "x", order), (0, "no", "yes"), (9, wrong, order), (9, "yes ", "yes")]
+    pairs += [(9, '{"b":[2], "a":1}', order), (0, "x", None), (0, "x", "long " * 99)]
+    lines = [
+        json.dumps({"step": step, "prompt": str(n), "completion": a, "reference": b})
+        for n, (step, a, b) in enumerate(pairs)
+    ]
+    (folder / "runs" / "first" / "samples.jsonl").write_text("\n".join(lines))
+    run = studio.get("/api/run?id=first").json
+    scores = [[0, 2], [0, 1], [1, 3], [1, 1], [2, 2], None, None]
+    assert [sample["score"] for sample in run["samples"]] == scores
+    assert run["scores"] == [[0, "0 of 2 exact, 0 of 3 fields"], [9, "2 of 3 exact, 4 of 6 fields"]]
+    assert b"2 of 3 exact" in studio.get("/api/report?id=first").content
+
+
+def test_the_page_weighs_at_most_83_kb():
+    assert sum(len(content) for content, _, _ in ASSETS.values()) < 83_500
 
 
 def test_rows_of_chats_are_appended(studio, folder):

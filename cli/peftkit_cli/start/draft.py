@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,20 @@ from peftkit_cli.start.recipes import GOALS, OTHER_NAMES, recipe_file
 if TYPE_CHECKING:
     from peftkit_cli.start.survey import Survey
 
+WRITERS = (
+    "causal_lm",
+    "distill",
+    "preference",
+    "seq2seq",
+    "image_text",
+    "audio_text",
+    "transcription",
+)
+"""Tasks whose model writes text; drafted recipes sample from it."""
+SAMPLED_STEPS = 250
+"""Largest number of steps between two samples of a drafted recipe."""
+SAMPLED_CHARS = 200
+"""Length up to which samples are as long as answers; a token has at least one character."""
 HELD_OUT, MIN_HELD_OUT_ROWS, MIN_ROWS_TO_HOLD_OUT = 0.05, 16, 100
 CHARACTERS_PER_TOKEN = 4
 CHATS = ("causal_lm", "distill", "grpo", "preference", "kto", "reward")
@@ -258,12 +273,13 @@ def recipe_text(
         batches=CONTRASTIVE_BATCHES if task == "embedding" else BATCHES,
     )
     section["train"] = _quoted(summary.where)
+    share = 0.0  # of the rows that is held out
     if not held_out and num_rows < MIN_ROWS_TO_HOLD_OUT:
         section.pop("eval", None)
         for setting in ("eval_before", "eval_generate", "sample_every"):
             recipe["train"].pop(setting, None)
     elif "eval" in section:
-        share = max(HELD_OUT, round(MIN_HELD_OUT_ROWS / num_rows, 2))
+        share = 0.0 if held_out else max(HELD_OUT, round(MIN_HELD_OUT_ROWS / num_rows, 2))
         section["eval"] = _quoted(held_out) if held_out else str(share)
         comments |= {} if held_out else {"eval": "share of the rows that is held out"}
     if "max_length" in section:
@@ -293,13 +309,21 @@ def recipe_text(
         train["learning_rate"] = f"{rate:.1e}".replace("e-0", "e-")
         comments["alpha"] = "keep it when you change the rank"
         comments["learning_rate"] = "tune this first: try a third, then three times"
+    num_steps = round(settings.num_steps * (1 - share))
     if task != "grpo":  # its recipe sets many completions per step
         train.pop("gradient_accumulation", None)
         train |= {"batch_size": str(settings.batch_size), "epochs": str(settings.epochs)}
         comments["batch_size"] = f"{'packed ' * settings.packing}rows of an optimizer step"
         comments["epochs"] = (
-            f"passes over the {num_rows:,} rows: about {settings.num_steps:,} steps"
+            f"passes over the {round(num_rows * (1 - share)):,} rows: about {num_steps:,} steps"
         )
+        if task in WRITERS and "eval" in recipe["data"] and fields != ["text"]:
+            every = min(math.ceil(num_steps / 2), SAMPLED_STEPS)
+            train |= {"eval_every": str(every), "sample_every": str(every)}
+            chars = {field.name: field.mean_chars for field in summary.fields}
+            if named and (length := math.ceil(chars.get(named[-1], UNLIMITED))) <= SAMPLED_CHARS:
+                train["sample_tokens"] = str(max(length, 16))  # complete, to be scored
+            comments["sample_every"] = "answers to three held-out rows, also before training"
     head = f"# To {goal.does}. From the recipe {goal.recipe}, by peftkit init.\n"
     return f"{head}# All fields, with their defaults: peftkit schema\n{_as_yaml(recipe, comments)}"
 
