@@ -119,6 +119,7 @@ def _refine(
         length,
         tiled=tiled,
         most_offloaded=fitting.most_offloaded,
+        num_blocks=len(step.blocks.blocks),
     )
     budget = "free memory" if memory == "auto" else f"train.memory's {memory:g} GB"
     left = size(available, 2) if available > 0 else "nothing"
@@ -130,7 +131,7 @@ def _refine(
         return
     at_once = f"{plan.rows} rows" if plan.tokens is None else f"{plan.tokens:,} tokens"
     less = "" if plan == fitting.requested else " The rows of a step stay the same."
-    text = f"So {ACTIVATIONS_IN_WORDS[plan.activations]}, of at most {at_once} at a time.{less}"
+    text = f"So {plan.activations_in_words}, of at most {at_once} at a time.{less}"
     if plan.activations == "offload" and fitting.most_offloaded is not None:
         unit = "tokens" if num_tokens(longest) else "rows"
         text += f" Main memory has room for the inputs of {fitting.most_offloaded:,} {unit}."
@@ -196,8 +197,9 @@ def compile_blocks(run: Run, step: Step) -> None:
     """
     if step.plan.compile is None:
         work = work_of(run) / step.blocks.num_kinds
-        # compiled blocks cannot compute the tiles that rows need to fit
-        pays = work >= MIN_WORK.get(step.plan.device, math.inf) and not step.plan.tiles
+        # compiled blocks compute neither tiles nor a part of a block again, which rows need to fit
+        is_eager = step.plan.tiles or step.plan.is_selective
+        pays = work >= MIN_WORK.get(step.plan.device, math.inf) and not is_eager
         step.use(replace(step.plan, compile=pays))
     if not step.plan.compile:
         return

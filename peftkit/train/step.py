@@ -108,6 +108,7 @@ class Step:
             plan = replace(plan, rows=saved.rows, tokens=saved.tokens, compile=saved.compile)
         if is_exact and saved.activations in self.fitting.modes:  # numbers do not depend on them
             plan = replace(plan, activations=saved.activations, tiles=saved.tiles)
+            plan = replace(plan, num_recomputed=saved.num_recomputed)
         state.measured = state.measured and is_exact
         scale.factor, scale.good_steps = state.loss_scale, state.good_steps
         self.run.state = state
@@ -121,8 +122,10 @@ class Step:
     def use(self, plan: ExecutionPlan) -> None:
         """Switch to a plan; only `compile_blocks` compiles blocks."""
         self.run.state.plan = plan
-        if (plan.activations, plan.tiles) != (self.blocks.activations, self.blocks.tiles):
-            self.blocks.set_activations(plan.activations, tiles=plan.tiles)
+        blocks, count = self.blocks, plan.num_recomputed
+        before = blocks.activations, blocks.tiles, blocks.num_recomputed
+        if (plan.activations, plan.tiles, count) != before:
+            blocks.set_activations(plan.activations, tiles=plan.tiles, num_recomputed=count)
         if self.blocks.compiled and not plan.compile:
             self.blocks.compile(False)
 
