@@ -57,6 +57,8 @@ class ExecutionPlan:
         group_layers: Whether LoRA layers with the same input are computed together.
         tiles: Whether recomputed feed-forward layers are computed in tiles for long rows. It saves
             memory, and repeats a product, 5 % of a step.
+        keeps_copies: Whether a GPU keeps unpacked copies of packed weights, with the same bits, in
+            memory that activations leave.
         busy_tokens: Tokens per micro-batch below which the device waits for Python. Recomputing
             activations, a third more work, is preferred to smaller micro-batches.
     """
@@ -74,6 +76,7 @@ class ExecutionPlan:
     autocast: str = ""
     group_layers: bool = True
     tiles: bool = False
+    keeps_copies: bool = False
     busy_tokens: int = 1
 
     @classmethod
@@ -163,6 +166,8 @@ class ExecutionPlan:
         parts.append(f"up to {self.rows} rows{tokens} at once")
         if self.compile:
             parts.append("blocks compiled")
+        if self.keeps_copies:
+            parts.append("packed weights unpacked once")
         return ", ".join(parts)
 
     @property
@@ -174,6 +179,8 @@ class ExecutionPlan:
     def less_than(self, before: ExecutionPlan) -> str:
         """Describe the changes that save memory; "" if there are none."""
         changes = []
+        if before.keeps_copies and not self.keeps_copies:
+            changes.append("packed weights are unpacked for each product")
         if self.activations_in_words != before.activations_in_words:
             changes.append(f"{self.activations_in_words} (train.gradient_checkpointing)")
         if self.rows != before.rows:

@@ -1,10 +1,11 @@
 """Micro-batches that fit into memory, planned by counted bytes and retried with smaller plans.
 
-The fallback order, from fastest to least memory: keep all activations; recompute the feed-forward
-layers; recompute the blocks; offload their inputs to main memory. Each mode first tries smaller
-micro-batches. On a GPU, the next mode comes before micro-batches too small to keep it busy. Before
-the first step, `choose` picks the first plan that fits by counted bytes, in which the last blocks
-may be in the faster of two modes. If memory runs out later, `Fitting.smaller` returns the next.
+The fallback order, from fastest to least memory: keep unpacked copies of weights and all
+activations; recompute the feed-forward layers; recompute the blocks; offload their inputs to main
+memory. Each mode first tries smaller micro-batches. On a GPU, the next mode comes before
+micro-batches too small to keep it busy. Before the first step, `choose` picks the first plan that
+fits by counted bytes, in which the last blocks may be in the faster of two modes. If memory runs
+out later, `Fitting.smaller` returns the next.
 
 Training runs (step.py, memory.py) and the server for Tinker's API use this module.
 """
@@ -266,6 +267,8 @@ class Fitting:
             parts: The micro-batches for which memory ran out.
             agree: Returns the maximum of each size over all processes.
         """
+        if plan.keeps_copies:
+            return replace(plan, keeps_copies=False)
         sizes = [
             max(map(len, parts), default=0),
             max(map(self.num_positions, parts), default=0),

@@ -30,6 +30,7 @@ from peftkit.figures import size
 from peftkit.forward.compiler import uncompiled
 from peftkit.kernels.device import free_bytes
 from peftkit.quant.audit import audit
+from peftkit.quant.layers import keep_copies
 from peftkit.tasks.run_hooks import Run
 from peftkit.train.fitting import ActivationBytes, Costs, choose, saved_by
 from peftkit.train.optim import STATE_BYTES
@@ -65,6 +66,9 @@ def plan_memory_and_compile(run: Run, step: Step) -> None:
         step.fitting.most_offloaded = _most_offloaded(run, step, saved, median)
         if not run.state.measured:
             _refine(run, step, median, saved, by_length[-1])
+        if saved is not None:
+            per_token = saved.needed(step.plan.activations) / positions([median])
+            _keep_copies(run, step, per_token, positions([by_length[-1]]))
     run.state.measured = True
     if run.parallel.in_lockstep:
         step.use(replace(step.plan, compile=False))
@@ -136,6 +140,18 @@ def _refine(
         unit = "tokens" if num_tokens(longest) else "rows"
         text += f" Main memory has room for the inputs of {fitting.most_offloaded:,} {unit}."
     run.say(Notice(f"{problem} {_in_words(costs, longest)} {text}"))
+
+
+def _keep_copies(run: Run, step: Step, per_token: float, longest: int) -> None:
+    """Keep copies of packed weights on a GPU if the plan leaves memory for all of them."""
+    plan = step.plan
+    if plan.device != "cuda" or plan.placement == "stream" or plan.is_sharded:
+        return
+    activations = per_token * max(plan.tokens or plan.rows * longest, longest)
+    room = int(_available(run, step) - activations)
+    step.use(replace(plan, keeps_copies=True))
+    if not attempt(lambda: keep_copies(run.model, room)):
+        step.use(plan)
 
 
 def _available(run: Run, step: Step) -> float:

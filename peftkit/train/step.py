@@ -29,6 +29,7 @@ from peftkit.execution.world import Rows
 from peftkit.forward.blocks import Blocks
 from peftkit.kernels.device import busy_tokens, product_rate
 from peftkit.quant.audit import audit
+from peftkit.quant.layers import keep_copies
 from peftkit.tasks.batches import OnDevice, RowTooLarge, too_large
 from peftkit.tasks.run_hooks import Run
 from peftkit.train.batches import BatchPrefetcher, on_device
@@ -121,6 +122,8 @@ class Step:
 
     def use(self, plan: ExecutionPlan) -> None:
         """Switch to a plan; only `compile_blocks` compiles blocks."""
+        if self.plan.keeps_copies and not plan.keeps_copies:
+            keep_copies(self.model, 0)
         self.run.state.plan = plan
         blocks, count = self.blocks, plan.num_recomputed
         before = blocks.activations, blocks.tiles, blocks.num_recomputed
@@ -137,6 +140,8 @@ class Step:
         """End the thread that collates, and undo the changes to the model's blocks."""
         self.prefetcher.close()
         self.blocks.restore()
+        if self.plan.keeps_copies:
+            keep_copies(self.model, 0)
 
     def __call__(self, rows: Rows, rate: float, coming: Rows | None = None) -> StepFacts:
         """Train on this process's rows of a step, possibly none.
