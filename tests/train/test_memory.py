@@ -4,6 +4,7 @@ import json
 import mmap
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,12 @@ def test_what_is_needed_under_each_way():
     assert saved.needed("recompute") == 7 + 60 + 2 * 300
     assert saved.needed("offload") == 7 + 50 + 2 * 300
     assert ActivationBytes(7, (), ()).needed("keep") == 7
+
+
+def test_feed_forward_layers_alone_are_recomputed_one_after_the_other():
+    saved = ActivationBytes(7, (100, 300, 200), (10, 30, 20), (80, 200, 160), (), (20, 100, 40))
+    assert saved.needed("selective") == 7 + 160 + 2 * 200
+    assert replace(saved, tiled=(1, 2, 3)).needed("selective") == 7 + 160 + 100
 
 
 def test_tiles_spare_the_feed_forward_of_recomputed_blocks():
