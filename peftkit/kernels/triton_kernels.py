@@ -337,7 +337,7 @@ def unpack_4bit(
     number, values = out.shape
     sizes = {"VALUES": values, "NESTED_BLOCK": nested_block, "BLOCKS": BLOCK // values}
     is_nested = len(scales) > 1
-    absmax, nested, levels_of_absmax, offset = scales if is_nested else scales[:1] * 4
+    absmax, nested, levels_of_absmax, offset = scales if is_nested else (scales[0],) * 4
     # products and sums are rounded separately, as by bitsandbytes
     unpack_4bit_kernel[(triton.cdiv(number, BLOCK // values),)](
         codes,

@@ -61,8 +61,8 @@ class ActivationBytes:
             tile: A tile's share of a row's tokens, if blocks are recomputed; 1: no tiles.
         """
         if activations == "selective":
-            largest = 2 * max(self.tiled, default=0), *self.around  # one or the other's gradients
-            return self.outside + sum(self.around) + max(largest)
+            both = 2 * max(self.tiled, default=0), *self.around  # one or the other's gradients
+            return self.outside + sum(self.around) + max(both)
         if activations != "keep" and self.tiled:
             spared = (round((1 - tile) * num_bytes) for num_bytes in self.tiled)
             largest = max(map(int.__sub__, self.inside, spared), default=0)
