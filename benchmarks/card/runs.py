@@ -51,7 +51,7 @@ LOSS_CLOSE = 2e-3
 LOSS_CLOSE_16_BIT = 2e-2
 GRADIENTS_CLOSE = {torch.float32: 1e-2, torch.float16: 0.2, torch.bfloat16: 0.2}
 """Relative difference of an adapter's gradients: the optimizer's first steps amplify rounding."""
-MODES: tuple[Activations, ...] = ("keep", "recompute", "offload")
+MODES: tuple[Activations, ...] = ("keep", "selective", "recompute", "offload")
 ANSWER_ROWS = (1, 8, 64)
 SUITE = ("tests/simulated_gpu/test_*.py",)
 SUITE_SECONDS = 180

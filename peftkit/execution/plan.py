@@ -14,8 +14,9 @@ import torch
 
 from peftkit.settings import TrainConfig
 
-Activations = Literal["keep", "recompute", "offload"]
-"""What a block keeps for its backward pass: everything; its input; its input, in main memory."""
+Activations = Literal["keep", "selective", "recompute", "offload"]
+"""What a block keeps for its backward pass: everything; everything outside its feed-forward layer;
+its input; its input, in main memory."""
 Placement = Literal["device", "stream"]
 """Where blocks keep their packed weights: on the device, or streamed to it from main memory."""
 Shard = Literal["none", "base", "offload"]
@@ -34,6 +35,7 @@ CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 96 << 20, 512 << 20
 
 ACTIVATIONS_IN_WORDS: Mapping[Activations, str] = {
     "keep": "all activations are kept",
+    "selective": "activations of feed-forward layers are recomputed",
     "recompute": "activations are recomputed",
     "offload": "activations are recomputed from main memory",
 }
@@ -50,10 +52,14 @@ class ExecutionPlan:
         compile: Whether blocks run compiled; None: undecided.
         record: Whether passes are captured as CUDA graphs where possible; see `records_passes`.
         dtype: Compute dtype of the base.
+        num_recomputed: Number of the first blocks in this activation mode; the others are in the
+            next faster one. None: all blocks.
         autocast: Mixed precision from the launcher: bf16, fp16 or "".
         group_layers: Whether LoRA layers with the same input are computed together.
         tiles: Whether recomputed feed-forward layers are computed in tiles for long rows. It saves
             memory, and repeats a product, 5 % of a step.
+        keeps_copies: Whether a GPU keeps unpacked copies of packed weights, with the same bits, in
+            memory that activations leave.
         busy_tokens: Tokens per micro-batch below which the device waits for Python. Recomputing
             activations, a third more work, is preferred to smaller micro-batches.
     """
@@ -63,6 +69,7 @@ class ExecutionPlan:
     placement: Placement = "device"
     shard: Shard = "none"
     activations: Activations = "keep"
+    num_recomputed: int | None = None
     rows: int = 1
     tokens: int | None = None
     compile: bool | None = None
@@ -71,6 +78,7 @@ class ExecutionPlan:
     autocast: str = ""
     group_layers: bool = True
     tiles: bool = False
+    keeps_copies: bool = False
     busy_tokens: int = 1
 
     @classmethod
@@ -131,6 +139,11 @@ class ExecutionPlan:
         in_16_bits = self.autocast or self.dtype in ("bfloat16", "float16")
         return "grouped" if in_16_bits and not self.on_gpu else "sdpa"
 
+    @property
+    def is_selective(self) -> bool:
+        """Whether some blocks recompute only their feed-forward layers, in eager code."""
+        return self.activations == "selective" or self.num_recomputed is not None
+
     def tile(self, length: int) -> int:
         """Return the tokens of a row per tile of a recomputed feed-forward layer."""
         if not self.tiles or length < 2 * TILE:
@@ -159,21 +172,30 @@ class ExecutionPlan:
         if self.is_sharded:
             where = ", shards in main memory" * (self.shard == "offload")
             parts.append(f"base sharded over processes{where}")
-        parts.append(ACTIVATIONS_IN_WORDS[self.activations])
+        parts.append(self.activations_in_words)
         tokens = "" if self.tokens is None else f" or {self.tokens:,} tokens"
         parts.append(f"up to {self.rows} rows{tokens} at once")
         if self.compile:
             parts.append("blocks compiled")
         if self.records_passes:
             parts.append("passes recorded as CUDA graphs")
+        if self.keeps_copies:
+            parts.append("packed weights unpacked once")
         return ", ".join(parts)
+
+    @property
+    def activations_in_words(self) -> str:
+        """What happens to activations, and in how many blocks if not in all."""
+        blocks = "" if self.num_recomputed is None else f" in {self.num_recomputed} blocks"
+        return ACTIVATIONS_IN_WORDS[self.activations] + blocks
 
     def less_than(self, before: ExecutionPlan) -> str:
         """Describe the changes that save memory; "" if there are none."""
         changes = []
-        if self.activations != before.activations:
-            where = ", from main memory" * (self.activations == "offload")
-            changes.append(f"activations are recomputed{where} (train.gradient_checkpointing)")
+        if before.keeps_copies and not self.keeps_copies:
+            changes.append("packed weights are unpacked for each product")
+        if self.activations_in_words != before.activations_in_words:
+            changes.append(f"{self.activations_in_words} (train.gradient_checkpointing)")
         if self.rows != before.rows:
             changes.append(f"{self.rows} rows at a time instead of {before.rows}")
         if self.tokens != before.tokens:
@@ -248,6 +270,7 @@ def activation_modes(
     has_blocks: bool = True,
     streamed: bool = False,
     recomputes: bool = False,
+    selective: bool = False,
 ) -> tuple[Activations, ...]:
     """Return the activation modes to try, fastest first.
 
@@ -256,8 +279,11 @@ def activation_modes(
         has_blocks: Whether the model has blocks that can be recomputed.
         streamed: Whether weights are streamed; kept activations would hold all of them in memory.
         recomputes: Whether the model already recomputes its blocks.
+        selective: Whether feed-forward layers can be recomputed alone.
     """
     less: tuple[Activations, ...] = ("recompute", "offload") if on_gpu else ("recompute",)
     if streamed or requested is True or (requested == "auto" and recomputes):
         return less
-    return ("keep", *less) if requested == "auto" and has_blocks else ("keep",)
+    if requested is False or not has_blocks:
+        return ("keep",)
+    return ("keep", "selective", *less) if selective else ("keep", *less)

@@ -24,7 +24,7 @@ from peftkit.errors import PeftkitError
 from peftkit.execution.plan import Activations, ExecutionPlan, activation_modes
 from peftkit.forward.compiler import no_compiler
 from peftkit.kernels.device import gpu_of
-from peftkit.kernels.fused import saving_results
+from peftkit.kernels.fused import recipe_of, saving_results
 from peftkit.kernels.packed import recomputing
 from peftkit.kernels.tiled import tiled, why_not_tiled
 from peftkit.model.blocks import STREAMED, feed_forward_modules, recomputable_blocks
@@ -56,6 +56,7 @@ class Blocks:
     Attributes:
         blocks: The innermost blocks, in the order of the model.
         activations: The activation mode.
+        num_recomputed: Number of the first blocks in this mode; None: all.
         tiles: Whether long rows are computed in tiles.
         feed_forward: Feed-forward modules of the blocks.
         compiled: Whether blocks run compiled.
@@ -77,7 +78,9 @@ class Blocks:
         ]
         recomputes = any(enabled for enabled, _ in self._marks_before)
         self.activations: Activations = "recompute" if recomputes else "keep"
+        self.num_recomputed: int | None = None
         self.feed_forward: list[Any] = feed_forward_modules(model)
+        self._numbers = {m: n for n, block in enumerate(self.blocks) for m in block.modules()}
         self._tiled_kinds: dict[Any, bool] = {}
         self._forwards_before = [m.__dict__.get("forward") for m in self.feed_forward]
         stream = getattr(model, STREAMED, None)
@@ -106,19 +109,27 @@ class Blocks:
             has_blocks=bool(self._marked),
             streamed=self.are_streamed,
             recomputes=self.activations != "keep",
+            selective=self.can_tile and not self._plan.compile,
         )
 
     @property
     def can_tile(self) -> bool:
-        """Whether the model has feed-forward modules that can be computed in tiles."""
-        # a tile's backward pass needs the weights, which are no longer on the device if streamed
+        """Whether feed-forward modules can be recomputed without their blocks, or in tiles."""
+        # their backward pass needs the weights, which are no longer on the device if streamed
         return bool(self.feed_forward) and not (self.are_streamed or self._plan.is_sharded)
 
-    def set_activations(self, activations: Activations, *, tiles: bool | None = None) -> None:
+    def set_activations(
+        self,
+        activations: Activations,
+        *,
+        tiles: bool | None = None,
+        num_recomputed: int | None = None,
+    ) -> None:
         """Set the activation mode.
 
         Args:
             tiles: Whether long rows are computed in tiles; by default as before.
+            num_recomputed: Number of the first blocks in this mode; None: all.
 
         Raises:
             PeftkitError: The mode needs blocks, and the model has none.
@@ -129,7 +140,7 @@ class Blocks:
                 found=f"{self._name} has no blocks marked for it.",
                 fix="Set it to auto or false; a smaller train.batch_size also saves memory.",
             )
-        self.activations = activations
+        self.activations, self.num_recomputed = activations, num_recomputed
         self._plan = self._plan if tiles is None else replace(self._plan, tiles=tiles)
         self._apply()
 
@@ -184,7 +195,7 @@ class Blocks:
         """Undo all changes to the model."""
         self.compiled = False
         self._compiler_settings.close()
-        self._set_tiled(False)
+        self._set_feed_forward(False)
         for module, forward in zip(self.feed_forward, self._forwards_before, strict=True):
             if forward is not None:
                 module.forward = forward
@@ -211,15 +222,26 @@ class Blocks:
             lowest._compiled_call_impl = functools.partial(_with_gradient, compiled)
 
     def _set_recomputed(self, is_on: bool) -> None:
-        """Switch checkpointing of blocks, and tiling of their feed-forward modules, on or off."""
+        """Switch checkpointing of blocks and of their feed-forward modules on or off."""
+        in_blocks = is_on and self.activations != "selective"
+        self._recompute.kept = set(self.blocks[self._num_first :])
         for module, (_, function) in zip(self._marked, self._marks_before, strict=True):
-            _mark(module, is_on, self._recompute if is_on else function)
-        self._set_tiled(is_on and self.can_tile and not self.compiled)
+            _mark(module, in_blocks, self._recompute if in_blocks else function)
+        self._set_feed_forward(is_on and self.can_tile and not self.compiled)
 
-    def _set_tiled(self, is_on: bool) -> None:
+    @property
+    def _num_first(self) -> int:
+        return len(self.blocks) if self.num_recomputed is None else self.num_recomputed
+
+    def _set_feed_forward(self, is_on: bool) -> None:
+        """Recompute the feed-forward modules of kept blocks, and tile those of recomputed ones."""
+        is_selective = self.activations == "selective"
         for module in self.feed_forward:
             module.__dict__.pop("forward", None)
-            if is_on:
+            is_first = self._numbers.get(module, 0) < self._num_first
+            if is_on and is_first == is_selective:
+                module.forward = functools.partial(_recomputed, self._recompute, module)
+            elif is_on and is_first:
                 module.forward = functools.partial(_in_tiles, self._plan, self._tiled_kinds, module)
 
 
@@ -233,19 +255,21 @@ def _mark(module: Any, enabled: bool, function: Callable[..., Any] | None) -> No
 class _Recompute:
     """transformers' checkpointing function: computes a block, and again in its backward pass.
 
-    transformers calls it inside the block's hooks.
+    transformers calls it inside the block's hooks. It also recomputes feed-forward modules.
 
     Args:
         stream: Fetches the weights of streamed blocks for both passes.
 
     Attributes:
         offloads: Whether blocks' inputs are offloaded to host memory.
+        kept: Blocks that are not recomputed.
         compiled_call: Computes a block with compiled code in both passes; None: eagerly.
     """
 
     def __init__(self, plan: ExecutionPlan, device: torch.device, stream: Any) -> None:
         self._plan, self._device, self._stream = plan, device, stream
         self.offloads = False
+        self.kept: set[Any] = set()
         self.compiled_call: Callable[..., Any] | None = None
         self._offload: Callable[..., Any] | None = None
         self._draws: dict[tuple[Any, bool], bool] = {}
@@ -256,6 +280,8 @@ class _Recompute:
         The first call in each mode observes whether a block draws (dropout).
         """
         block = _block_of(run)
+        if block in self.kept:
+            return run(*args)
         key = block, getattr(block, "training", True)
         if key in self._draws:
             return self._checkpoint(run, args, self._draws[key])
@@ -296,6 +322,28 @@ class _Recompute:
         """Return the states of torch's generators as CPU tensors."""
         gpu = gpu_of(self._device)
         return [torch.get_rng_state(), *([] if gpu is None else [gpu.get_rng(self._device)])]
+
+
+def _recomputed(recompute: _Recompute, module: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute a feed-forward module, and again in its backward pass.
+
+    An input with a recipe is computed again as well; its recipe's tensors are saved in any case.
+    """
+    run = functools.partial(type(module).forward, module)
+    if args or kwargs or not isinstance(x, Tensor) or not torch.is_grad_enabled():
+        return run(x, *args, **kwargs)
+    if (recipe := recipe_of(x)) is None:
+        return recompute(run, x)
+    inputs = [x]
+
+    def of_recipe(module: Any, *tensors: Tensor) -> Any:
+        if inputs:  # in the forward pass; checkpointing pairs what both passes save, by its order
+            return type(module).forward(module, inputs.pop())
+        with torch.no_grad():
+            again = recipe.compute(*tensors)
+        return type(module).forward(module, again.requires_grad_())
+
+    return recompute(functools.partial(of_recipe, module), *recipe.tensors)
 
 
 def _in_tiles(

@@ -180,7 +180,7 @@ _OBSERVER: ContextVar[Callable[[Tensor], None] | None] = ContextVar("observer", 
 
 @contextmanager
 def saving_results() -> Iterator[None]:
-    """Make no recipes within the context, which a recomputed block runs in.
+    """Make and use no recipes within the context, which a recomputed module runs in.
 
     It holds the results for its own backward pass only, whose peak comes when they are freed.
     """
@@ -211,7 +211,7 @@ def with_recipe(x: Any, compute: Callable[..., Tensor], *tensors: Tensor) -> Ten
 def recipe_of(x: Tensor) -> Recipe | None:
     """Return the recipe of a tensor to save; None if it has none or was changed in place."""
     recipe: Recipe | None = getattr(x, "recipe", None)
-    if recipe is None or recipe.version != x._version:
+    if recipe is None or recipe.version != x._version or _SAVES_RESULTS.get():
         return None
     if (observe := _OBSERVER.get()) is not None:
         observe(x)

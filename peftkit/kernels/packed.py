@@ -14,11 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional
 
 from peftkit.kernels.block_scaled import KINDS, MAX_VALUES, PART_VALUES, unpack_blocks
@@ -104,8 +105,44 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         out = torch.empty(packed.shape, dtype=dtype, device=packed.device)
         return torch.mul(packed, scales[0], out=out)
     computed_in = torch.float32 if dtype == torch.float64 else dtype  # of others it leaves noise
-    values = _unpack_4bit(packed, absmax_of(scales), form, computed_in).to(dtype)
-    return values.view(-1)[: math.prod(form.shape)].view(form.shape)
+    values = None
+    if packed.is_cuda and not (torch.compiler.is_compiling() or is_fake(packed)):
+        values = _by_one_kernel(weight, computed_in)
+    if values is None:
+        values = _unpack_4bit(packed, absmax_of(scales), form, computed_in)
+    return values.to(dtype).view(-1)[: math.prod(form.shape)].view(form.shape)
+
+
+def _by_one_kernel(weight: PackedWeight, dtype: torch.dtype) -> Tensor | None:
+    """Return the values of all blocks (blocks, values), by one launch; None without the kernel.
+
+    Three operators would unpack absmax, add its offset and unpack the values.
+    """
+    from peftkit.kernels.fused import TRITON  # fused.py's launcher; other bases do not need it
+
+    if TRITON.missing is not None:
+        return None
+    packed, scales, form = weight
+    out = torch.empty((scales[0].numel(), form.block), dtype=dtype, device=packed.device)
+    num_compared = min(len(out), NESTED_BLOCK)
+
+    def first() -> Tensor:
+        absmax = absmax_of((scales[0][:num_compared], *scales[1:]))
+        codes = packed[: num_compared * form.block // 2]
+        return _unpack_4bit(codes, absmax, form, dtype)
+
+    levels = _levels(form.kind, packed.device)
+    args = packed, scales, levels, NESTED_BLOCK, form.kind + " nested" * (len(scales) > 1)
+    result: Tensor | None = TRITON.launch("unpack_4bit", out, *args, expected=first)
+    return result
+
+
+@cache
+def _levels(kind: str, device: torch.device) -> Tensor:
+    """Return the values of the 16 codes, float32, for an absmax of 1."""
+    codes = torch.arange(0, 256, 16).repeat(2).to(device, torch.uint8).view(-1, 1)
+    form = PackedFormat(kind, torch.Size((BLOCK,)))
+    return _unpack_4bit(codes, torch.ones(1, device=device), form, torch.float32)[0, :32:2].clone()
 
 
 def _unpack_4bit(packed: Tensor, absmax: Tensor, form: PackedFormat, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,8 @@
-"""Kernels of fused.py and gguf_blocks.py in Triton, which compute in float32.
+"""Kernels of fused.py, packed.py and gguf_blocks.py in Triton, which compute in float32.
 
 Gated activations: y = f(g) u, and dg = dy u f'(g), du = dy f(g). Rotations: of the halves of a head
 y1 = x1 c1 - x2 s1 and y2 = x2 c2 + x1 s2; backwards dx1 = dy1 c1 + dy2 s2, dx2 = dy2 c2 - dy1 s1.
+Values in 4 bits: a level times the absmax of its block, which may be in 8 bits itself.
 Blocks of GGUF files: the layouts and formulas equal those in gguf_blocks.py, bit for bit.
 
 Parameters of kernels have no annotations except tl.constexpr, because Triton interprets them.
@@ -10,6 +11,8 @@ Parameters of kernels have no annotations except tl.constexpr, because Triton in
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -286,4 +289,67 @@ def unpack(out: Tensor, blocks: Tensor, kind: str) -> Tensor:
     grid = (triton.cdiv(number, sizes["BLOCKS"]),)
     # products and sums are rounded separately, as in llama.cpp
     unpack_kernel[grid](blocks, out, number, KIND=kind, **sizes, enable_fp_fusion=False)
+    return out
+
+
+@triton.jit
+def unpack_4bit_kernel(
+    codes,
+    absmax,
+    nested,
+    levels_of_absmax,
+    offset,
+    levels,
+    out,
+    number,
+    IS_NESTED: tl.constexpr,
+    VALUES: tl.constexpr,
+    NESTED_BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
+    inside = block < number
+    scale = tl.load(absmax + block, inside, 0)
+    if IS_NESTED:
+        level = tl.load(levels_of_absmax + scale.to(tl.int32))
+        scale = level * tl.load(nested + block // NESTED_BLOCK, inside, 0.0) + tl.load(offset)
+    pair = tl.arange(0, VALUES // 2)[None, :]
+    byte = tl.load(codes + block * (VALUES // 2) + pair, inside, 0).to(tl.int32)
+    values = tl.interleave(tl.load(levels + (byte >> 4)), tl.load(levels + (byte & 15))) * scale
+    place = block * VALUES + tl.arange(0, VALUES)[None, :]
+    tl.store(out + place, values.to(out.dtype.element_ty), inside)
+
+
+def unpack_4bit(
+    out: Tensor,
+    codes: Tensor,
+    scales: Sequence[Tensor],
+    levels: Tensor,
+    nested_block: int,
+    _kind: str = "",
+) -> Tensor:
+    """Write the values (n, values of a block) of codes (n / 2, 1) with their scales.
+
+    Args:
+        levels: The float32 values of the 16 codes for an absmax of 1.
+        nested_block: Values of absmax per scale of its own.
+    """
+    number, values = out.shape
+    sizes = {"VALUES": values, "NESTED_BLOCK": nested_block, "BLOCKS": BLOCK // values}
+    is_nested = len(scales) > 1
+    absmax, nested, levels_of_absmax, offset = scales if is_nested else (scales[0],) * 4
+    # products and sums are rounded separately, as by bitsandbytes
+    unpack_4bit_kernel[(triton.cdiv(number, BLOCK // values),)](
+        codes,
+        absmax,
+        nested,
+        levels_of_absmax,
+        offset,
+        levels,
+        out,
+        number,
+        IS_NESTED=is_nested,
+        **sizes,
+        enable_fp_fusion=False,
+    )
     return out

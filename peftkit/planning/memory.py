@@ -298,6 +298,8 @@ class MemoryEstimator:
         footprint = self.whole if cards == 1 else self._sharded(cards, offload=offload)
         summed = 2 * (cards - 1) * sum(p.nbytes for p in self.steps.trained) // cards
         modes = self.activations()
+        if cards > 1:  # the layers of a sharded block are gathered for the whole block
+            modes = tuple(mode for mode in modes if mode != "selective")
         for activations in modes:
             peak, longest, flops = self._count(footprint, activations, self.rows)
             if sum(peak.values()) <= self.environment.room:

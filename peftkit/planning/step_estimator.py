@@ -103,6 +103,7 @@ class StepEstimator:
         self.num_parameters = sum(p.numel() for p in bare.parameters())
         self.num_blocks = len(blocks.blocks)
         self._can_recompute = blocks.activation_modes("auto") != ("keep",)
+        self._can_select = "selective" in blocks.activation_modes("auto")
         self._depth = _depth_with_all_kinds(blocks.blocks)
         self._period = _period_after(self._depth, _stacks_of(bare, blocks.blocks))
         with FakeTensorMode(allow_non_fake_inputs=True), Counter():
@@ -118,7 +119,12 @@ class StepEstimator:
         """Return the activation modes that `train.gradient_checkpointing` allows, fastest first."""
         if not self._can_recompute:
             return ("keep",)
-        return activation_modes(requested, on_gpu=self._plan.on_gpu, streamed=streamed)
+        return activation_modes(
+            requested,
+            on_gpu=self._plan.on_gpu,
+            streamed=streamed,
+            selective=self._can_select and not streamed,
+        )
 
     @property
     def num_trained(self) -> int:

@@ -1,19 +1,21 @@
 """Micro-batches that fit into memory, planned by counted bytes and retried with smaller plans.
 
-The fallback order, from fastest to least memory: keep all activations; recompute the blocks;
-offload their inputs to main memory. Each mode first tries smaller micro-batches. On a GPU, the next
-mode comes before micro-batches too small to keep it busy. Before the first step, `choose` picks the
-first plan that fits by counted bytes. If memory runs out later, `Fitting.smaller` returns the next.
+The fallback order, from fastest to least memory: keep unpacked copies of weights and all
+activations; recompute the feed-forward layers; recompute the blocks; offload their inputs to main
+memory. Each mode first tries smaller micro-batches. On a GPU, the next mode comes before
+micro-batches too small to keep it busy. Before the first step, `choose` picks the first plan that
+fits by counted bytes, in which the last blocks may be in the faster of two modes. If memory runs
+out later, `Fitting.smaller` returns the next.
 
 Training runs (step.py, memory.py) and the server for Tinker's API use this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -40,6 +42,7 @@ class ActivationBytes:
         inputs: Size of each block's hidden states.
         tiled: Saved in the feed-forward module of each block; part of `inside`.
         computed: Part of `inside` that a kept block computes again (`Recipe` in kernels/fused.py).
+        around: Saved outside the feed-forward module of each block; part of `inside`.
     """
 
     outside: int
@@ -47,6 +50,7 @@ class ActivationBytes:
     inputs: tuple[int, ...]
     tiled: tuple[int, ...] = ()
     computed: tuple[int, ...] = ()
+    around: tuple[int, ...] = ()
 
     def needed(self, activations: Activations, tile: float = 1.0) -> int:
         """Return the peak bytes in an activation mode.
@@ -56,6 +60,9 @@ class ActivationBytes:
         Args:
             tile: A tile's share of a row's tokens, if blocks are recomputed; 1: no tiles.
         """
+        if activations == "selective":
+            both = 2 * max(self.tiled, default=0), *self.around  # one or the other's gradients
+            return self.outside + sum(self.around) + max(both)
         if activations != "keep" and self.tiled:
             spared = (round((1 - tile) * num_bytes) for num_bytes in self.tiled)
             largest = max(map(int.__sub__, self.inside, spared), default=0)
@@ -82,17 +89,27 @@ def saved_by(
     with_recipe: dict[StorageWeakRef, Place] = {}
     inputs: list[int] = []
     within: list[int] = []
-    in_feed_forward: list[None] = []
+    fed: dict[StorageWeakRef, Place] = {}
+    in_feed_forward: list[int] = []  # storages of inputs that every mode saves
 
     def add(places: dict[StorageWeakRef, Place], tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         call = within[-1] if within else -1
-        place = (storage.nbytes(), call, bool(in_feed_forward))
-        places.setdefault(StorageWeakRef(storage), place)
+        is_inside = bool(in_feed_forward) and storage._cdata != in_feed_forward[-1]
+        places.setdefault(StorageWeakRef(storage), (storage.nbytes(), call, is_inside))
 
     def enter(block: nn.Module, args: tuple[object, ...], more: dict[str, object]) -> None:
         within.append(len(inputs))
         inputs.append(input_bytes(args, more))
+
+    def enter_feed_forward(_: nn.Module, args: tuple[Any, ...]) -> None:
+        x = args[0] if args and not hasattr(args[0], "recipe") else None
+        in_feed_forward.append(x.untyped_storage()._cdata if isinstance(x, Tensor) else 0)
+        if isinstance(x, Tensor):
+            add(fed, x)
+
+    def leave_feed_forward(*_: object) -> None:
+        in_feed_forward.pop()
 
     def leave(*_: object) -> None:
         within.pop()
@@ -101,8 +118,8 @@ def saved_by(
     handles += [b.register_forward_hook(leave, always_call=True) for b in blocks]
     for module in feed_forward:
         handles += [
-            module.register_forward_pre_hook(lambda *_: in_feed_forward.append(None)),
-            module.register_forward_hook(lambda *_: in_feed_forward.pop(), always_call=True),
+            module.register_forward_pre_hook(enter_feed_forward),
+            module.register_forward_hook(leave_feed_forward, always_call=True),
         ]
     try:
         with (
@@ -114,14 +131,17 @@ def saved_by(
         for handle in handles:
             handle.remove()
     sums = [0] * (len(inputs) + 1)  # the last, of call -1, is outside of blocks
-    tiled, computed = sums.copy(), sums.copy()
+    tiled, computed, around = sums.copy(), sums.copy(), sums.copy()
+    for storage, (num_bytes, call, is_tiled) in {**fed, **seen}.items():
+        around[call] += num_bytes if storage.expired() and not is_tiled else 0
     for storage, (num_bytes, call, is_tiled) in {**with_recipe, **seen}.items():
         if storage.expired():
             sums[call] += num_bytes
             tiled[call] += num_bytes if is_tiled else 0
             computed[call] += num_bytes if storage not in seen else 0
     outside = sums.pop() - computed.pop()
-    return ActivationBytes(outside, tuple(sums), tuple(inputs), tuple(tiled[:-1]), tuple(computed))
+    in_blocks = (tuple(each[: len(inputs)]) for each in (tiled, computed, around))
+    return ActivationBytes(outside, tuple(sums), tuple(inputs), *in_blocks)
 
 
 T = TypeVar("T")
@@ -138,6 +158,7 @@ def choose(
     *,
     tiled: Costs = (),
     most_offloaded: int | None = None,
+    num_blocks: int = 0,
 ) -> ExecutionPlan | None:
     """Return the plan with the first activation mode that fits; None if no row fits.
 
@@ -149,16 +170,22 @@ def choose(
         longest: Tokens of the longest row, padding included; 1 if rows have none.
         tiled: The costs if the longest row is computed in tiles.
         most_offloaded: Tokens (rows if they have none) whose inputs fit into main memory.
+        num_blocks: Blocks of the model. With a selective mode in `costs`, each of them can change
+            to the next mode by itself.
     """
     rows, tokens = requested.rows, requested.tokens
     limit = rows * longest if tokens is None else max(min(tokens, rows * longest), longest)
     enough = max(longest, requested.busy_tokens if longest > 1 else 1)
-    for least, modes in ((enough, costs), (longest, costs[::-1]), (longest, tiled)):
-        for activations, per_token in modes:
+    whole = [(mode, None, cost) for mode, cost in costs]
+    in_tiles = [(mode, None, cost) for mode, cost in tiled]
+    by_block = list(_by_block(costs, num_blocks))
+    for least, modes in ((enough, by_block), (longest, whole[::-1]), (longest, in_tiles)):
+        for activations, num_recomputed, per_token in modes:
             fit = int(available / per_token)
             if activations == "offload" and most_offloaded is not None:
                 fit = min(fit, most_offloaded)
-            plan = replace(requested, activations=activations, tiles=modes is tiled)
+            plan = replace(requested, activations=activations, num_recomputed=num_recomputed)
+            plan = replace(plan, tiles=modes is in_tiles)
             if fit >= limit:
                 return plan
             if fit >= least and longest > 1:
@@ -166,6 +193,20 @@ def choose(
             if fit >= least:
                 return replace(plan, rows=fit, tokens=None)
     return None
+
+
+def _by_block(costs: Costs, num_blocks: int) -> Iterator[tuple[Activations, int | None, float]]:
+    """Yield each mode, its number of blocks and its cost, from fastest to least memory.
+
+    The last blocks stay in the faster mode: their memory is free before the first are recomputed.
+    """
+    has_selective = any(mode == "selective" for mode, _ in costs)
+    for n, (mode, cost) in enumerate(costs):
+        if n > 0 and has_selective and mode != "offload":
+            faster = costs[n - 1][1]
+            for count in range(1, num_blocks):
+                yield mode, count, faster + (cost - faster) * count / num_blocks
+        yield mode, None, cost
 
 
 def _halved(limit: int, size: int) -> int:
@@ -226,13 +267,18 @@ class Fitting:
             parts: The micro-batches for which memory ran out.
             agree: Returns the maximum of each size over all processes.
         """
+        if plan.keeps_copies:
+            return replace(plan, keeps_copies=False)
         sizes = [
             max(map(len, parts), default=0),
             max(map(self.num_positions, parts), default=0),
             int(any(num_tokens(row) for part in parts for row in part)),
         ]
         rows, tokens, have_length = agree(sizes)
-        later = self.modes[self.modes.index(plan.activations) + 1 :]
+        has_later_blocks = plan.num_recomputed is not None
+        later = self.modes[self.modes.index(plan.activations) + (not has_later_blocks) :]
+        if plan.compile:  # compiled blocks are recomputed as a whole
+            later = tuple(mode for mode in later if mode != "selective")
         busy = plan.busy_tokens if have_length else 0
         has_tiles, plan = plan.tiles, replace(plan, tiles=True)
         if rows > 1 and (tokens / 2 >= busy or not later):
@@ -243,6 +289,7 @@ class Fitting:
         if later:  # a new mode starts with the requested rows and tokens
             mode, most, requested = later[0], self.most_offloaded, self.requested
             plan = replace(plan, activations=mode, rows=requested.rows, tokens=requested.tokens)
+            plan = replace(plan, num_recomputed=None)
             if mode == "offload" and most is not None and have_length:
                 return replace(plan, tokens=min(plan.tokens or most, most))
             if mode == "offload" and most is not None:

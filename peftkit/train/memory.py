@@ -32,6 +32,7 @@ from peftkit.figures import size
 from peftkit.forward.compiler import uncompiled
 from peftkit.kernels.device import free_bytes
 from peftkit.quant.audit import audit
+from peftkit.quant.layers import keep_copies
 from peftkit.tasks.run_hooks import Run
 from peftkit.train.fitting import ActivationBytes, Costs, choose, saved_by
 from peftkit.train.optim import STATE_BYTES
@@ -68,6 +69,9 @@ def plan_memory_and_compile(run: Run, step: Step) -> None:
         step.fitting.most_offloaded = _most_offloaded(run, step, saved, median)
         if not run.state.measured:
             _refine(run, step, median, saved, by_length[-1])
+        if saved is not None:
+            per_token = saved.needed(step.plan.activations) / positions([median])
+            _keep_copies(run, step, per_token, positions([by_length[-1]]))
     run.state.measured = True
     if run.parallel.in_lockstep:
         step.use(replace(step.plan, compile=False))
@@ -147,7 +151,15 @@ def _refine(
 
     def chosen(available: float) -> ExecutionPlan | None:
         most = fitting.most_offloaded
-        return choose(fitting.requested, costs, available, length, tiled=tiled, most_offloaded=most)
+        return choose(
+            fitting.requested,
+            costs,
+            available,
+            length,
+            tiled=tiled,
+            most_offloaded=most,
+            num_blocks=len(step.blocks.blocks),
+        )
 
     plan = chosen(available)
     # graphs keep the memory of a pass, and passes of other shapes run beside them
@@ -163,13 +175,28 @@ def _refine(
         return
     at_once = f"{plan.rows} rows" if plan.tokens is None else f"{plan.tokens:,} tokens"
     less = "" if plan == fitting.requested else " The rows of a step stay the same."
-    text = f"So {ACTIVATIONS_IN_WORDS[plan.activations]}, of at most {at_once} at a time.{less}"
+    text = f"So {plan.activations_in_words}, of at most {at_once} at a time.{less}"
     if plan.record != fitting.requested.record:
         text += " Passes are not recorded as CUDA graphs, which need as much memory again."
     if plan.activations == "offload" and fitting.most_offloaded is not None:
         unit = "tokens" if num_tokens(longest) else "rows"
         text += f" Main memory has room for the inputs of {fitting.most_offloaded:,} {unit}."
     run.say(Notice(f"{problem} {_in_words(costs, longest)} {text}"))
+
+
+def _keep_copies(run: Run, step: Step, per_token: float, longest: int) -> None:
+    """Keep copies of packed weights on a GPU if the plan leaves memory for all of them."""
+    plan = step.plan
+    is_full = plan.num_recomputed is not None  # as few blocks are recomputed as fit
+    if plan.device != "cuda" or plan.placement == "stream" or plan.is_sharded or is_full:
+        return
+    activations = per_token * max(plan.tokens or plan.rows * longest, longest)
+    if plan.records_passes:  # see _refine
+        activations *= 2
+    room = int(_available(run, step) - activations)
+    step.use(replace(plan, keeps_copies=True))
+    if not attempt(lambda: keep_copies(run.model, room)):
+        step.use(plan)
 
 
 def _available(run: Run, step: Step) -> float:
@@ -231,8 +258,9 @@ def compile_blocks(run: Run, step: Step) -> None:
     """
     if step.plan.compile is None:
         work = work_of(run) / step.blocks.num_kinds
-        # compiled blocks cannot compute the tiles that rows need to fit
-        pays = work >= MIN_WORK.get(step.plan.device, math.inf) and not step.plan.tiles
+        # compiled blocks compute neither tiles nor a part of a block again, which rows need to fit
+        is_eager = step.plan.tiles or step.plan.is_selective
+        pays = work >= MIN_WORK.get(step.plan.device, math.inf) and not is_eager
         step.use(replace(step.plan, compile=pays))
     if not step.plan.compile:
         return

@@ -50,6 +50,7 @@ PREFIX = "peftkit_"
 """Prefix of the names of our attention functions."""
 IN_BLOCKS: Mapping[Activations, str] = {
     "keep": "",
+    "selective": ", feed-forward layers recomputed",
     "recompute": ", recomputed",
     "offload": ", recomputed, inputs offloaded",
 }

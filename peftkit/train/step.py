@@ -30,6 +30,7 @@ from peftkit.execution.world import Rows
 from peftkit.forward.blocks import Blocks
 from peftkit.kernels.device import busy_tokens, product_rate
 from peftkit.quant.audit import audit
+from peftkit.quant.layers import keep_copies
 from peftkit.tasks.batches import OnDevice, RowTooLarge, too_large
 from peftkit.tasks.run_hooks import Run
 from peftkit.train.batches import BatchPrefetcher, on_device
@@ -115,6 +116,7 @@ class Step:
             plan = replace(plan, record=plan.record and saved.record)
         if is_exact and saved.activations in self.fitting.modes:  # numbers do not depend on them
             plan = replace(plan, activations=saved.activations, tiles=saved.tiles)
+            plan = replace(plan, num_recomputed=saved.num_recomputed)
         state.measured = state.measured and is_exact
         scale.factor, scale.good_steps = state.loss_scale, state.good_steps
         self.run.state = state
@@ -129,9 +131,13 @@ class Step:
         """Switch to a plan; only `compile_blocks` compiles blocks."""
         if self.passes is not None and plan != self.run.state.plan:
             self.passes.follow(records=plan.records_passes)
+        if self.plan.keeps_copies and not plan.keeps_copies:
+            keep_copies(self.model, 0)
         self.run.state.plan = plan
-        if (plan.activations, plan.tiles) != (self.blocks.activations, self.blocks.tiles):
-            self.blocks.set_activations(plan.activations, tiles=plan.tiles)
+        blocks, count = self.blocks, plan.num_recomputed
+        before = blocks.activations, blocks.tiles, blocks.num_recomputed
+        if (plan.activations, plan.tiles, count) != before:
+            blocks.set_activations(plan.activations, tiles=plan.tiles, num_recomputed=count)
         if self.blocks.compiled and not plan.compile:
             self.blocks.compile(False)
 
@@ -143,6 +149,8 @@ class Step:
         """End the thread that collates, and undo the changes to the model's blocks."""
         self.prefetcher.close()
         self.blocks.restore()
+        if self.plan.keeps_copies:
+            keep_copies(self.model, 0)
 
     def __call__(self, rows: Rows, rate: float, coming: Rows | None = None) -> StepFacts:
         """Train on this process's rows of a step, possibly none.

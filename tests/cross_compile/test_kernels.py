@@ -40,11 +40,17 @@ for kind, block in TYPES.items():
     fixed = {"KIND": kind, **triton_kernels.sizes_of(kind, block.values, block.num_bytes)}
     others = {"packed": "*u8", "number": "i32"}
     asked.append((triton_kernels.unpack_kernel, ("out",), others, fixed))
+floats = dict.fromkeys(("nested", "levels_of_absmax", "offset", "levels"), "*fp32")
+for is_nested in (False, True):
+    fixed = {"IS_NESTED": is_nested, "VALUES": 64, "NESTED_BLOCK": 256, "BLOCKS": 16}
+    others = {"codes": "*u8", "absmax": "*u8" if is_nested else "*fp32", **floats, "number": "i32"}
+    asked.append((triton_kernels.unpack_4bit_kernel, ("out",), others, fixed))
 found = []
 for kernel, pointers, numbers, fixed in asked:
     types = {name: "*" + sys.argv[2] for name in pointers} | numbers
-    unpacks = kernel is triton_kernels.unpack_kernel
-    how = {"aligned": ("packed", "out") if unpacks else (), "enable_fp_fusion": not unpacks}
+    unpacks = kernel.__name__.startswith("unpack")
+    aligned = [name for name in ("packed", "codes", "absmax", "out") if name in types] * unpacks
+    how = {"aligned": aligned, "enable_fp_fusion": not unpacks}
     made = compiled(kernel, types, fixed, int(sys.argv[1]), **how)
     assert not unpacks or "fma" not in made.asm["ptx"]
     found.append(resources(made))
@@ -104,6 +110,33 @@ print(json.dumps(differ))
 """
 
 
+FOUR_BITS = """
+import json
+import torch
+from peftkit.kernels import packed, triton_kernels
+from peftkit.quant.layers import import_bitsandbytes, pack
+from tests.helpers.gguf_files import bits
+
+import_bitsandbytes()
+torch.manual_seed(0)
+differ = {}
+for kind in ("nf4", "fp4"):
+    levels = packed._levels(kind, torch.device("cpu"))
+    assert len(levels) == 16 and len(levels.unique()) >= 15 and levels.abs().max() == 1
+    for shape in ((1, 5), (3, 64), (7, 191), (130, 384)):
+        for double_quant in (False, True):
+            codes, packing = pack(torch.randn(shape), kind, double_quant=double_quant)
+            wanted, scales = packing.weight(codes), packing.scales
+            for dtype in (torch.float32, torch.float16):
+                out = torch.full((scales[0].numel(), 64), torch.nan, dtype=dtype)
+                triton_kernels.unpack_4bit(out, codes, scales, levels, packed.NESTED_BLOCK)
+                found = out.flatten()[: shape[0] * shape[1]].view(shape).float()
+                wrong = int((bits(found) != bits(packed.unpack(wanted, dtype).float())).sum())
+                differ[f"{kind} {shape} {double_quant} {dtype}"] = wrong
+print(json.dumps(differ))
+"""
+
+
 GRIDS = """
 import json
 import torch
@@ -129,10 +162,16 @@ def test_machine_code_keeps_all_in_registers(card, dtype, tmp_path):
     if card == 75 and dtype == "bf16":
         return  # a T4 has no bfloat16
     found = output_of(COMPILED, str(card), dtype, TRITON_CACHE_DIR=str(tmp_path))
-    assert len(found) == 6 + 8 + 13
+    assert len(found) == 6 + 8 + 13 + 2
     for used in found:
         assert used["STACK"] == used["LOCAL"] == 0
         assert 0 < used["REG"] <= MOST_REGISTERS
+
+
+def test_values_in_4_bits_have_the_bits_of_bitsandbytes():
+    differ = output_of(FOUR_BITS, TRITON_INTERPRET="1")
+    assert len(differ) == 2 * 4 * 2 * 2
+    assert not any(differ.values()), differ
 
 
 def test_numbers_are_those_of_torch():

@@ -82,6 +82,40 @@ def test_an_8b_keeps_its_activations_on_24_gb():
     assert (chosen.activations, chosen.tokens) == ("keep", 5258)
 
 
+@pytest.mark.parametrize("available", range(100, 1001, 37))
+def test_memory_is_full_and_as_few_blocks_as_possible_are_recomputed(available):
+    """A row of 100 tokens: each block of 4 takes a quarter of the difference of two modes."""
+    costs: list[tuple[Activations, float]] = [("keep", 10.0), ("selective", 6.0)]
+    costs += [("recompute", 3.0), ("offload", 1.0)]
+    requested = ExecutionPlan(rows=1)
+    chosen = choose(requested, costs, available, 100, num_blocks=4)
+    quarters = [10, 9, 8, 7, 6, 5.25, 4.5, 3.75, 3, 1]
+    least = next(n for n, cost in enumerate(quarters) if 100 * cost <= available)
+    modes = [("keep", None), *(("selective", n) for n in (1, 2, 3, None))]
+    modes += [*(("recompute", n) for n in (1, 2, 3, None)), ("offload", None)]
+    assert (chosen.activations, chosen.num_recomputed) == modes[least]
+    assert plan_from(chosen.as_dict()) == chosen
+    assert chosen.is_selective == (0 < least < 8)
+    without = choose(requested, [costs[0], *costs[2:]], available, 100, num_blocks=4)
+    assert without.num_recomputed is None, "blocks without feed-forward layers change together"
+
+
+def test_selective_plans_recompute_more_blocks_when_memory_runs_out():
+    modes: tuple[Activations, ...] = ("keep", "selective", "recompute", "offload")
+    first = ExecutionPlan(activations="selective", num_recomputed=3)
+    shown = [(plan.activations, plan.num_recomputed) for plan in (first, *steps(first, modes, 10))]
+    assert shown[:4] == [
+        ("selective", 3),
+        ("selective", None),
+        ("recompute", None),
+        ("offload", None),
+    ]
+    (less, *_) = steps(first, modes, 10)
+    assert "activations of feed-forward layers are recomputed" in less.less_than(first)
+    compiled = steps(ExecutionPlan(compile=True), modes, 10)
+    assert compiled[0].activations == "recompute", "compiled blocks are recomputed as a whole"
+
+
 def test_tiles_and_main_memory_are_the_last_resort():
     """Recomputed blocks repeat a product for tiles; offloaded inputs need main memory."""
     tiled = list(zip(ALL, (10.0, 2.0, 1.0), strict=True))
@@ -155,6 +189,9 @@ def test_a_gpu_is_kept_busy_as_long_as_another_step_takes_less():
 def test_what_may_be_kept_follows_the_wish_and_the_model():
     assert activation_modes("auto", on_gpu=True) == ALL
     assert activation_modes("auto", on_gpu=False) == ("keep", "recompute")
+    selective = activation_modes("auto", on_gpu=True, selective=True)
+    assert selective == ("keep", "selective", "recompute", "offload")
+    assert activation_modes(True, on_gpu=True, selective=True) == ("recompute", "offload")
     assert activation_modes(True, on_gpu=True) == ("recompute", "offload")
     assert activation_modes(False, on_gpu=True) == ("keep",)
     assert activation_modes("auto", on_gpu=True, has_blocks=False) == ("keep",)

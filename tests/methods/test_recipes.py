@@ -15,6 +15,7 @@ from peftkit.forward.blocks import Blocks
 from peftkit.forward.fused import fused_modules
 from peftkit.kernels import fused
 from peftkit.kernels.fused import gated_product, recipe_of, rms_norm, saving_results
+from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
 from peftkit.train.fitting import ActivationBytes, saved_by
@@ -146,3 +147,36 @@ def test_inputs_without_a_gradient_have_no_recipe():
     with torch.no_grad():
         assert recipe_of(gated_product(torch.ones(2, 3), torch.ones(2, 3), "silu")) is None
     assert recipe_of(gated_product(torch.ones(2, 3), torch.ones(2, 3), "silu")) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype", "quantize"),
+    [
+        (LoRA(rank=3, targets=ALL), torch.bfloat16, "nf4"),
+        (LoRA(rank=3, targets=ALL, dropout=0.2), torch.float32, "int8"),
+        (DoRA(rank=3, targets=ALL), torch.float32, "none"),
+        (LoRA(rank=3, targets=("q", "down")), torch.float32, "nf4"),
+    ],
+)
+def test_recomputed_feed_forward_layers_save_what_is_planned(method, dtype, quantize):
+    """Each block changes its mode by itself, and its bytes follow from those of kept blocks."""
+    adapter = adapted(method, dtype, quantize)
+    blocks = Blocks(adapter.model, ON_GPU)
+    with prepared(adapter.model):
+        expected, kept = gradients(adapter), saved(adapter)
+        most = [*map(int.__sub__, kept.inside, kept.computed)]
+        for mode, count, planned in (
+            ("selective", None, kept.around),
+            ("selective", 1, (kept.around[0], most[1])),
+            ("recompute", 1, None),
+        ):
+            blocks.set_activations(mode, num_recomputed=count)
+            found = gradients(adapter)
+            assert all(map(torch.equal, found, expected)), (mode, count)
+            less = saved(adapter)
+            held = (*map(int.__sub__, less.inside, less.computed),)
+            assert held == planned or mode == "recompute"
+        assert held[0] < kept.around[0] < most[0], "one block is recomputed"
+        assert sum(held) < sum(kept.around) < sum(most)
+    blocks.restore()
+    assert not any("forward" in module.__dict__ for module in adapter.model.modules())

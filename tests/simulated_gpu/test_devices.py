@@ -20,6 +20,8 @@ from peftkit.execution.world import World
 from peftkit.forward.attention_kernels import KERNELS, Call
 from peftkit.kernels import device as device_kinds
 from peftkit.kernels import fused
+from peftkit.kernels.packed import absmax_of, unpack
+from peftkit.quant.layers import pack
 from tests.simulated_gpu.same import train
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
@@ -249,6 +251,35 @@ def test_a_kernel_that_computes_other_numbers_is_launched_once(monkeypatch):
     assert torch.equal(on_cpu(turned), fused.rotated(*map(on_cpu, (x, cos, sin)), False))
     assert "gated silu (float32), rotate (float32)" in report
     assert "other numbers than torch: 10% off" in report
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("double_quant", [False, True])
+@pytest.mark.parametrize("is_right", [True, False])
+def test_four_bit_weights_are_unpacked_by_one_launch_that_computes_the_same(
+    kind, double_quant, is_right, monkeypatch
+):
+    class Unpacking:
+        num_launched = 0
+
+        def unpack_4bit(
+            self, out: Tensor, codes: Tensor, scales: Any, levels: Tensor, *_: Any
+        ) -> Tensor:
+            self.num_launched += 1
+            each = torch.cat([codes >> 4, codes & 15], 1).view(out.shape).long()
+            return out.copy_(levels[each] * absmax_of(scales)[:, None] * (1.0 if is_right else 1.1))
+
+    codes, packing = pack(torch.randn(5, 191), kind, double_quant=double_quant)
+    expected = unpack(packing.weight(codes), torch.float32)
+    with simulated():
+        kernels = Unpacking()
+        monkeypatch.setattr(fused, "TRITON", fused.Launcher(kernels))
+        on_card = packing.to("cuda").weight(codes.to("cuda"))
+        found = [unpack(on_card, torch.float32) for _ in range(3)]
+        report = fused.TRITON.report()
+    assert kernels.num_launched == (3 if is_right else 1)
+    assert all(torch.equal(on_cpu(one), expected) for one in found)
+    assert report.startswith("Triton kernels do not run here: unpack_4bit") != is_right
 
 
 @pytest.mark.smoke

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from peftkit.methods.base import Method
 from peftkit.methods.bottleneck import Bottleneck
@@ -15,8 +16,11 @@ from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.vera import VeRA
+from peftkit.quant.layers import keep_copies, packed_tensors
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
+from peftkit.tasks.tokens import CausalLM
+from peftkit.train import memory
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.vision import COLOURS, solid_png
 from tests.simulated_gpu.recipes import recipe_for, small_recipe
@@ -84,6 +88,38 @@ def test_all_activation_modes_are_equal(quantize, packed, tmp_path):
         assert ("recomputed" in found.paths) == (keep is True)
         assert "fused: 9 norms, gated layers and rotations" in found.paths
     assert peaks[True] < peaks["auto"]
+
+
+@pytest.mark.parametrize("runs_out", [False, True])
+def test_memory_that_is_left_holds_unpacked_weights_of_the_same_bits(
+    runs_out, tmp_path, monkeypatch
+):
+    kept: list[tuple[nn.Module, int]] = []
+    loss = CausalLM.loss
+
+    def copied(model: nn.Module, room: int) -> int:
+        kept.append((model, keep_copies(model, room)))
+        return kept[-1][1]
+
+    def full(task: CausalLM, model: Any, batch: Any, *args: Any) -> Tensor:
+        if runs_out and any(packing.unpacked is not None for *_, packing in packed_tensors(model)):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss(task, model, batch, *args)
+
+    how: dict[str, Any] = {"quantize": "nf4", "eval_every": None}
+    monkeypatch.setattr(memory, "keep_copies", lambda *_: 0)
+    with simulated():
+        expected, _ = train("cuda", tmp_path, **how)
+    monkeypatch.setattr(memory, "keep_copies", copied)
+    monkeypatch.setattr(CausalLM, "loss", full)
+    with simulated():
+        found, _ = train("cuda", tmp_path, **how)
+        ((model, num_bytes),) = kept
+        assert num_bytes == sum(p.unpacked_bytes for *_, p in packed_tensors(model)) > 0
+        assert all(packing.unpacked is None for *_, packing in packed_tensors(model))
+    assert found.losses == expected.losses
+    (notice,) = [text for text in found.notices if "Memory ran out" in text] if runs_out else [""]
+    assert ("packed weights are unpacked for each product" in notice) == runs_out
 
 
 def image_recipe(folder: Path) -> Recipe:

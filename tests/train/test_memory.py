@@ -4,12 +4,14 @@ import json
 import mmap
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
 from peftkit.adapter import attach
 from peftkit.errors import RunError
@@ -21,7 +23,7 @@ from peftkit.forward.blocks import Blocks
 from peftkit.methods.lora import LoRA
 from peftkit.train import memory
 from peftkit.train.fitting import ActivationBytes, saved_by
-from tests.helpers.families import FAMILIES
+from tests.helpers.families import FAMILIES, llama
 from tests.helpers.toy import (
     CausalTask,
     Deep,
@@ -72,6 +74,12 @@ def test_what_is_needed_under_each_way():
     assert saved.needed("recompute") == 7 + 60 + 2 * 300
     assert saved.needed("offload") == 7 + 50 + 2 * 300
     assert ActivationBytes(7, (), ()).needed("keep") == 7
+
+
+def test_feed_forward_layers_alone_are_recomputed_one_after_the_other():
+    saved = ActivationBytes(7, (100, 300, 200), (10, 30, 20), (80, 200, 160), (), (20, 100, 40))
+    assert saved.needed("selective") == 7 + 160 + 2 * 200
+    assert replace(saved, tiled=(1, 2, 3)).needed("selective") == 7 + 160 + 100
 
 
 def test_tiles_spare_the_feed_forward_of_recomputed_blocks():
@@ -230,6 +238,32 @@ def test_what_is_planned_for_a_transformer_covers_what_its_batches_save(monkeypa
     for part in parts:
         saved = saved_by(lambda: step.loss(part), step.blocks.blocks)  # noqa: B023
         assert saved.needed(step.plan.activations) <= 2_000_000
+
+
+def test_memory_between_two_modes_recomputes_half_of_the_blocks_also_after_a_resume(monkeypatch):
+    rows, found = [Row(tuple(range(3, 67)), (0,) * 64, "")] * 2, []
+    modes: tuple[Activations, ...] = ("keep", "selective", "recompute")
+    for number in range(3):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(llama(num_hidden_layers=6))
+        attach(model, LoRA(rank=3, dropout=0.1))
+        step = step_of(model.train(), CausalTask(), memory=1.0, max_steps=1)
+        saved = memory._saved(step.run, step, rows[0])
+        assert saved is not None
+        costs = [saved.needed(mode) for mode in modes]
+        free = 2 * costs[0] if number == 0 else sum(costs[number - 1 : number + 1]) / 2 + 64
+        step.run.rows = rows
+        monkeypatch.setattr(memory, "_available", lambda *_, free=free: int(free))
+        memory.plan_memory_and_compile(step.run, step)
+        expected = modes[number], 3 if number else None
+        assert (step.plan.activations, step.plan.num_recomputed) == expected
+        resumed = step_of(model, CausalTask(), memory=1.0, max_steps=1)
+        resumed.load_state(step.run.state, is_exact=True)
+        assert (resumed.blocks.activations, resumed.blocks.num_recomputed) == expected
+        torch.manual_seed(1)
+        facts = resumed(rows[:1], 0.1)
+        found.append((facts.loss, facts.grad_norm))
+    assert found[0] == found[1] == found[2]
 
 
 def test_streamed_blocks_are_recomputed_under_auto(tmp_path):

@@ -26,7 +26,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return gradients_of(model)
 
 
-@pytest.mark.parametrize("way", ["recompute", "offload"])
+@pytest.mark.parametrize("way", ["selective", "recompute", "offload"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
 def test_gradients_are_those_of_activations_that_are_kept(family, way):
     torch.manual_seed(0)
