@@ -194,7 +194,10 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     ),
     "code": (as_code, ("remote code (trust_remote_code), which peftkit does not run",)),
     "an adapter": (lambda f: (f / "adapter_config.json").touch(), ("It is an adapter",)),
-    "no tokenizer": (remove_tokenizer, ("the tokenizer of", "no readable tokenizer files")),
+    "no tokenizer": (
+        remove_tokenizer,
+        ("the tokenizer of", "no readable", "Copy tokenizer.json"),
+    ),
     "endless tokenizer": (
         save_tokenizer_without("pad_token", "eos_token"),
         ("no eos_token and no pad_token",),

@@ -68,5 +68,5 @@ def test_without_prometheus_client_the_way_to_get_it_is_named(bank, monkeypatch)
     with TestClient(make_app(bank), base_url=HERE) as client:
         refused = client.get("/metrics")
         assert refused.status_code == 501
-        assert "pip install 'peftkit[metrics]'" in refused.json()["error"]["message"]
+        assert "pip install -e '.[metrics]'" in refused.json()["error"]["message"]
         assert client.get("/health").status_code == 200
