@@ -125,9 +125,8 @@ class Plan:
             facts["trained parameters per token"] = ratio_text
         if self.seconds_here is not None and self.seconds_now is not None:
             idle, now = map(rough_duration, (self.seconds_here, self.seconds_now))
-            load = f"; {now} with the current load" if now != idle else ""
-            load += "; the run corrects it after its first steps" * bool(self.run_tokens)
-            facts[f"{work} here"] = f"about {idle} once loaded, on an idle machine{load}"
+            load = f" idle, {now} at the current load" if now != idle else " once loaded"
+            facts[f"{work} here"] = f"about {idle}{load}"
         for name, seconds in self.seconds_on.items():
             estimate = rough_duration(seconds) if seconds >= 0.1 else "under 0.1 s"
             if self.run_tokens and seconds < FEW_SECONDS:
