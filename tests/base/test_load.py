@@ -205,6 +205,14 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
 }
 
 
+def test_progress_counts_a_tied_weight_once(folder):
+    edit_config(folder, tie_word_embeddings=True)
+    seen: list[Event] = []
+    base = load_base(str(folder), on_event=seen.append)
+    total = sum(p.nbytes for p in base.model.parameters())
+    assert {event.total for event in seen if isinstance(event, Progress)} == {total}
+
+
 @pytest.mark.parametrize("name", SPOILT)
 def test_spoilt_folder_is_one_error_that_says_what_is_wrong(name, folder):
     spoil, words = SPOILT[name]
