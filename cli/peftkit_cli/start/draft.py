@@ -26,7 +26,7 @@ WEIGHTS_IN_MEMORY = 3
 """Minimum ratio of GPU memory to 16-bit weights at which a base is not quantised."""
 UNLIMITED = 1_000_000
 ANCHOR = "1.0"
-"""Weight of the anchor. It divides drift by 46 at the same score (docs/forgetting.md)."""
+"""Weight of the anchor. It divides drift by 40 or more at the same score (docs/forgetting.md)."""
 
 
 @dataclass(frozen=True, slots=True)
