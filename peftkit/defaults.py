@@ -37,6 +37,9 @@ UNKNOWN_WIDTH = 4096
 PREFERENCE_RATE = 0.1
 """Factor of the learning rate for preference tasks."""
 
+ANCHOR_SHARE, MAX_ANCHORS = 1 / 8, 4
+"""Tokens of `task.anchor` as a share of the rows' tokens of a step; its maximum number of rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
@@ -103,6 +106,16 @@ def learning_rate_of(width: int | None) -> float:
     """Return the learning rate of LoRA for a base of this hidden size, to one digit."""
     rate = BASE_RATE * (BASE_WIDTH / (width or UNKNOWN_WIDTH)) ** RATE_POWER
     return float(f"{rate:.0e}")
+
+
+def anchors_per_step(tokens: float, anchor_tokens: float) -> int:
+    """Return the number of anchor rows in a step.
+
+    Args:
+        tokens: Tokens of the step's rows on one process.
+        anchor_tokens: Tokens of an anchor row.
+    """
+    return max(1, min(MAX_ANCHORS, round(ANCHOR_SHARE * tokens / anchor_tokens)))
 
 
 def drift_advice(task: Any, train: TrainConfig, config: Any) -> str:

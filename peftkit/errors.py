@@ -95,6 +95,11 @@ class EndedTogetherError(RunError):
     """The error that ended one process of a run, raised by all of them."""
 
 
+def install_extra(name: str) -> str:
+    """Return the command that installs an optional part; no package index has peftkit."""
+    return f"In the checkout of peftkit: pip install -e '.[{name}]'"
+
+
 def first_few(items: Iterable[str], limit: int, separator: str = "\n") -> str:
     """Join the first items, and count the rest: "a, b, and 3 more"."""
     items = list(items)

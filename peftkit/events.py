@@ -105,7 +105,10 @@ class ClassReport(Table):
 
 @dataclass(frozen=True, slots=True)
 class RunStarted(Event):
-    """Training begins; `plan` and `paths` describe how the model is computed."""
+    """Training begins.
+
+    `num_parameters` are the base's; `plan` and `paths` describe how the model is computed.
+    """
 
     num_steps: int
     start_step: int

@@ -12,6 +12,7 @@ from peftkit.adapter import Adapter, attach, check_fits
 from peftkit.base.load import Base, open_base
 from peftkit.base.skeleton import skeleton
 from peftkit.config.schema import flat
+from peftkit.data.records import check_exists, sources_of
 from peftkit.data.rows.lazy import fingerprint
 from peftkit.defaults import drift_advice, why_too_short
 from peftkit.errors import ConfigError
@@ -197,6 +198,8 @@ def prepare(
     Raises:
         PeftkitError: The base, a target or the data does not match the recipe.
     """
+    held_out = [recipe.data.eval] if isinstance(recipe.data.eval, str) else []
+    check_exists(*(source.path for source in sources_of(recipe.data)), *held_out)
     settings = recipe.task.resolve(recipe.data)
     if base is None:
         if not recipe.method.start_from:  # before loading, which may take an hour

@@ -8,8 +8,10 @@ from transformers import LlamaConfig
 
 from peftkit.defaults import (
     EPOCH_STEPS,
+    MAX_ANCHORS,
     MIN_STEPS,
     PREFERENCE_RATE,
+    anchors_per_step,
     batch_of,
     defaults_for,
     drift_advice,
@@ -30,6 +32,14 @@ def test_an_epoch_has_dozens_of_steps_whatever_the_rows(num_rows, tokens):
     epoch_steps = math.ceil(rows / settings.batch_size)
     assert epoch_steps >= EPOCH_STEPS
     assert settings.num_steps == epoch_steps * settings.epochs >= 100
+
+
+@pytest.mark.parametrize("tokens", [1, 448, 830, 1_500, 16_384])
+@pytest.mark.parametrize("anchor_tokens", [20, 60, 90])
+def test_an_anchor_takes_an_eighth_of_a_step_or_one_to_four_rows(tokens, anchor_tokens):
+    number = anchors_per_step(tokens, anchor_tokens)
+    assert 1 <= number <= MAX_ANCHORS
+    assert number in (1, MAX_ANCHORS) or abs(number - tokens / 8 / anchor_tokens) <= 0.5
 
 
 def test_few_rows_are_not_packed_and_many_are():

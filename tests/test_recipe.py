@@ -9,10 +9,11 @@ import torch
 import transformers
 
 from peftkit.config.schema import Config, from_dict
-from peftkit.errors import ConfigError
-from peftkit.events import EvalDone, Event, Notice, RunStarted, Saved, StepDone
+from peftkit.errors import ConfigError, DataError
+from peftkit.events import EvalDone, Event, Notice, RunStarted, Saved, Stage, StepDone
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.recipe import Recipe, load
+from peftkit.run import check as check_recipe
 from peftkit.run import run as run_recipe
 from tests.helpers.folders import write_rows
 
@@ -202,3 +203,27 @@ def test_packing_that_was_not_asked_for_gives_way(settings):
     assert [e for e in events if isinstance(e, Notice) and "not packed" in e.text]
     kept = load(recipe.train.output_dir / "recipe.yaml")  # and can be trained again
     assert not kept.data.packing
+
+
+@pytest.mark.parametrize("command", [run_recipe, check_recipe])
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"data": {"train": "{folder}/tran.jsonl"}}, "Did you mean 'train.jsonl'"),
+        ({"data": {"eval": "{folder}/evl.jsonl"}}, "Did you mean 'eval.jsonl'"),
+        ({"data": {"train": "{folder}/rows.bin"}}, "The suffix '.bin'"),
+        ({"data": {"format": "messages"}}, "messages"),
+        ({"task": {"type": "causal_lm", "prompt": "mail", "completion": "output"}}, "lacks 'mail'"),
+    ],
+)
+def test_files_and_fields_are_checked_before_the_base_is_loaded(
+    command, section, words, settings, tmp_path
+):
+    (tmp_path / "rows.bin").write_bytes(b"rows")
+    settings["task"] = {"type": "causal_lm"}
+    (name, values), events = *section.items(), list[Event]()
+    values = {key: text.format(folder=tmp_path) for key, text in values.items()}
+    with pytest.raises(DataError) as error:
+        command(parse(settings, **{name: values}), on_event=events.append)
+    assert words in str(error.value)
+    assert not [event for event in events if isinstance(event, Stage)]

@@ -63,11 +63,13 @@ def _write_hard_negatives(
     margin: float,
     kind: Literal["embedding", "reranker"],
 ) -> None:
+    from peftkit.data.records import check_exists
     from peftkit.evaluation.make_rows import find_hard_negatives
     from peftkit.evaluation.predict import write_rows
     from peftkit.formats.open_adapter import open_adapter
     from peftkit_cli.render import Renderer
 
+    check_exists(*filter(None, (file, candidates)))
     with Renderer() as on_event:
         mined = find_hard_negatives(
             open_adapter(adapter, on_event=on_event),

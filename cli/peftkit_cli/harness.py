@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.data.generation import template_of
-from peftkit.errors import ConfigError, did_you_mean
+from peftkit.errors import ConfigError, did_you_mean, install_extra
 from peftkit.events import Listener, Notice, Stage, Table, ignore
 from peftkit.formats.open_adapter import Opened, require_causal
 
@@ -75,7 +75,7 @@ def run_tasks(
         raise ConfigError(
             "--tasks needs lm-evaluation-harness.",
             found=str(error),
-            fix="Install it: pip install 'peftkit[lm-eval]'",
+            fix=install_extra("lm-eval"),
         ) from None
     manager = TaskManager(include_path=None if include is None else str(include))
     if unknown := [name for name in tasks if name not in manager.all_tasks]:

@@ -64,7 +64,7 @@ def _show(plan: Plan) -> None:
     Console(stderr=True, highlight=False).print(
         f"{plan.model}: {count(plan.num_parameters)} parameters "
         f"({plan.dtype}, {storage}), {count(plan.num_trained)} trained "
-        f"({100 * plan.num_trained / (plan.num_parameters + plan.num_trained):.2f} % of all).",
+        f"({100 * plan.num_trained / plan.num_parameters:.2f} % of the base's).",
         markup=False,
     )
     title = (

@@ -248,7 +248,7 @@ def print_table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, 
 
 
 def show_table(console: Console, table: events.Table, *, brief: bool = False) -> None:
-    """Print a table; outside a terminal, as wide as its text.
+    """Print a table; outside a terminal, as wide as its text, or as COLUMNS if that is set.
 
     Args:
         brief: Print its summary instead, if it has one.
@@ -268,8 +268,10 @@ def show_table(console: Console, table: events.Table, *, brief: bool = False) ->
     if console.is_terminal:
         console.print(grid, Text())
         return
-    # Lines in a file never wrap, for searches.
-    width = console.measure(grid, options=console.options.update(width=10_000)).maximum
+    # Lines in a file do not wrap, for searches, unless COLUMNS requests it.
+    limit = os.environ.get("COLUMNS", "")
+    limits = console.options.update(width=int(limit) if limit.isdecimal() else 10_000)
+    width = console.measure(grid, options=limits).maximum
     page = io.StringIO()
     Console(file=page, width=width).print(grid)
     lines = (line.rstrip() for line in page.getvalue().splitlines())
@@ -287,8 +289,8 @@ def describe(event: Event) -> str | None:
             share = 100 * event.num_trainable / max(event.num_parameters, 1)
             start = f", from step {event.start_step}" if event.start_step else ""
             return (
-                f"Training {count(event.num_trainable)} of {count(event.num_parameters)} "
-                f"parameters ({share:.2f} %) on {event.device}: {event.num_rows:,} rows, "
+                f"Training {count(event.num_trainable)} parameters ({share:.2f} % of the base's "
+                f"{count(event.num_parameters)}) on {event.device}: {event.num_rows:,} rows, "
                 f"{event.num_steps:,} steps{start}"
                 + (f"\n  plan: {event.plan}" if event.plan else "")
                 + (f"\n  computed by: {event.paths}" if event.paths else "")

@@ -48,6 +48,7 @@ def generate(
         audio (FILE): Audio to put before the prompt; transcribed without --prompt. Repeatable.
         video (FILE): A video to put before the prompt. Repeatable.
     """
+    _check_there(*image or (), *audio or (), *video or ())
     if audio and prompt is None and system is None:
         opened = _open(adapter, base, force)
         from peftkit.evaluation.predict import transcribe
@@ -425,7 +426,9 @@ def _open(adapter: str, base: str | None, force: bool) -> Opened:
         return open_adapter(folder, base, force=force, on_event=on_event)
 
 
-def _check_there(data: Path) -> None:
-    if not data.exists():
-        near = neighbours(data, f"*{data.suffix}")
-        raise DataError(f"there is no data file '{data}'.", found=near)
+def _check_there(*files: Path) -> None:
+    """Check that files exist, before the base is loaded."""
+    for file in files:
+        if not file.exists():
+            near = neighbours(file, f"*{file.suffix}")
+            raise DataError(f"there is no file '{file}'.", found=near)

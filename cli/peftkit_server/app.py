@@ -14,7 +14,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Route
 
-from peftkit.errors import PeftkitError
+from peftkit.errors import PeftkitError, install_extra
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.engine import Limits as EngineLimits
 from peftkit.inference.open_engine import tokens_that_fit
@@ -157,7 +157,7 @@ def _dialects(training: Training) -> list[Dialect]:
     """Return the training APIs; Tinker's requires protobuf."""
     openai = tuning.dialect(training)
     if find_spec("google") is None or find_spec("google.protobuf") is None:
-        training.log("Tinker's API needs protobuf: pip install 'peftkit[train-api]'")
+        training.log(f"Tinker's API needs protobuf. {install_extra('train-api')}")
         return [openai]
     from peftkit_server.tinker import api as tinker
 

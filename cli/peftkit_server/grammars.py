@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from peftkit.errors import install_extra
 from peftkit.inference.sampling import Constraint
 from peftkit_server.limits import DEFAULTS, Limits
 from peftkit_server.refusals import RequestError
@@ -122,7 +123,7 @@ def check_grammar(
     spec = find_spec("llguidance")
     if spec is None or spec.origin is None:
         reason = "llguidance is not installed on the server."
-        raise _no_grammar(reason, "pip install 'peftkit[json]'", param)
+        raise _no_grammar(reason, install_extra("json"), param)
     if len(text) > limits.schema_bytes:
         reason = f"It has {len(text):,} characters; the limit is {limits.schema_bytes:,}."
         raise _no_grammar(reason, "Use a smaller schema.", param)

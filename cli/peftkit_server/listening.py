@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from importlib.util import find_spec
 
-from peftkit.errors import ConfigError
+from peftkit.errors import ConfigError, install_extra
 
 BACKLOG = 128
 
@@ -36,5 +36,5 @@ def require_extra() -> None:
         raise ConfigError(
             "cannot serve.",
             found=f"Not installed: {', '.join(missing)}.",
-            fix="pip install 'peftkit[serve]'",
+            fix=install_extra("serve"),
         )

@@ -25,6 +25,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from peftkit.errors import install_extra
 from peftkit.kernels.device import gpu_of, resident_bytes
 from peftkit_server.refusals import RequestError
 from peftkit_server.worker import Worker
@@ -74,7 +75,7 @@ class ServerMetrics:
             raise RequestError(
                 "the server has no metrics.",
                 found="Not installed: prometheus_client.",
-                fix="pip install 'peftkit[metrics]'",
+                fix=install_extra("metrics"),
                 status=501,
             )
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest

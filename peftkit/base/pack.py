@@ -178,7 +178,8 @@ class PackingLoader:
         """Collect names, shapes and weights to pack from the model without weights."""
         named = model.named_parameters(remove_duplicate=False)
         self._shapes = {name: p.shape for name, p in named if p.is_floating_point()}
-        self._total = sum(p.numel() * p.element_size() for p in model.parameters())
+        with _as_tied(model):
+            self._total = sum(p.numel() * p.element_size() for p in model.parameters())
         self._in_float32 = kept_in_float32(model, self.request.dtype)
         self._head = head_modules(model) if self.request.purpose.head is not None else ()
         if self._packs:

@@ -145,10 +145,16 @@ def _show_bars(show: bool) -> None:
 
 
 _REASONS = {
-    "trust_remote_code": "It needs remote code (trust_remote_code), which peftkit does not run.",
-    "instantiate the backend tokenizer": "It has no readable tokenizer files.",
+    "trust_remote_code": (
+        "It needs remote code (trust_remote_code), which peftkit does not run.",
+        "Use a base whose architecture is part of transformers.",
+    ),
+    "instantiate the backend tokenizer": (
+        "It has no readable tokenizer files.",
+        "Copy tokenizer.json and tokenizer_config.json of the model into its folder.",
+    ),
 }
-"""Text in an error of transformers -> reason to report."""
+"""Text in an error of transformers -> reason to report, and its fix."""
 
 
 @contextmanager
@@ -161,8 +167,8 @@ def explained(location: Location, what: str = "") -> Iterator[None]:
     except Exception as error:  # a damaged file can raise anything
         text = str(error) or repr(error)
         lines = [line.strip()[:300] for line in text.splitlines() if line.strip()]
-        reason = next((r for sign, r in _REASONS.items() if sign in text), "\n".join(lines[:4]))
-        fix = "" if location.is_local else suggest(location.name)
+        other = "\n".join(lines[:4]), "" if location.is_local else suggest(location.name)
+        reason, fix = next((pair for sign, pair in _REASONS.items() if sign in text), other)
         raise BaseError(f"cannot load {what}{location.name}.", found=reason, fix=fix) from error
 
 

@@ -96,6 +96,22 @@ def files_of(path: str) -> list[str]:
     return files
 
 
+def check_exists(*sources: str | Path) -> None:
+    """Check that files exist and can be read by their suffix; data sets and URLs are not opened.
+
+    Commands call it before they load a base.
+
+    Raises:
+        DataError: A source does not exist, or its suffix is unknown.
+    """
+    for where in map(str, sources):
+        path = Path(where).expanduser()
+        if not (path.exists() or is_url(where) or _is_data_set(where)):
+            raise _missing(where, path)
+        if path.is_file() and path.suffix.lower() not in READERS:
+            raise _unknown_suffix(path)
+
+
 Part = Callable[[], list[Record]]
 """A function that reads some of a file's records, in this process or another."""
 

@@ -24,7 +24,7 @@ from peftkit.data.general import MEASURED, TEXTS
 from peftkit.data.pack import IGNORE, Row, collate
 from peftkit.data.tokens import with_bos
 from peftkit.errors import DataError, RunError
-from peftkit.events import Listener, Progress, ignore
+from peftkit.events import Listener, Progress, Stage, ignore
 from peftkit.forward.loss import (
     Head,
     accepted,
@@ -103,6 +103,8 @@ class Drift:
         if self._texts:
             return text_rows(self._tokenizer, self._texts, self._config.tokens)
         options: Any = {"length": LENGTH, "seed": SEED, "prompt_format": self._prompt_format}
+        text = f"Answering {len(MEASURED)} general prompts, on which train.drift is measured"
+        self._on_event(Stage(f"{text}; as long as a few steps"))
         try:
             with self._before():
                 return own_answers(self._model, self._tokenizer, MEASURED, **options)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from peftkit.base.load import Base, load_base
 from peftkit.base.purpose import CAUSAL_LM
+from peftkit.data.records import check_exists
 from peftkit.data.style import Style
 from peftkit.errors import MergeError, first_few
 from peftkit.events import Event, Listener, Notice, Progress, Saved, Stage, ignore
@@ -63,6 +64,7 @@ def merge_quantized(
         MergeError: The model's layers cannot be stored in this format; and as `merge`.
     """
     source, out = adapter_folder(adapter), Path(out).expanduser()
+    check_exists(*filter(None, [calibrate]))
     file = read_adapter(source)
     if task_of(file).purpose != CAUSAL_LM:
         raise MergeError(

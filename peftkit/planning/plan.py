@@ -7,7 +7,6 @@ Only the config of the model is read. A training step runs on tensors without da
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,20 +18,25 @@ import torch
 
 from peftkit.base.pretrained import published_codes
 from peftkit.config.schema import from_dict
+from peftkit.data.records import Dropped
+from peftkit.data.rows.lazy import num_tokens
+from peftkit.defaults import anchors_per_step, should_pack
 from peftkit.errors import ConfigError
 from peftkit.execution.environment import gpu_of_size, this_machine
 from peftkit.execution.plan import ExecutionPlan, plan_of
 from peftkit.figures import rough_duration, size
 from peftkit.kernels.device import launch_seconds, local_gpu
 from peftkit.planning.memory import CARDS, LINK, STEP, DeviceEstimate, MemoryEstimator, Strategy
-from peftkit.planning.resolve import as_continued, config_of
+from peftkit.planning.resolve import as_continued, config_of, encode_first
 from peftkit.recipe import Recipe, load
 from peftkit.train.optim import STATE_BYTES
 
 BYTES_PER_TOKEN = 4
-"""Approximate bytes of text per token, since data is not tokenised for a plan."""
-ANCHOR_TOKENS = 240
-"""Tokens that `task.anchor` adds to a step: four answers with their prompts in a chat template."""
+"""Approximate bytes of text per token, for rows that cannot be encoded without the base."""
+MAX_ENCODED = 1_000
+"""Maximum number of rows that are encoded to count their tokens."""
+ANCHOR_TOKENS = 60
+"""Tokens of a row that `task.anchor` adds to a step: a short answer and its prompt."""
 NUM_CARDS = (1, 2, 4, 8)
 ANSWER_LENGTHS = (1024, 4096, 16384)
 """Context lengths for which `peftkit plan --json` counts concurrent completions."""
@@ -59,9 +63,11 @@ class Plan:
         fits: Whether a row of the requested length fits with any strategy.
         change: If it does not fit: arguments to add to the command line, or "".
         execution: The run's execution plan.
+        seconds_here, seconds_now: Time of the run (or a batch) on this machine if it is idle, and
+            with the current load.
         answers: Context length to the number of concurrent completions that fit on the device with
             the base (serve, generate, eval); empty if the config lacks the sizes.
-        num_rows, num_tokens: Estimated from the data file's size; None without a file.
+        num_rows, num_tokens: Of the data file, exact up to MAX_ENCODED rows; None without a file.
         host_seconds: Time in which Python launches the kernels of the run, or of a batch, on a GPU.
         launch_seconds: Of it, the time of a block: measured if this machine has CUDA.
     """
@@ -90,6 +96,7 @@ class Plan:
     num_tokens: int | None
     run_tokens: int | None
     seconds_here: float | None
+    seconds_now: float | None
     seconds_on: Mapping[str, float]
     host_seconds: float
     launch_seconds: float
@@ -111,14 +118,15 @@ class Plan:
         }
         work = "the run" if self.run_tokens else "a batch"
         if self.run_tokens:
-            facts["data"] = f"about {self.num_tokens:,} tokens in {self.num_rows:,} rows"
+            about = "about " * ((self.num_rows or 0) > MAX_ENCODED)
+            facts["data"] = f"{about}{self.num_tokens:,} tokens in {self.num_rows:,} rows"
             ratio = self.num_trained / max(self.num_tokens or 1, 1)
             ratio_text = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
             facts["trained parameters per token"] = ratio_text
-        if self.seconds_here is not None:
-            load = "with the current load" if is_busy() else "on an idle machine"
-            duration = rough_duration(self.seconds_here)
-            facts[f"{work} here"] = f"about {duration} once loaded, {load}"
+        if self.seconds_here is not None and self.seconds_now is not None:
+            idle, now = map(rough_duration, (self.seconds_here, self.seconds_now))
+            load = f" idle, {now} at the current load" if now != idle else " once loaded"
+            facts[f"{work} here"] = f"about {idle}{load}"
         names: dict[str, list[str]] = {}  # of devices with the same estimate
         for name, seconds in self.seconds_on.items():
             estimate = rough_duration(seconds) if seconds >= 0.1 else "under 0.1 s"
@@ -161,11 +169,6 @@ class Plan:
         return f"It does not fit into memory with any setting.{other}"
 
 
-def is_busy() -> bool:
-    """Return whether the load average reaches the number of cores; False on Windows."""
-    return hasattr(os, "getloadavg") and os.getloadavg()[0] >= (os.cpu_count() or 1)
-
-
 def plan_run(
     target: Recipe | str | Path,
     *,
@@ -191,6 +194,10 @@ def plan_run(
     if memory is not None:
         environment = gpu_of_size(parse_size(memory) if isinstance(memory, str) else memory)
     config = config_of(recipe)
+    num_rows, num_tokens, longest = _data(recipe)
+    if longest is not None and not _packs(recipe, num_tokens or 0):
+        shorter = {"max_length": min(longest, recipe.data.max_length or longest)}
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update=shorter)})
     estimator = MemoryEstimator(recipe, config, environment, link=link)
     rows, length, steps = estimator.rows, estimator.length, estimator.steps
     strategies = tuple(estimator.strategies())
@@ -198,7 +205,6 @@ def plan_run(
     fits = chosen is not None
     chosen = chosen or min(strategies, key=lambda s: s.peak_bytes)
     codes = published_codes(config, recipe.base)
-    num_rows, num_tokens = _data(recipe, length)
     run_tokens = _run_tokens(recipe, num_rows, num_tokens, length)
     batches = (run_tokens or 1) / (rows * length * recipe.task.texts_per_row) if run_tokens else 1.0
     work = batches * chosen.step_flops
@@ -206,7 +212,8 @@ def plan_run(
     state = STATE_BYTES[recipe.train.optimizer] * steps.num_trained
     launch = launch_seconds()
     host = batches * steps.num_blocks * launch
-    local_rate = 0.7 * measured_rate(steps.dtype) if measure else 0.0
+    rates = [0.7 * rate for rate in measured_rates(steps.dtype)] if measure else []
+    seconds_here, seconds_now = (work / rate for rate in rates) if rates else (None, None)
     return Plan(
         model=recipe.base.model,
         on_gpu=environment.on_gpu,
@@ -231,7 +238,8 @@ def plan_run(
         num_rows=num_rows,
         num_tokens=num_tokens,
         run_tokens=run_tokens,
-        seconds_here=work / local_rate if measure else None,
+        seconds_here=seconds_here,
+        seconds_now=seconds_now,
         answers=estimator.num_completions(ANSWER_LENGTHS),
         seconds_on={
             card.name: max(
@@ -276,23 +284,29 @@ def parse_size(text: str) -> int:
     return int(value * _UNITS[(match[2] or "G").upper()])
 
 
-def measured_rate(dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a matrix product on this machine.
+def measured_rates(dtype: torch.dtype) -> tuple[float, float]:
+    """Return the FLOP/s of matrix products on this machine: if it is idle, and now.
 
-    The fastest of several products, since other programs slow down most of them.
+    On a CPU, the idle rate follows from the processor time of the fastest product: other programs
+    lengthen its duration. On a GPU, it is the rate of the fastest product.
     """
     gpu = local_gpu()
     device, size = (gpu[0], 4096) if gpu else (torch.device("cpu"), 512)
     wait = torch.get_device_module(device).synchronize if gpu else lambda: None
     a = torch.ones(size, size, dtype=dtype, device=device)
-    best, num_done, until = float("inf"), 0, time.perf_counter() + MEASURE_SECONDS
-    while num_done < 2 or time.perf_counter() < until:  # the first one loads its kernel
-        wait()
-        began = time.perf_counter()
+    clock = time.perf_counter if gpu else time.process_time
+    best, num_done = float("inf"), 0
+    a @ a  # loads the kernel
+    wait()
+    start = time.perf_counter()
+    while num_done < 2 or time.perf_counter() < start + MEASURE_SECONDS:
+        began = clock()
         a @ a
         wait()
-        best, num_done = min(best, time.perf_counter() - began), num_done + 1
-    return 2 * size**3 / best
+        best, num_done = min(best, clock() - began), num_done + 1
+    idle = best if gpu else best / torch.get_num_threads()
+    now = max((time.perf_counter() - start) / num_done, idle)
+    return 2 * size**3 / idle, 2 * size**3 / now
 
 
 def _recipe(target: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
@@ -317,19 +331,38 @@ def _execution(estimator: MemoryEstimator, chosen: Strategy) -> ExecutionPlan:
     return replace(plan, tokens=max(chosen.most_rows, 1) * estimator.length)
 
 
-def _data(recipe: Recipe, length: int) -> tuple[int | None, int | None]:
-    """Estimate the rows and tokens of a local data file by its size; None without one."""
+def _data(recipe: Recipe) -> tuple[int | None, int | None, int | None]:
+    """Return the rows and tokens of a local data file, and the longest row; None if unknown.
+
+    The counts of up to MAX_ENCODED rows are those of `peftkit check`.
+    """
     train = recipe.data.train
     path = Path(train if isinstance(train, str) else "").expanduser()
     if not path.is_file() or path.suffix != ".jsonl":
-        return None, None
-    rows = tokens = 0
+        return None, None, None
     with open(path, "rb") as file:
-        for line in file:
-            if line.strip():
-                rows += 1
-                tokens += min(len(line) // BYTES_PER_TOKEN, length)
-    return rows, tokens
+        sizes = [len(line) for line in file if line.strip()]
+    try:
+        encoded = encode_first(recipe, MAX_ENCODED)[1]
+        lengths = [num_tokens(row) for row in encoded if not isinstance(row, Dropped)]
+    except Exception:  # the run reports the reason: a plan needs the config alone
+        lengths = []
+    if not any(lengths):
+        longest = recipe.data.max_length or max(sizes, default=0)
+        return len(sizes), sum(min(n // BYTES_PER_TOKEN, longest) for n in sizes), None
+    if len(sizes) <= MAX_ENCODED:
+        return len(lengths), sum(lengths), max(lengths)
+    mean = sum(lengths) / len(encoded)
+    return len(sizes), round(mean * len(sizes)), None
+
+
+def _packs(recipe: Recipe, num_tokens: int) -> bool:
+    """Return whether a run packs its rows; by default, few rows are not packed."""
+    data = recipe.data
+    can_pack = data.packing and "packing" in recipe.task.data_fields and data.max_length
+    if not can_pack or data.packing_is_explicit:
+        return bool(can_pack)
+    return should_pack(math.ceil(num_tokens / (data.max_length or 1)))
 
 
 def _run_tokens(
@@ -339,13 +372,16 @@ def _run_tokens(
     train = recipe.train
     if not num_rows or not num_tokens:
         return num_tokens
-    packs = recipe.data.packing and "packing" in recipe.task.data_fields
+    share = recipe.data.eval if isinstance(recipe.data.eval, float) else 0.0
+    num_rows, num_tokens = (max(round(n * (1 - share)), 1) for n in (num_rows, num_tokens))
+    packs = _packs(recipe, num_tokens)
     num_steps = train.num_steps(math.ceil(num_tokens / length) if packs else num_rows)
+    row = min(length, num_tokens) if packs else num_tokens / num_rows
     has_anchor = recipe.task.type == "causal_lm" and getattr(recipe.task, "anchor", None)
-    anchors = num_steps * ANCHOR_TOKENS if has_anchor else 0
+    per_step = anchors_per_step(train.rows_per_step() * row, ANCHOR_TOKENS)
+    anchors = num_steps * per_step * ANCHOR_TOKENS if has_anchor else 0
     if train.max_steps is None:
         return round(num_tokens * train.epochs) + anchors
-    row = min(length, num_tokens) if packs else num_tokens / num_rows
     return round(train.max_steps * train.rows_per_step() * row) + anchors
 
 

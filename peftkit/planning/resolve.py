@@ -7,17 +7,52 @@ activation mode and the size of micro-batches follow from the rows (train/memory
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain, islice
 from typing import Any
 
+import torch
+
+from peftkit.base.load import processors_of
 from peftkit.base.pretrained import is_packed
 from peftkit.base.request import ROOM, compute_dtype, place_weights
-from peftkit.base.skeleton import on_meta, read_config, weight_bytes
-from peftkit.events import Listener, Notice
+from peftkit.base.skeleton import (
+    find_config,
+    hollow,
+    on_meta,
+    read_config,
+    weight_bytes,
+    with_depth,
+)
+from peftkit.data.records import sources_of
+from peftkit.events import Listener, Notice, ignore
 from peftkit.execution.environment import free_for_training, select_device
 from peftkit.execution.plan import ExecutionPlan, Shard, plan_of
 from peftkit.execution.world import World
 from peftkit.model.blocks import recomputable_blocks
 from peftkit.recipe import Recipe
+
+
+def encode_first(recipe: Recipe, number: int, on_event: Listener = ignore) -> tuple[Any, list[Any]]:
+    """Return a recipe's task without weights, and the first rows of its training data.
+
+    The task is created for a model of one block without weights: rows depend on the tokenizer and
+    the config alone.
+
+    Raises:
+        PeftkitError: The base, its tokenizer or the rows cannot be read.
+    """
+    data = recipe.data.without_packing()
+    config = recipe.task.resolve(data)
+    location, base = find_config(recipe.base.model, recipe.base.revision, config.purpose)
+    model = hollow(on_meta(with_depth(base, 1), config.purpose, torch.float32))
+    processors = processors_of(location, config.purpose, ignore)
+    processor = next(filter(None, reversed(processors)))
+    task = config.on(model, processor, data, on_event=on_event)
+    encoder = task.rows.encoder
+    encoder.drops_invalid = data.drop_invalid
+    where = encoder.file_of(sources_of(data)[0].path)
+    records = chain.from_iterable(part() for part in encoder.parts(where))
+    return task, encoder.rows(encoder.read(list(islice(records, number)), where)).rows
 
 
 def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from peftkit.errors import first_few
 from peftkit.events import Table
 from peftkit.figures import size
-from peftkit.model.places import ModelWeight, find_places, is_linear, own_table
+from peftkit.model.places import FrozenWrapper, ModelWeight, find_places, is_linear, own_table
 from peftkit.quant.layers import Packing, packed_tensors
 from peftkit.quant.quantize import NEVER_PACKED, ROUTER, never_packed
 
@@ -118,7 +118,7 @@ class Audit:
 
 
 def audit(model: nn.Module) -> Audit:
-    """Return the audit of a model's parameters."""
+    """Return the audit of a model's parameters, without those of an adapter."""
     groups: dict[tuple[str, str, str], list[tuple[str, int, int]]] = {}
     stacks = {(p.module, p.parameter): p for p in find_places(model) if p.parameter}
     tables = {id(own_table(m)) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -162,9 +162,13 @@ def audit(model: nn.Module) -> Audit:
 
 
 def _plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield (module path, module, name, parameter) once per parameter, without packed ones."""
+    """Yield (module path, module, name, parameter) once per unpacked parameter of the base."""
     visited = {id(packed) for _, packed, _ in packed_tensors(model)}
+    wrappers = [each for each in model.modules() if isinstance(each, FrozenWrapper)]
+    adapters = {part for each in wrappers for part in {*each.modules()} - {*each.base.modules()}}
     for path, module in model.named_modules():
+        if module in adapters:
+            continue
         for name, tensor in module._parameters.items():
             if tensor is None or id(tensor) in visited or isinstance(module, Packing):
                 continue

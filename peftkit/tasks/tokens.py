@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 
 from peftkit.config.lazy import LazyMap
 from peftkit.data.encode import DocumentEncoder
-from peftkit.data.format import FieldNames
+from peftkit.data.format import FieldNames, parse
 from peftkit.data.pack import IGNORE, PackedRows, Row, collate, labelled_segments
+from peftkit.data.records import parts, sources_of
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.lazy import LazyRows
 from peftkit.defaults import should_pack
@@ -316,6 +318,13 @@ class CausalLMConfig(AnswerConfig):
     def fields(self) -> FieldNames | None:
         """The two named fields."""
         return FieldNames.of(prompt=self.prompt, completion=self.completion)
+
+    def resolve(self, data: DataConfig) -> CausalLMConfig:
+        """Check the format and the fields of each file's first rows, before the base is loaded."""
+        for source in () if data.drop_invalid else sources_of(data):
+            for part in islice(parts(source.path), 1):
+                parse(part(), data.format, where=source.path, fields=self.fields)
+        return self
 
     @staticmethod
     def task(

@@ -16,7 +16,7 @@ from torch import nn
 
 from peftkit.adapter import prepared_for_training, refresh_copies, separate_wrong_groups
 from peftkit.errors import EndedTogetherError, PeftkitError
-from peftkit.events import Listener, Notice, RunDone, StepDone, ignore
+from peftkit.events import Listener, Notice, RunDone, Stage, StepDone, ignore
 from peftkit.execution import rng
 from peftkit.execution.signals import Interrupted, stop_requests
 from peftkit.execution.state import Result, State, StepFacts
@@ -124,6 +124,7 @@ def train(
         delete_checkpoints(run.config.output_dir)
         if run.world.is_main and (aside := set_aside(run.config.output_dir)):
             run.say(Notice(f"The previous adapter is in {aside} until the new one is saved."))
+    run.say(Stage("Trying kernels and memory on the first rows"))
     config, hooks = run.config, run.hooks
     rows_per_step = config.rows_per_step(run.world.world_size)
     sampler = StatelessSampler(len(run.rows), rows_per_step, config.seed)

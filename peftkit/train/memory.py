@@ -266,7 +266,7 @@ def compile_blocks(run: Run, step: Step) -> None:
         return
     from peftkit.train.compiled import why_refused
 
-    run.say(Stage("Compiling the model's blocks"))
+    run.say(Stage("Compiling the model's blocks (without it: --set train.compile=false)"))
     problem = step.blocks.why_not_compiled() or why_refused(run, step)
     if run.world.max(int(problem != "")) == 0:
         return

@@ -1,6 +1,6 @@
 """Adapt a small ViT from upright digits to rotated and inverted ones, with 600 images.
 
-Needs: 2 CPU cores, 2 minutes; pip install "peftkit[images]" scikit-learn.
+Needs: 2 CPU cores, 2 minutes; pip install -e ".[images]" scikit-learn.
 Gives: the accuracy on held-out images before and after, and an adapter in runs/digits/adapter.
 """
 

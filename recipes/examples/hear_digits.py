@@ -4,7 +4,7 @@ espeak-ng speaks three digits at a time. A Wav2Vec2-BERT with 0.5 million parame
 scratch on a male voice. An adapter of rank 1 (hear-digits.yaml) is then trained on a female voice.
 The held-out sentences are in neither training set.
 
-Needs: a CPU core, 4 minutes; pip install "peftkit[audio]", and the program espeak-ng (packaged by
+Needs: a CPU core, 4 minutes; pip install -e ".[audio]", and the program espeak-ng (packaged by
 Debian and others).
 Gives: word error rates of both voices before and after, and an adapter in runs/hear-digits/adapter.
 """

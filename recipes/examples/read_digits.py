@@ -5,7 +5,7 @@ language model by a projector. Stage 1 aligns them: the projector is trained ful
 LoRA. Stage 2 trains the language model with LoRA to answer. All images use the digits of
 scikit-learn.
 
-Needs: 2 CPU cores, 7 minutes; pip install "peftkit[images]" scikit-learn.
+Needs: 2 CPU cores, 7 minutes; pip install -e ".[images]" scikit-learn.
 Gives: the fraction of held-out numbers that are read correctly, before and after each stage, and an
 adapter in runs/read-digits/adapter.
 """

@@ -189,12 +189,24 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     ),
     "code": (as_code, ("remote code (trust_remote_code), which peftkit does not run",)),
     "an adapter": (lambda f: (f / "adapter_config.json").touch(), ("It is an adapter",)),
-    "no tokenizer": (remove_tokenizer, ("the tokenizer of", "no readable tokenizer files")),
+    "no tokenizer": (
+        remove_tokenizer,
+        ("the tokenizer of", "no readable", "Copy tokenizer.json"),
+    ),
     "endless tokenizer": (
         save_tokenizer_without("pad_token", "eos_token"),
         ("no eos_token and no pad_token",),
     ),
 }
+
+
+def test_progress_counts_a_tied_weight_once(folder):
+    edit_config(folder, tie_word_embeddings=True)
+    edit_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    seen: list[Event] = []
+    base = load_base(str(folder), on_event=seen.append)
+    total = sum(p.nbytes for p in base.model.parameters())
+    assert {event.total for event in seen if isinstance(event, Progress)} == {total}
 
 
 @pytest.mark.parametrize("name", SPOILT)

@@ -124,7 +124,7 @@ def test_scores_are_read_from_the_harness_in_its_order():
 def test_a_missing_harness_names_its_pip(adapter, monkeypatch):
     opened = open_adapter(adapter)
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
-    with pytest.raises(ConfigError, match=r"pip install 'peftkit\[lm-eval\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[lm-eval\]'"):
         run_tasks(opened, ["arc_easy"])
 
 

@@ -23,7 +23,7 @@ RUN: list[Event] = [
     events.Stage("Loading the base"),
     events.Table("Base", ("kind", "count"), (("nf4 [q]", "210"), ("x" * 150, "1"))),
     events.Notice("labels of 2 rows were cut"),
-    events.RunStarted(100, 0, 1500, 4_884_480, 139_400_000, "cpu"),
+    events.RunStarted(100, 0, 1500, 4_884_480, 134_500_000, "cpu"),
     *[step(number, loss=2 / number) for number in range(1, 51)],
     events.EvalDone(50, {"eval_loss": 0.51, "num_rows": 64}, True),
     events.Saved("checkpoint", Path("runs/demo/checkpoints/step-50")),
@@ -60,7 +60,8 @@ def test_a_log_tells_every_fact_in_one_line_each():
     assert "nf4 [q]" in text
     assert "x" * 150 in text, "a cell is never cut"
     assert "note: labels of 2 rows were cut" in lines
-    assert "Training 4.88M of 139.4M parameters (3.50 %) on cpu: 1,500 rows, 100 steps" in lines
+    share = "4.88M parameters (3.63 % of the base's 134.5M)"
+    assert f"Training {share} on cpu: 1,500 rows, 100 steps" in lines
     assert "eval at step 50: eval loss 0.51, rows 64 (best so far)" in lines
     assert "saved checkpoint: runs/demo/checkpoints/step-50" in lines
     assert lines[-1] == "Done: 100 steps in 1:15; loss 0.02 (mean of the last 10 steps)"
@@ -125,6 +126,18 @@ def test_figures_in_a_table_stay_whole_on_a_narrow_terminal():
     assert "parameters" in lines[1], "a heading is not cut either"
 
 
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_table_in_a_pipe_is_as_wide_as_columns(columns, monkeypatch):
+    table = events.Table("", ("what", "text"), (("a row", "a word and more " * 20),))
+    wide, narrow = (Console(file=io.StringIO()) for _ in range(2))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    render.show_table(wide, table)
+    assert "a word and more " * 19 in wide.file.getvalue()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    render.show_table(narrow, table)
+    assert columns - 16 < max(map(len, narrow.file.getvalue().splitlines())) <= columns
+
+
 def test_brackets_in_texts_are_no_markup():
     happened: list[Event] = [events.Stage("Reading [red]x[/red].jsonl"), events.Stage("next")]
     assert "Reading [red]x[/red].jsonl" in live(happened)
@@ -174,7 +187,7 @@ def test_figures_as_texts(figure, text):
 
 
 def test_the_header_shows_in_one_line_what_computes_the_model():
-    started = events.RunStarted(100, 0, 1500, 4_884_480, 139_400_000, "cpu", "blocks: compiled")
+    started = events.RunStarted(100, 0, 1500, 4_884_480, 134_500_000, "cpu", "blocks: compiled")
     line, how = (render.describe(started) or "").splitlines()
     assert line.endswith("1,500 rows, 100 steps")
     assert "blocks: compiled" in how

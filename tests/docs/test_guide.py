@@ -4,6 +4,7 @@ somewhere."""
 import importlib.util
 import re
 import runpy
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -158,6 +159,19 @@ def recipe_of(text: str, folder: Path, overrides: tuple[str, ...] = ()) -> Recip
         if key.partition(".")[2] not in given.get(key.partition(".")[0], {})
     ]
     return load_recipe(path, [*filled, *overrides])
+
+
+@pytest.mark.parametrize("folder", ["docs", "recipes", "peftkit", "cli"])
+def test_no_package_index_is_expected_to_have_peftkit(folder):
+    """Extras are installed from a checkout or a wheel, and exist."""
+    suffixes = {".md", ".py", ".yaml", ".yml"}
+    files = [path for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *files])
+    assert not re.findall(r"pip install [^\n]*[\s\"']peftkit\[.*", text)
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = set(",".join(re.findall(r"[\"']\.\[([\w,-]+)\]", text)).split(",")) - {""}
+    assert extras <= set(settings["project"]["optional-dependencies"])
+    assert extras or folder in ("peftkit", "cli")
 
 
 @pages_with("yaml")

@@ -13,7 +13,7 @@ STARTED = {
     "start_step": 0,
     "num_rows": 640,
     "num_trainable": 4_884_480,
-    "num_parameters": 139_400_000,
+    "num_parameters": 134_500_000,
     "device": "cpu",
     "paths": "attention: grouped",
 }

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from peftkit import attach
 from peftkit.errors import BaseError
 from peftkit.model.places import is_linear
 from peftkit.quant.audit import audit
 from peftkit.quant.layers import QuantizedLinear, packed_tensors
 from peftkit.quant.quantize import KINDS, quantize_model
+from tests.helpers import grid
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.kinds import outputs
 
@@ -68,6 +70,17 @@ def test_audit_says_what_every_parameter_is(family):
     assert kept <= {"the output layer", "a head", "a router", "tied to an embedding"}
     table = found.table()
     assert all(len(row) == len(table.columns) for row in table.rows)
+
+
+@pytest.mark.parametrize(
+    "method", ["lora", "dora", "ia3", "vera", "ln_tuning", "houlsby", "prefix_tuning", "token_rows"]
+)
+def test_an_adapter_is_no_part_of_the_audit(method):
+    model = ARCHITECTURES["llama"]()
+    before = audit(model)
+    attach(model, grid.COLUMNS[method])
+    after = audit(model)
+    assert (after.num_parameters, after.num_bytes) == (before.num_parameters, before.num_bytes)
 
 
 def test_every_linear_and_stack_is_quantised_but_heads_routers_and_tied_ones(family):

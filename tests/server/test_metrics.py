@@ -66,5 +66,5 @@ def test_metrics_require_the_key_of_the_server(bank):
 def test_without_prometheus_client_the_way_to_get_it_is_named(bank, monkeypatch):
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
     with TestClient(make_app(bank), base_url=HERE) as client:
-        assert "pip install 'peftkit[metrics]'" in refusal(client.get("/metrics"), 501)["message"]
+        assert "pip install -e '.[metrics]'" in refusal(client.get("/metrics"), 501)["message"]
         assert client.get("/health").status_code == 200

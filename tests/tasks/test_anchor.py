@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from peftkit import defaults
 from peftkit.config.schema import from_dict
 from peftkit.data.general import ANCHORS
+from peftkit.defaults import MAX_ANCHORS
 from peftkit.events import StepDone
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.generate import own_answers
 from peftkit.recipe import Recipe
 from peftkit.run import run
-from peftkit.tasks.text.anchor import LENGTH, PER_STEP, SEED
+from peftkit.tasks.text.anchor import LENGTH, SEED
 from tests.helpers.classifiers import save_base
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.hybrids import HYBRIDS
@@ -46,14 +48,14 @@ def steps_of(recipe: Recipe, **options) -> list[StepDone]:
     return [event for event in seen if isinstance(event, StepDone)]
 
 
-def kl_of_step(folder, step: int) -> float:
+def kl_of_step(folder, step: int, per_step: int) -> float:
     """Return the mean KL over a step's answers with an adapter's weights, row by row."""
     opened = open_adapter(folder)
     model, total, number = opened.base.model.eval(), 0.0, 0
     with opened.adapter.disabled():
         rows = own_answers(model, opened.base.tokenizer, ANCHORS, length=LENGTH, seed=SEED)
-    first = (step - 1) * PER_STEP
-    for row in rows[first : first + PER_STEP]:
+    first = (step - 1) * per_step
+    for row in rows[first : first + per_step]:
         ids = torch.tensor([row.input_ids[:64]])
         now = model(ids).logits[0].double().log_softmax(-1)
         with opened.adapter.disabled():
@@ -67,12 +69,13 @@ def kl_of_step(folder, step: int) -> float:
 @pytest.mark.parametrize(
     "way", [way if way == "packed" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 )
-def test_a_step_reports_the_kl_of_its_answers(way, tmp_path):
+def test_a_step_reports_the_kl_of_its_answers(way, tmp_path, monkeypatch):
+    monkeypatch.setattr(defaults, "ANCHOR_SHARE", 100.0)  # the maximum, although rows are short
     sections = WAYS[way]
     first, second = steps_of(recipe_of(tmp_path, **sections))
     assert first.figures["anchor_kl"] == pytest.approx(0.0, abs=1e-6)
     steps_of(recipe_of(tmp_path, steps=1, **sections), overwrite=True)
-    expected = kl_of_step(tmp_path / "run", 2)
+    expected = kl_of_step(tmp_path / "run", 2, MAX_ANCHORS)
     assert expected > 1e-3
     assert second.figures["anchor_kl"] == pytest.approx(expected, rel=1e-3)
 

@@ -158,9 +158,9 @@ def test_a_folder_of_empty_folders_is_an_error(tmp_path):
 def test_without_pillow_the_error_says_how_to_get_it(folder, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "PIL" else find(n))
-    with pytest.raises(DataError, match=r"pip install .peftkit\[images\]"):
+    with pytest.raises(DataError, match=r"pip install -e .\.\[images\]"):
         ImageClassificationConfig().resolve(DataConfig(train=str(folder)))
-    with pytest.raises(DataError, match=r"pip install .peftkit\[images\]"):
+    with pytest.raises(DataError, match=r"pip install -e .\.\[images\]"):
         task_on(model_of()).load(str(folder))
 
 

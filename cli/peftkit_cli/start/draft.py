@@ -39,7 +39,7 @@ WEIGHTS_IN_MEMORY = 3
 """Minimum ratio of GPU memory to 16-bit weights at which a base is not quantised."""
 UNLIMITED = 1_000_000
 ANCHOR = "1.0"
-"""Weight of the anchor. It divides drift by 46 at the same score (docs/forgetting.md)."""
+"""Weight of the anchor. It divides drift by 40 or more at the same score (docs/forgetting.md)."""
 
 
 def draft(
@@ -252,7 +252,7 @@ def recipe_text(
         recipe["task"] = {"type": task, **names}
         if task == "causal_lm" and (named or fields != ["text"]):
             recipe["task"]["anchor"] = ANCHOR
-            comments["anchor"] = "keeps other answers as they are; four short rows a step"
+            comments["anchor"] = "keeps other answers as they are; one to four short rows a step"
     elif task == "seq2seq" and "document" not in fields:
         recipe["task"] = {k: section[k] for k in ("type", "max_target_length")}
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
-import torch
-
-from peftkit.base.load import processors_of
-from peftkit.base.skeleton import find_config, hollow, on_meta, with_depth
 from peftkit.data.pack import IGNORE
-from peftkit.data.records import Record, sources_of
-from peftkit.events import Event, Notice, ignore
+from peftkit.events import Event, Notice
+from peftkit.planning.resolve import encode_first
 from peftkit.recipe import Recipe
 
 MAX_TOKENS = 1500
@@ -44,30 +38,17 @@ class PreviewedRow:
 def first_rows(recipe: Recipe, number: int) -> tuple[list[PreviewedRow], list[str]]:
     """Return the first rows of a recipe's training data, and notices about them.
 
-    The task is created for a model of one block without weights: rows depend on the tokenizer and
-    the config alone.
-
     Raises:
         PeftkitError: The base, its tokenizer or the rows cannot be read.
     """
-    data = recipe.data.without_packing()
-    config = recipe.task.resolve(data)
-    location, base = find_config(recipe.base.model, recipe.base.revision, config.purpose)
-    model = hollow(on_meta(with_depth(base, 1), config.purpose, torch.float32))
     notices: list[str] = []
 
     def collect(event: Event) -> None:
         if isinstance(event, Notice):
             notices.append(event.text)
 
-    processors = processors_of(location, config.purpose, ignore)
-    processor = next(filter(None, reversed(processors)))
-    task = config.on(model, processor, data, on_event=collect)
-    encoder = task.rows.encoder
-    where = encoder.file_of(sources_of(data)[0].path)
-    records: Iterator[Record] = (record for part in encoder.parts(where) for record in part())
-    encoded = encoder.rows(encoder.read(list(islice(records, number)), where))
-    return [_previewed(task, row) for row in encoded.rows], notices
+    task, rows = encode_first(recipe, number, collect)
+    return [_previewed(task, row) for row in rows], notices
 
 
 def _previewed(task: Any, row: Any) -> PreviewedRow:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from peftkit.data.records import Record
-from peftkit.errors import DataError
+from peftkit.errors import DataError, install_extra
 from peftkit.files.strict_json import shown
 
 MAX_BYTES = 100 * 2**20
@@ -121,7 +121,7 @@ class Media:
             raise DataError(
                 f"Cannot read {cls.kind}s.",
                 found=f"They need {', '.join(missing)}, which is not installed.",
-                fix=f'pip install "peftkit[{cls.extra}]"',
+                fix=install_extra(cls.extra),
             )
 
     def read(self, limits: Limits) -> Any:

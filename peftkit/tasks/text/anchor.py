@@ -1,9 +1,9 @@
 """causal_lm with an anchor: training keeps the model's answers to general prompts.
 
-Before the first step, the model answers 32 general prompts. Each step also contains a few of these
-answers, with the loss KL(before, now) at each of their tokens. `task.anchor` times its mean is
-added to the mean loss of the step's targets. The answers share batches with the rows, so the anchor
-costs only their tokens.
+Before the first step, the model answers 32 general prompts. Each step also contains one to four of
+these answers (`anchors_per_step`), with the loss KL(before, now) at each of their tokens.
+`task.anchor` times its mean is added to the mean loss of the step's targets. The answers share
+batches with the rows, so the anchor costs only their tokens.
 
 Shapes: n targets of a batch, H hidden size, V vocabulary.
 """
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from peftkit.data.general import ANCHORS
 from peftkit.data.pack import Row, cut_document
+from peftkit.data.rows.lazy import tokens_of_each
+from peftkit.defaults import anchors_per_step
 from peftkit.events import Progress, Stage
 from peftkit.forward.loss import check_shared_head, divergence_of
 from peftkit.inference.generate import own_answers
@@ -28,8 +30,8 @@ from peftkit.model.modes import adapters_off, evaluating
 from peftkit.tasks.run_hooks import Reference, Run, RunHooks
 from peftkit.tasks.tokens import IGNORED, CausalLM
 
-LENGTH, SEED, PER_STEP = 24, 2000, 4
-"""Maximum tokens of an answer, the seed of all answers, and answers in a step of one process."""
+LENGTH, SEED = 24, 2000
+"""Maximum tokens of an answer, and the seed of all answers."""
 OF_ROWS, OF_ANCHOR, BEFORE = "of_rows", "of_anchor", "anchor_before"
 """Keys of a batch: indices into its targets, and the head's input or logits before training."""
 
@@ -63,6 +65,7 @@ class AnchoredLM(RunHooks, CausalLM):
         self._rows: list[AnchorRow] = []
         self._before: list[Tensor] = []
         self._scale = torch.ones(())
+        self._per_step, self._mean_tokens = 0, 0.0
 
     def set_reference(self, reference: Reference) -> None:
         self._reference = reference
@@ -70,15 +73,20 @@ class AnchoredLM(RunHooks, CausalLM):
     @property
     def paths(self) -> dict[str, str]:
         """How the loss is computed, and what the anchor adds to a step."""
-        mean = sum(len(row.input_ids) for row in self._rows) / max(len(self._rows), 1)
-        anchor = f"{PER_STEP} answers a step, about {PER_STEP * mean:.0f} tokens"
-        return {**super().paths, "anchor": anchor}
+        number = f"{self._per_step} answer{'s' * (self._per_step > 1)} a step"
+        tokens = f"about {self._per_step * self._mean_tokens:.0f} tokens"
+        return {**super().paths, "anchor": f"{number}, {tokens}"}
 
     def setup(self, run: Run) -> None:
         """Answer the general prompts, and store the hidden states before the head."""
         self.metric_names = ("anchor_kl",)
         self._scale = torch.ones((), device=run.world.device)
-        run.say(Stage(f"Answering {len(ANCHORS)} general prompts for task.anchor"))
+        run.say(
+            Stage(
+                f"Answering {len(ANCHORS)} general prompts, whose answers training preserves; as "
+                "long as a few steps (without it: --set task.anchor=null)"
+            )
+        )
         self.layout.forget()
         with evaluating(run.model), self._reference.state(), run.world.autocast():
             rows = own_answers(run.model, self.tokenizer, ANCHORS, length=LENGTH, seed=SEED)
@@ -94,6 +102,11 @@ class AnchoredLM(RunHooks, CausalLM):
                     name: each.to(run.world.device) for name, each in self.padded([row]).items()
                 }
                 self._before.append(self.before_head(run.model, batch).cpu())
+        if self._rows:
+            self._mean_tokens = tokens_of_each(self._rows).double().mean().item()
+            of_row = tokens_of_each(run.rows).double().mean().item()
+            tokens = run.config.rows_per_step() * of_row
+            self._per_step = anchors_per_step(tokens, self._mean_tokens)
 
     def before_step(self, rows: Sequence[Row], run: Run) -> Sequence[Sequence[Row]]:
         """Add the step's anchor rows to rows; none to an evaluation."""
@@ -110,8 +123,8 @@ class AnchoredLM(RunHooks, CausalLM):
 
     def _anchors(self, step: int, run: Run) -> list[AnchorRow]:
         """Return this process's anchor rows of a step, which depend on its number alone."""
-        first = (step * run.world.world_size + run.world.rank) * PER_STEP
-        return [self._rows[n % len(self._rows)] for n in range(first, first + PER_STEP)]
+        first = (step * run.world.world_size + run.world.rank) * self._per_step
+        return [self._rows[n % len(self._rows)] for n in range(first, first + self._per_step)]
 
     def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         parts = ((row,) if isinstance(row, AnchorRow) else self._apart((row,)) for row in rows)
