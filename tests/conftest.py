@@ -46,6 +46,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast  # noqa: E402
 
 from peftkit.base import request as base_request  # noqa: E402
 from tests.helpers.changed import changed_since, is_due  # noqa: E402
+from tests.helpers.deprecations import deprecations  # noqa: E402
 from tests.helpers.families import FAMILIES, tiny_tokenizer  # noqa: E402
 
 torch.set_num_threads(1)
@@ -71,6 +72,14 @@ def bf16_units(
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def deprecated() -> Iterator[list[str]]:
+    """Messages on names that transformers will remove and that code of peftkit uses: none."""
+    with deprecations() as messages:
+        yield messages
+    assert messages == []
 
 
 @pytest.fixture(autouse=True)

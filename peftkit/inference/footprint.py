@@ -24,8 +24,8 @@ class Footprint(NamedTuple):
     """Bytes that the cache allocates.
 
     Attributes:
-        token: Keys and values of a token. The largest layer counts twice, since its copy exists
-            while the cache grows.
+        token: Keys and values of a token; at least 1, since a state space without attention has
+            none. The largest layer counts twice, since its copy exists while the cache grows.
         row: The states of a row, which do not grow.
     """
 
@@ -35,7 +35,7 @@ class Footprint(NamedTuple):
     @property
     def state_tokens(self) -> int:
         """Number of tokens that need as much memory as the states of a row."""
-        return -(-self.row // max(self.token, 1))
+        return -(-self.row // self.token)
 
 
 class _Measurement:
@@ -60,7 +60,7 @@ def measured(model: Any, attention: CachedAttention) -> Footprint:
     now, token = _Measurement(), torch.zeros(1, 1, dtype=torch.long)
     attention.run(model, now, token, token)
     states = sum(state.nbytes for state in now.row.values())
-    return Footprint(sum(now.layers) + max(now.layers, default=0), states)
+    return Footprint(max(sum(now.layers) + max(now.layers, default=0), 1), states)
 
 
 def footprint(model: Any, attention: CachedAttention) -> Footprint:

@@ -167,12 +167,18 @@ def estimated_footprint(config: Any, dtype: torch.dtype) -> Footprint | None:
 
 def _layers_with_keys(config: Any) -> list[Any]:
     """Return the config of each layer with keys; in some models their heads differ."""
+    if not (layers := _cache_layers(config)):
+        return []
     configs = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
-    layers = DynamicCache(config=config).layers
     if len(layers) != len(configs):
         return list(configs)
     pairs = zip(configs, layers, strict=True)
     return [one for one, layer in pairs if isinstance(layer, DynamicLayer)]
+
+
+def _cache_layers(config: Any) -> list[Any]:
+    """Return the layers of transformers' cache; none for a config of several models, as BLT's."""
+    return DynamicCache(config=config).layers if hasattr(config, "num_hidden_layers") else []
 
 
 def _bytes_in_layer(config: Any, dtype: torch.dtype) -> int | None:
@@ -253,7 +259,9 @@ def why_plain_class(model: Any) -> str | None:
     ropes = [rope, *(one for one in rope.values() if isinstance(one, dict))]
     if {one.get("rope_type") for one in ropes} & {"dynamic", "longrope"}:
         return "Its positions depend on the longest row (rope_type dynamic or longrope)."
-    layers = DynamicCache(config=config).layers
+    layers = _cache_layers(config)
+    if not layers:
+        return "Its config has no number of layers."
     if len(layers) != config.num_hidden_layers:
         return "Some of its layers share a cache."
     kinds = {type(layer) for layer in layers} - CACHE_LAYERS
