@@ -1,6 +1,5 @@
 """Every class of the installed transformers: roles, LoRA, gradients, files, merging, generation."""
 
-
 import pytest
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -19,7 +18,9 @@ SAMPLE = (
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(family, id=family.name, marks=() if family.name in SAMPLE else pytest.mark.slow)
+        pytest.param(
+            family, id=family.name, marks=() if family.name in SAMPLE else pytest.mark.slow
+        )
         for family in installed()
     ],
 )
