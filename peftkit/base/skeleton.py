@@ -91,13 +91,10 @@ def find_config(model: str, revision: str | None, purpose: Purpose) -> tuple[Loc
 
 def on_meta(config: Any, purpose: Purpose, dtype: torch.dtype | None = None) -> nn.Module:
     """Build a model on the meta device, by default in the config's dtype."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily  # slow to import
-
     cls = getattr(transformers, purpose.auto_class)
     config = without_quantization(config)
     options = {} if dtype is None else {"dtype": dtype}
-    # a model may convert its weights when it is built, which FakeTensorMode cannot
-    with quiet(), unset_fake_temporarily(), torch.device("meta"):
+    with quiet(), torch.device("meta"):
         model: nn.Module = cls.from_config(config, trust_remote_code=False, **options)
     return model.eval()
 
