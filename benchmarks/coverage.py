@@ -1,13 +1,15 @@
 """LoRA on every class of the installed transformers, or every method on some architectures.
 
-    python -m benchmarks.coverage                      # every class; --families causal,T5ForConditionalGeneration
-    python -m benchmarks.coverage --page docs/models.md              # the same, as that page
+    python -m benchmarks.coverage                                    # every class
+    python -m benchmarks.coverage --families causal,T5ForConditionalGeneration
+    python -m benchmarks.coverage --page docs/models.md              # every class, as that page
     python -m benchmarks.coverage --methods lora,dora --architectures llama,t5 --quantize none,nf4
     python -m benchmarks.coverage --quantize none --skip compiling_changes_nothing   # the slow one
 
-The first two print the columns of tests/helpers/family_laws.py. With --methods, --architectures or
---quantize there is a table of methods and architectures, of which no cell is empty: a cell is `pass`, perhaps with a note, or `n/a` with the reason, or FAIL; the text below
-the table explains notes, reasons and failures. Exits 1 when a cell fails. Models are tiny and random.
+Columns of classes are those of tests/helpers/family_laws.py. With --methods, --architectures or
+--quantize there is a table of methods and architectures, of which no cell is empty: a cell is
+`pass`, perhaps with a note, or `n/a` with the reason, or FAIL; the text below the table explains
+notes, reasons and failures. Exits 1 when a cell fails. Models are tiny and random.
 """
 
 from __future__ import annotations
@@ -176,7 +178,7 @@ def page(rows: Rows) -> Iterator[str]:
 def _mark(cell: Result, family: Family, reasons: dict[str, int]) -> str:
     """Return a cell of the page; its reason gets a number."""
     if cell.state == "none":
-        return "–"
+        return "-"
     text, _, reason = cell.text.partition(": ") if cell.state == "works" else ("", "", cell.text)
     if not reason:
         return text if text != "equal" else "yes"

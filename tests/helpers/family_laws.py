@@ -52,6 +52,7 @@ TASK = {
     "masked": "masked_lm",
     "classifier": "sequence_classification",
     "encoder": "embedding",
+    "image": "image_classification",
     "speech": "transcription",
     "ctc": "ctc",
 }
@@ -91,6 +92,8 @@ class Bench:
             cell = Cell(self.family.name, quantize, model, self.given, plain, adapter, notes)
             laws.fresh_is_the_base(cell)
             laws.only_the_adapter_trains(cell)
+            if type(model).supports_gradient_checkpointing:
+                laws.recomputing_changes_nothing(cell)
             self.cells[quantize] = cell
         return self.cells[quantize]
 
@@ -129,7 +132,11 @@ def _inputs(family: Family, model: Any) -> Iterator[dict[str, Any]]:
             yield {name: noise(NUM_ROWS, *shape), **labels}
         return
     given: dict[str, Any] = {"input_ids": words()}
-    if family.kind == "classifier":
+    if family.kind == "image":
+        for side in (getattr(model.config, "image_size", 32), 32, 64):
+            pixels = noise(NUM_ROWS, 3, *(side if isinstance(side, list | tuple) else (side, side)))
+            yield {"pixel_values": pixels, "labels": torch.arange(NUM_ROWS)}
+    elif family.kind == "classifier":
         given["input_ids"][:, -1] = EOS  # the token that encoder-decoders classify by
         yield given | {"labels": torch.arange(NUM_ROWS)}
     elif family.kind == "encoder":
@@ -144,11 +151,7 @@ def _inputs(family: Family, model: Any) -> Iterator[dict[str, Any]]:
 def _greedy(model: Any, prompt: list[int], number: int) -> list[int]:
     """Return the tokens of `generate` up to the end token; without it, of full forward passes."""
     try:
-        if model.config.is_encoder_decoder:
-            made = model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=number)
-            wanted = made[0, 1:].tolist()
-        else:
-            wanted, _ = generated(model, prompt, number)
+        wanted, _ = generated(model, prompt, number)
     except Exception:  # transformers' own defect: some classes cannot make their cache
         wanted = []
         for _ in range(number):
@@ -253,7 +256,7 @@ def nf4(bench: Bench) -> str:
 
 def generation(bench: Bench) -> str:
     """Greedy completions of a batch are those of `generate` for each prompt alone."""
-    if bench.family.kind not in ("causal", "multimodal", "seq2seq"):
+    if bench.family.kind not in ("causal", "multimodal"):
         return "-"
     model: Any = bench.cell().model
     tokenizer = tiny_tokenizer()

@@ -29,6 +29,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "encoder": ("AutoModel", auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES),
     "speech": ("AutoModelForSpeechSeq2Seq", auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
+    "image": (
+        "AutoModelForImageClassification",
+        auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    ),
     "ctc": ("AutoModelForCTC", auto.MODEL_FOR_CTC_MAPPING_NAMES),
 }
 """Kind -> its automatic class, and model type -> class. A class counts for its first kind."""
@@ -67,6 +71,8 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r".*(size|dim|d_model|n_embd|channels?|width|units)(_.*)?", 32),
 )
 """Name of a field -> the most that it may be; the first rule that matches holds."""
+NOISE = r".*(drop_?out|layerdrop|pdrop|drop_rate|dropout_rate|mask_(time|feature)_prob)(_.*)?"
+"""Fields of what is random in training mode."""
 TOKENS = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 SEVERAL = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "linear_num_key_heads")
 """Heads that several heads of the queries share, if the default config's do."""
@@ -197,6 +203,8 @@ def shrunk(config: Any, tokens: dict[int, int]) -> Any:
             small[name] = _size(name, value, values)
         elif name in ("initializer_range", "init_std") and isinstance(value, float):
             small[name] = 0.2
+        elif re.fullmatch(NOISE, name) and isinstance(value, float):
+            small[name] = 0.0
     small |= fixed
     if isinstance(rope := values.get("rope_parameters"), dict):
         small.setdefault("rope_parameters", _rope(rope, small))
