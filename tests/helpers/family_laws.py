@@ -132,10 +132,12 @@ def _inputs(family: Family, model: Any) -> Iterator[dict[str, Any]]:
             yield {name: noise(NUM_ROWS, *shape), **labels}
         return
     given: dict[str, Any] = {"input_ids": words()}
+    config = getattr(model.config, "vision_config", model.config)
+    side = getattr(config, "image_size", None) or 32
+    size = side if isinstance(side, list | tuple) else (side, side)
+    pixels = {"pixel_values": noise(NUM_ROWS, 3, *size)}
     if family.kind == "image":
-        for side in (getattr(model.config, "image_size", 32), 32, 64):
-            pixels = noise(NUM_ROWS, 3, *(side if isinstance(side, list | tuple) else (side, side)))
-            yield {"pixel_values": pixels, "labels": torch.arange(NUM_ROWS)}
+        yield pixels | {"labels": torch.arange(NUM_ROWS)}
     elif family.kind == "classifier":
         given["input_ids"][:, -1] = EOS  # the token that encoder-decoders classify by
         yield given | {"labels": torch.arange(NUM_ROWS)}
@@ -146,6 +148,7 @@ def _inputs(family: Family, model: Any) -> Iterator[dict[str, Any]]:
     else:
         yield given | {"labels": words(), "use_cache": False}
         yield given | {"labels": words()}
+        yield given | pixels | {"labels": words()}
 
 
 def _greedy(model: Any, prompt: list[int], number: int) -> list[int]:

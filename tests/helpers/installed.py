@@ -118,6 +118,7 @@ BY_HAND: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     },
+    "xmod": {"default_language": "en_XX"},
     "helium": {"head_dim": 8},
     "longcat_flash": {"head_dim": 8},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
@@ -236,14 +237,14 @@ def _layers(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
         for name, value in values.items()
         if isinstance(value, list | tuple) and value and name not in ("id2label", "label2id")
     }
-    each = {name: value for name, value in lists.items() if len(value) == number > 2}
     chosen = {
         name: value
         for name, value in lists.items()
-        if name not in each
+        if len({*map(str, value)}) == len(value)
         and re.search(r"layers|ind(ex|ic)es|idxs|layer_ids", name)
         and all(isinstance(index, int) and 0 <= index < number for index in value)
     }
+    each = {n: v for n, v in lists.items() if len(v) == number > 2 and n not in chosen}
     first = {n: v for n, v in values.items() if n in ("first_k_dense_replace", "num_dense_layers")}
     kinds: list[tuple[str, Any]] = []
     kept: list[int] = []
@@ -256,7 +257,10 @@ def _layers(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
             kept.append(layer)
     kept += [layer for layer in range(number) if layer not in kept][: max(2 - len(kept), 0)]
     small: dict[str, Any] = {count: len(kept)} if count else {}
-    small |= {name: [value[layer] for layer in kept] for name, value in each.items()}
+    small |= {
+        name: [_size(name, v, values) if type(v) is int else v for v in (value[k] for k in kept)]
+        for name, value in each.items()
+    }
     small |= {
         name: [n for n, layer in enumerate(kept) if layer in value]
         for name, value in chosen.items()
