@@ -127,7 +127,9 @@ INTRODUCTION = """# Models
 
 LoRA on all linear layers of every class that transformers {version} registers for text, speech or
 several media. Models are tiny and random, made from each class's config; classes for several media
-are tried with text. `python -m benchmarks.coverage --page docs/models.md` writes this page.
+are tried with text. A class whose cells all say no could not be built or called: its config or its
+inputs need values that no rule gives. A dash is a column that does not apply or was not tried.
+`python -m benchmarks.coverage --page docs/models.md` writes this page.
 
 | column | what holds |
 |---|---|"""
@@ -159,7 +161,7 @@ def page(rows: Rows) -> Iterator[str]:
         if not cells:
             continue
         states = [[row[name].state for row in cells if name in row] for name in names]
-        counts = [f"{s.count('works')} of {len(cells) - s.count('none')}" for s in states]
+        counts = [f"{s.count('works')} of {len(s) - s.count('none')}" for s in states]
         yield f"| {kind} | {len(cells)} | {' | '.join(counts)} |"
     reasons: dict[str, int] = {}
     for kind in KINDS:
@@ -177,7 +179,7 @@ def page(rows: Rows) -> Iterator[str]:
 
 def _mark(cell: Result, family: Family, reasons: dict[str, int]) -> str:
     """Return a cell of the page; its reason gets a number."""
-    if cell.state == "none":
+    if cell.state == "none" or not cell.text:
         return "-"
     text, _, reason = cell.text.partition(": ") if cell.state == "works" else ("", "", cell.text)
     if not reason:

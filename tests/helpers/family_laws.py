@@ -27,6 +27,7 @@ from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.generate import generate_ids
 from peftkit.inference.open_engine import why_plain
+from peftkit.merging.fold import shared_parameters
 from peftkit.methods.lora import LoRA
 from peftkit.model.targets import find_roles
 from peftkit.tasks.table import TASKS
@@ -92,8 +93,6 @@ class Bench:
             cell = Cell(self.family.name, quantize, model, self.given, plain, adapter, notes)
             laws.fresh_is_the_base(cell)
             laws.only_the_adapter_trains(cell)
-            if type(model).supports_gradient_checkpointing:
-                laws.recomputing_changes_nothing(cell)
             self.cells[quantize] = cell
         return self.cells[quantize]
 
@@ -110,14 +109,22 @@ def bench_of(family: Family) -> Bench:
             errors.append(error)
             continue
         demand(bool(plain.isfinite().all()), "the bare model's outputs are not finite")
+        called: set[nn.Module] = set()
+        hooks = [
+            m.register_forward_hook(lambda m, *_, to=called: to.add(m)) for m in model.modules()
+        ]
         loss_of(model.requires_grad_(True), given).backward()
-        weights = {
-            site.path: getattr(model.get_submodule(site.path), site.parameter or "weight").grad
-            for site in LORA.sites(model)
-        }
-        idle = tuple(path for path, grad in weights.items() if grad is None or not grad.any())
+        for hook in hooks:
+            hook.remove()
+        shared, idle = shared_parameters(model), []
+        for site in LORA.sites(model):
+            module = model.get_submodule(site.path)
+            weight = getattr(module, site.parameter or "weight")
+            elsewhere = id(weight) in shared and module not in called
+            if elsewhere or weight.grad is None or not weight.grad.any():
+                idle.append(site.path)
         grid.UNUSED[family.name] = tuple(f"{path}." for path in idle)
-        return Bench(family, given, plain, idle)
+        return Bench(family, given, plain, tuple(idle))
     raise errors[0]
 
 
@@ -179,6 +186,15 @@ def lora(bench: Bench) -> str:
     cell = bench.cell()
     left_out = f", {len(bench.idle)} without effect" if bench.idle else ""
     return f"{len(cell.adapter.modules)} layers{left_out}"
+
+
+def recompute(bench: Bench) -> str:
+    """Gradients with checkpointed blocks are those without."""
+    cell = bench.cell()
+    if not type(cell.model).supports_gradient_checkpointing:
+        return "-"
+    laws.recomputing_changes_nothing(cell)
+    return "equal"
 
 
 def as_peft(bench: Bench) -> str:
@@ -308,11 +324,21 @@ def plan(bench: Bench) -> str:
 
 
 Column = Callable[[Bench], str]
-COLUMNS: tuple[Column, ...] = (roles, lora, as_peft, saved, nf4, generation, rows, plan, merge)
+COLUMNS: tuple[Column, ...] = (
+    roles,
+    lora,
+    recompute,
+    as_peft,
+    saved,
+    nf4,
+    generation,
+    rows,
+    plan,
+    merge,
+)
 """In their order: merging ends the cell."""
-DEFECTS: dict[str, tuple[str, ...]] = {}
 
-AFTER_LORA = (saved, generation, rows, merge)
+AFTER_LORA = (recompute, saved, generation, rows, merge)
 """Columns that use the adapter of `lora`."""
 
 

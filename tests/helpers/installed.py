@@ -118,6 +118,7 @@ BY_HAND: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     },
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "xmod": {"default_language": "en_XX"},
     "helium": {"head_dim": 8},
     "longcat_flash": {"head_dim": 8},
