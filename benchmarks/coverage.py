@@ -1,11 +1,15 @@
-"""Does every method obey every law on every architecture? One table, no cell empty.
+"""LoRA on every class of the installed transformers, or every method on some architectures.
 
-    python -m benchmarks.coverage                                # all of it
+    python -m benchmarks.coverage                                    # every class
+    python -m benchmarks.coverage --families causal,T5ForConditionalGeneration
+    python -m benchmarks.coverage --page docs/models.md              # every class, as that page
     python -m benchmarks.coverage --methods lora,dora --architectures llama,t5 --quantize none,nf4
-    python -m benchmarks.coverage --skip compiling_changes_nothing   # the slow one
+    python -m benchmarks.coverage --quantize none --skip compiling_changes_nothing   # the slow one
 
-A cell is `pass`, perhaps with a note, or `n/a` with the reason, or FAIL; the text below the table
-explains notes, reasons and failures. Exits 1 when a cell fails. Models are tiny and random.
+Columns of classes are those of tests/helpers/family_laws.py. With --methods, --architectures or
+--quantize there is a table of methods and architectures, of which no cell is empty: a cell is
+`pass`, perhaps with a note, or `n/a` with the reason, or FAIL; the text below the table explains
+notes, reasons and failures. Exits 1 when a cell fails. Models are tiny and random.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ import transformers
 
 from tests.helpers import grid, laws
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.family_laws import COLUMNS, Result, results_in_child
+from tests.helpers.installed import KINDS, Family, installed
 
 QUANTIZE = ("none", "nf4")
 
@@ -114,6 +120,77 @@ def _failures(found: dict[Key, laws.Outcome]) -> Iterator[str]:
             yield f"FAIL {' '.join(key)}: {' '.join(failure.split())}\n"
 
 
+# ------------------------------------------------------------------- classes of transformers
+
+Rows = dict[Family, dict[str, Result]]
+INTRODUCTION = """# Models
+
+LoRA on all linear layers of every class that transformers {version} registers for text, speech or
+several media. Models are tiny and random, made from each class's config; classes for several media
+are tried with text. A class whose cells all say no could not be built or called: its config or its
+inputs need values that no rule gives. A dash is a column that does not apply or was not tried.
+`python -m benchmarks.coverage --page docs/models.md` writes this page.
+
+| column | what holds |
+|---|---|"""
+
+
+def families(names: str) -> Rows:
+    """Return the row of each class, or of those of some kinds or names."""
+    every = list(installed())
+    if names != "all":
+        known = dict.fromkeys(name for one in every for name in (one.kind, one.name))
+        wanted = chosen(names, list(known), "class or kind")
+        every = [one for one in every if {one.kind, one.name} & {*wanted}]
+    rows: Rows = {}
+    for number, family in enumerate(every, start=1):
+        rows[family] = results_in_child(family)
+        failed = [name for name, cell in rows[family].items() if cell.state == "fails"]
+        print(f"{number}/{len(every)} {family}", *failed, file=sys.stderr)
+    return rows
+
+
+def page(rows: Rows) -> Iterator[str]:
+    """Yield the lines of docs/models.md."""
+    yield INTRODUCTION.format(version=transformers.__version__)
+    yield from (f"| {column.__name__} | {column.__doc__} |" for column in COLUMNS)
+    names = [column.__name__ for column in COLUMNS]
+    yield f"\n| kind | classes | {' | '.join(names)} |\n|---|---:|{'---:|' * len(names)}"
+    for kind in KINDS:
+        cells = [row for family, row in rows.items() if family.kind == kind]
+        if not cells:
+            continue
+        states = [[row[name].state for row in cells if name in row] for name in names]
+        counts = [f"{s.count('works')} of {len(s) - s.count('none')}" for s in states]
+        yield f"| {kind} | {len(cells)} | {' | '.join(counts)} |"
+    reasons: dict[str, int] = {}
+    for kind in KINDS:
+        if any(family.kind == kind for family in rows):
+            yield f"\n## {kind.capitalize()}\n\n| class | {' | '.join(names)} |"
+            yield f"|---|{'---|' * len(names)}"
+        for family, row in rows.items():
+            if family.kind == kind:
+                none = row.get("build", Result("-", "none"))
+                cells_of_row = (_mark(row.get(name, none), family, reasons) for name in names)
+                yield f"| `{family}` | {' | '.join(cells_of_row)} |"
+    yield "\n## Reasons\n"
+    yield from (f"{number}. {reason}" for reason, number in reasons.items())
+
+
+def _mark(cell: Result, family: Family, reasons: dict[str, int]) -> str:
+    """Return a cell of the page; its reason gets a number."""
+    if cell.state == "none" or not cell.text:
+        return "-"
+    text, _, reason = cell.text.partition(": ") if cell.state == "works" else ("", "", cell.text)
+    if not reason:
+        return text if text != "equal" else "yes"
+    reason = (
+        reason.replace(str(family), "The class").translate({124: "/", 96: "'"}).rstrip(".") + "."
+    )
+    number = reasons.setdefault(reason, len(reasons) + 1)
+    return f"{text or ('refused' if cell.state == 'refused' else 'no')} ({number})"
+
+
 def chosen(words: str, known: Sequence[str], what: str) -> list[str]:
     """Return the names of a list with commas; all for "all"."""
     names = list(known) if words == "all" else words.split(",")
@@ -125,16 +202,22 @@ def chosen(words: str, known: Sequence[str], what: str) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the cells and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--methods", default="all", help="of the columns, with commas")
-    parser.add_argument("--architectures", default="all", help="of the rows, with commas")
-    parser.add_argument("--quantize", default="none", help="none, nf4, or both with a comma")
+    parser.add_argument("--families", default="all", help="classes of transformers, or kinds")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="write the table of classes there"
+    )
+    parser.add_argument("--methods", help="of the columns, with commas")
+    parser.add_argument("--architectures", help="of the rows, with commas")
+    parser.add_argument("--quantize", help="none, nf4, or both with a comma")
     parser.add_argument("--skip", default="", help="laws not to ask, with commas")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all outcomes there")
     args = parser.parse_args(argv)
-    methods = chosen(args.methods, list(grid.COLUMNS), "method")
-    architectures = chosen(args.architectures, list(ARCHITECTURES), "architecture")
-    bases = chosen(args.quantize, QUANTIZE, "base")
+    if not (args.methods or args.architectures or args.quantize):
+        return _print_families(args.families, args.page)
+    methods = chosen(args.methods or "all", list(grid.COLUMNS), "method")
+    architectures = chosen(args.architectures or "all", list(ARCHITECTURES), "architecture")
+    bases = chosen(args.quantize or "none", QUANTIZE, "base")
     names = [law.__name__ for law in laws.LAWS]
     skipped = chosen(args.skip, names, "law") if args.skip else []
     keys = [Key(a, m, q) for q in bases for a in architectures for m in methods]
@@ -154,6 +237,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells = [key._asdict() | asdict(outcome) for key, outcome in found.items()]
         args.json.write_text(json.dumps(cells, indent=1), encoding="utf-8")
     return int(failed > 0)
+
+
+def _print_families(names: str, file: Path | None) -> int:
+    quiet()
+    rows = families(names)
+    text = "\n".join(page(rows))
+    print(text)
+    if file:
+        file.write_text(text + "\n", encoding="utf-8")
+    return int(any(cell.state == "fails" for row in rows.values() for cell in row.values()))
 
 
 if __name__ == "__main__":

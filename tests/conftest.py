@@ -83,6 +83,16 @@ def _seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
+def deprecated() -> Iterator[list[str]]:
+    """Messages on names that transformers will remove and that code of peftkit uses: none."""
+    from tests.helpers.deprecations import deprecations
+
+    with deprecations() as messages:
+        yield messages
+    assert messages == []
+
+
+@pytest.fixture(autouse=True)
 def _processes_end_with_their_test() -> Iterator[None]:
     yield
     for child in multiprocessing.active_children():

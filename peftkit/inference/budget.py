@@ -34,8 +34,8 @@ class Footprint(NamedTuple):
     """Bytes that the cache allocates.
 
     Attributes:
-        token: Keys and values of a token. The largest layer counts twice, since its copy exists
-            while the cache grows.
+        token: Keys and values of a token; at least 1, since a state space without attention has
+            none. The largest layer counts twice, since its copy exists while the cache grows.
         row: The states of a row, which do not grow.
     """
 
@@ -45,7 +45,7 @@ class Footprint(NamedTuple):
     @property
     def state_tokens(self) -> int:
         """Number of tokens that need as much memory as the states of a row."""
-        return -(-self.row // max(self.token, 1))
+        return -(-self.row // self.token)
 
 
 class _Measurement:
@@ -73,7 +73,7 @@ def measured(model: Any, attention: CachedAttention) -> Footprint:
     now = _Measurement()
     attention.run(model, now)
     states = sum(state.nbytes for state in now.row.values())
-    return Footprint(sum(now.layers) + max(now.layers, default=0), states)
+    return Footprint(max(sum(now.layers) + max(now.layers, default=0), 1), states)
 
 
 def footprint(model: Any, attention: CachedAttention) -> Footprint:
@@ -112,12 +112,18 @@ def estimated_footprint(config: Any, dtype: torch.dtype) -> Footprint | None:
 
 def _layers_with_keys(config: Any) -> list[Any]:
     """Return the config of each layer with keys; in some models their heads differ."""
+    if not (layers := cache_layers(config)):
+        return []
     configs = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
-    layers = DynamicCache(config=config).layers
     if len(layers) != len(configs):
         return list(configs)
     pairs = zip(configs, layers, strict=True)
     return [one for one, layer in pairs if isinstance(layer, DynamicLayer)]
+
+
+def cache_layers(config: Any) -> list[Any]:
+    """Return the layers of transformers' cache; none for a config of several models, as BLT's."""
+    return DynamicCache(config=config).layers if hasattr(config, "num_hidden_layers") else []
 
 
 def _bytes_in_layer(config: Any, dtype: torch.dtype) -> int | None:

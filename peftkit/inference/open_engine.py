@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -35,7 +34,13 @@ from peftkit.execution.plan import ExecutionPlan, compute_dtype
 from peftkit.forward.compat import missing_arguments
 from peftkit.forward.compiler import no_compiler, uncompiled
 from peftkit.forward.noise import Trial
-from peftkit.inference.budget import Footprint, cache_tokens, estimated_footprint, known_footprint
+from peftkit.inference.budget import (
+    Footprint,
+    cache_layers,
+    cache_tokens,
+    estimated_footprint,
+    known_footprint,
+)
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import (
     AnswerTooLarge,
@@ -196,7 +201,9 @@ def why_plain_class(model: Any) -> str | None:
     ropes = [rope, *(one for one in rope.values() if isinstance(one, dict))]
     if {one.get("rope_type") for one in ropes} & {"dynamic", "longrope"}:
         return "Its positions depend on the longest row (rope_type dynamic or longrope)."
-    layers = DynamicCache(config=config).layers
+    layers = cache_layers(config)
+    if not layers:
+        return "Its config has no number of layers."
     if len(layers) != config.num_hidden_layers:
         return "Some of its layers share a cache."
     kinds = {type(layer) for layer in layers} - CACHE_LAYERS

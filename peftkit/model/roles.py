@@ -322,8 +322,15 @@ def _layout(kind: str, owner: object) -> Layout | None:
 
 def _facts(names: Sequence[str], *sources: object) -> list[int]:
     """Return the values of the named attributes that are positive integers."""
-    values = (getattr(source, name, None) for source in sources for name in names)
+    values = (_attribute(source, name) for source in sources for name in names)
     return [value for value in values if isinstance(value, int) and value > 0]
+
+
+def _attribute(source: object, name: str) -> object:
+    try:
+        return getattr(source, name, None)
+    except RuntimeError:  # transformers does not return a size that differs between layers
+        return None
 
 
 def _fact(names: Sequence[str], *sources: object) -> int:

@@ -10,6 +10,8 @@ Shapes: B rows, T tokens.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -44,6 +46,20 @@ ON_DEVICE = 4
 
 class CountError(PeftkitError):
     """A model's step cannot run on tensors without data."""
+
+
+@contextmanager
+def _as_count_error(model: nn.Module) -> Iterator[None]:
+    """Raise errors of a model's code on tensors without data as `CountError`."""
+    try:
+        yield
+    except PeftkitError:
+        raise
+    except Exception as error:
+        raise CountError(
+            f"A step of {type(model).__name__} cannot be counted without data.",
+            found=f"{type(error).__name__}: {error}",
+        ) from error
 
 
 _recent: deque[StepEstimator] = deque(maxlen=4)
@@ -106,7 +122,7 @@ class StepEstimator:
         self._can_select = "selective" in blocks.activation_modes("auto")
         self._depth = _depth_with_all_kinds(blocks.blocks)
         self._period = _period_after(self._depth, _stacks_of(bare, blocks.blocks))
-        with FakeTensorMode(allow_non_fake_inputs=True), Counter():
+        with _as_count_error(bare), FakeTensorMode(allow_non_fake_inputs=True), Counter():
             self.whole = packed_model(recipe, config, self.dtype)
         self.weights = sum(p.nbytes for p in self.whole.parameters())
         with_method(bare, recipe)  # not on the packed one: some methods read a weight
@@ -193,7 +209,7 @@ class StepEstimator:
         tiles = tiles and replace(self._plan, tiles=True).tile(length) < length
         key = depth, rows, length, mode, tiles
         if key not in self._counts:
-            try:
+            with _as_count_error(self.whole):
                 if depth not in self._steps:
                     self._steps[depth] = DatalessStep(
                         self._recipe,
@@ -203,13 +219,6 @@ class StepEstimator:
                         keeps_copies=self.keeps_copies,
                     )
                 self._counts[key] = self._steps[depth].count(rows, length, mode, tiles=tiles)
-            except PeftkitError:
-                raise
-            except Exception as error:  # from any model's code, on tensors without data
-                raise CountError(
-                    f"a step of {type(self.whole).__name__} cannot be counted without data.",
-                    found=f"{type(error).__name__}: {error}",
-                ) from error
         return self._counts[key]
 
     def _offloaded(self, count: StepCount, mode: Activations) -> int:

@@ -1,7 +1,7 @@
 """Tiny models with random weights, built from their config classes.
 
 FAMILIES are those that grids run over; ARCHITECTURES are these and others whose structure is known
-by hand (role_facts.py); FURTHER are those of which structure alone says what to do.
+by hand (role_facts.py); FURTHER are others that tests name. installed.py builds all classes.
 
 All share one vocabulary, that of `tiny_tokenizer`. Weights are drawn wide (standard deviation 0.2),
 so that logits are of order one and a wrong layer shows. Seed torch before building.
@@ -207,20 +207,7 @@ _BARE: dict[str, Any] = {**_SHARED, "initializer_range": 0.2}
 _HEADS = {"head_dim": 8}
 
 
-def _image(stem: str, **settings: Any) -> Callable[[], PreTrainedModel]:
-    sizes = {**_VISION, "num_labels": 3, **settings}
-    return _builder(f"{stem}ForImageClassification", f"{stem}Config", **sizes)
-
-
 FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
-    # dense decoders
-    "nemotron": _causal("Nemotron"),
-    "exaone4": _causal("Exaone4", sliding_window=4, sliding_window_pattern=2),
-    "glm4": _causal("Glm4", **_HEADS),
-    "smollm3": _causal("SmolLM3", no_rope_layers=[1, 0]),
-    "hunyuan": _causal("HunYuanDenseV1", **_HEADS),
-    "ernie4_5": _causal("Ernie4_5", **_HEADS),
-    "persimmon": _causal("Persimmon", _SIZES),
     "openai_gpt": _builder("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", vocab_size=VOCAB,
         n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2),
     "gemma3n": _builder("Gemma3nForCausalLM", "Gemma3nTextConfig",
@@ -229,12 +216,6 @@ FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
         hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB, laurel_rank=4,
         altup_num_inputs=4, activation_sparsity_pattern=[0.0, 0.0]),
     # mixtures of experts
-    "glm4_moe": _causal("Glm4Moe", **_HEADS, **_EXPERTS, n_routed_experts=4, n_shared_experts=1,
-        first_k_dense_replace=1),
-    "hunyuan_moe": _causal("HunYuanMoEV1", **_HEADS, num_experts=4, moe_topk=2,
-        moe_intermediate_size=48),
-    "ernie4_5_moe": _causal("Ernie4_5_Moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=48,
-        moe_num_shared_experts=1, moe_layer_start_index=1),
     "phimoe": _causal("Phimoe", num_local_experts=4, num_experts_per_tok=2),
     "llama4": _builder("Llama4ForCausalLM", "Llama4TextConfig", **_GROUPED, **_HEADS,
         intermediate_size_mlp=64, num_local_experts=4, num_experts_per_tok=1,
@@ -260,37 +241,17 @@ FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
         block_types=["recurrent", "attention"]),
     "rwkv": _causal("Rwkv", _SHARED, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2,
         intermediate_size=64, context_length=64),
-    # encoders
-    "camembert": _masked("Camembert"),
-    "xlm_roberta": _masked("XLMRoberta"),
-    "albert": _masked("Albert", embedding_size=16),
-    "longformer": _masked("Longformer", attention_window=[4, 4]),
-    "funnel": _builder("FunnelForMaskedLM", "FunnelConfig", **_SHARED, block_sizes=[1, 1],
-        num_decoder_layers=1, d_model=32, n_head=4, d_head=8, d_inner=64),
     "xlnet": _builder("XLNetLMHeadModel", "XLNetConfig", **_SHARED, d_model=32, n_layer=2, n_head=4,
         d_inner=64, initializer_range=0.2),
-    # encoder-decoders
-    "led": _conditional("LED", _SEQ2SEQ, attention_window=[4, 4],
-        max_encoder_position_embeddings=64, max_decoder_position_embeddings=64),
     "m2m_100": _conditional("M2M100", _SEQ2SEQ),
     "marian": _builder("MarianMTModel", "MarianConfig", **_SEQ2SEQ),
-    "longt5": _conditional("LongT5", _T5, local_radius=4, encoder_attention_type="local"),
-    "umt5": _conditional("UMT5", _T5),
     # images
-    "beit": _image("Beit"),
-    "deit": _image("DeiT"),
-    "dinov2": _image("Dinov2", mlp_ratio=2),
-    "convnext": _image("ConvNext", image_size=32, num_stages=2, hidden_sizes=[16, 32], depths=[1,
-        1], layer_scale_init_value=1.0),
     "siglip": _builder("SiglipModel", "SiglipConfig", text_config=_SIZES,
         vision_config={**_VISION}),
     "blip": _conditional("Blip", {"vision_config": _VISION}, text_config={**_SIZES,
         "encoder_hidden_size": 32}, image_text_hidden_size=16),
 }
-"""What structure alone says must do: no other table names these."""
-
-WITHOUT_QUERY = ("jetmoe", "mamba", "mamba2", "rwkv", "xlnet", "convnext")
-"""No linear layer of these is a query."""
+"""Families that tests name; tests/helpers/installed.py builds every class of transformers."""
 # fmt: on
 
 

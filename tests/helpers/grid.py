@@ -105,9 +105,6 @@ UNUSED: dict[str, tuple[str, ...]] = {
     # both are read before the last norm of the vision tower, which is only the pooled image's
     "llava": ("vision_tower.post_layernorm",),
     "idefics": ("vision_model.post_layernorm",),
-    # only of tokens that see and are seen by all, and there are none
-    "longformer": ("_global",),
-    "led": ("_global",),
     # multiplied by a scale that starts at zero
     "gemma3n": ("per_layer_",),
 }

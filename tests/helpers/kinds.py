@@ -53,14 +53,15 @@ def outputs(model: nn.Module, given: dict[str, Any] | None = None) -> Tensor:
         made = model(**given)
     if "logits_per_image" in made:
         return torch.cat([made.logits_per_image.flatten(), made.image_embeds.flatten()])
-    return made.logits
+    return made.logits if "logits" in made else made.last_hidden_state
 
 
 def loss(model: nn.Module, given: dict[str, Any] | None = None) -> Tensor:
     """Return the model's own loss, to be differentiated."""
     given = dict(given or inputs(model))
     if model.config.model_type != "idefics":
-        return model(**given).loss
+        made = model(**given)
+        return made.loss if "loss" in made else made.last_hidden_state.logsumexp(-1).mean()
     # transformers forgets the words that Idefics has beside its vocabulary
     labels = given.pop("labels")[:, 1:].flatten()
     return functional.cross_entropy(model(**given).logits[:, :-1].flatten(0, 1), labels)

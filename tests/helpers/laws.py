@@ -186,7 +186,8 @@ def task_type(model: nn.Module) -> str | None:
     if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
         return "CAUSAL_LM"
     text = getattr(model, "main_input_name", "") == "input_ids"
-    return "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder and text else None
+    generates = model.config.is_encoder_decoder and hasattr(model, "prepare_inputs_for_generation")
+    return "SEQ_2_SEQ_LM" if generates and text else None
 
 
 def merged_is_the_same(cell: Cell) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import BltConfig, GenerationConfig
 
 from peftkit.adapter import attach
 from peftkit.events import Fallback
@@ -15,6 +15,7 @@ from peftkit.inference.engine import Completion, Limits, Request
 from peftkit.inference.generate import ModelSampler
 from peftkit.inference.open_engine import (
     cache_footprint,
+    estimated_footprint,
     generation_fallbacks,
     open_engine,
     tokens_that_fit,
@@ -28,6 +29,7 @@ from tests.helpers.bank import tiny_base, write_adapter
 from tests.helpers.families import _GROUPED, _HEADS, VOCAB, _builder
 from tests.helpers.generation import MODELS, TOKENIZER, most_allocated
 from tests.helpers.hybrids import HYBRIDS, RECENT
+from tests.helpers.installed import Family
 
 FAST = ("qwen3_5", "lfm2", "granitemoehybrid", "kimi_linear")
 SERVED = (
@@ -265,6 +267,9 @@ def test_memory_is_counted_as_it_is_allocated():
     # expanded keys of 12 + 8 and values of 16 numbers for each head, instead of a latent of 16 + 8
     assert sizes["kimi_linear"].token == 2 * 4 * (12 + 8 + 16) * bytes_of
     assert sizes["lfm2"].row == 32 * 3 * bytes_of
+    states = Family("causal", "bamba", "BambaForCausalLM").build()  # without attention
+    assert tokens_that_fit(states, TOKENIZER) is not None
+    assert estimated_footprint(BltConfig(), torch.float32) is None  # of several models
 
 
 def test_tables_are_complete():

@@ -1,10 +1,7 @@
-"""Hybrids of attention and other mixers, and recent families: laws, roles, gradients as in PEFT."""
+"""Hybrids of attention and other mixers, and recent families: kernels and roles."""
 
-import tempfile
-from itertools import product
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,8 +12,6 @@ from peftkit.adapter import attach, prepared_for_training
 from peftkit.errors import TargetError
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.formats.card import small_reach
-from peftkit.formats.peft.folder import save_adapter
-from peftkit.formats.peft.notes import Provenance
 from peftkit.forward.mixer_kernels import adapters_applied
 from peftkit.methods.lora import LoRA
 from peftkit.model.targets import find_roles, resolve
@@ -29,8 +24,6 @@ from tests.helpers.hybrids import HYBRIDS, RECENT
 from tests.helpers.padding_free import ROWS, loss_and_gradients, task_on
 
 FAMILIES = {**HYBRIDS, **RECENT}
-FAST = ("qwen3_5", "lfm2", "granitemoehybrid", "falcon_h1", "kimi_linear")
-SHARED_BLOCKS = ("zamba", "zamba2")
 README_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 FUSED = {
     *("mamba", "mamba2", "falcon_mamba", "bamba", "granitemoehybrid", "granitehybrid_dense"),
@@ -38,10 +31,6 @@ FUSED = {
 }
 """In training mode their mixers read the weight of out_proj (and x_proj)."""
 LORA = LoRA(rank=3, alpha=6)
-
-
-def each(fast: Any = FAST) -> list[Any]:
-    return [pytest.param(n, marks=() if n in fast else pytest.mark.slow) for n in FAMILIES]
 
 
 def zaya() -> nn.Module:
@@ -60,99 +49,11 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(grid.UNUSED, "zamba2", ("adapter_list",))  # each use has its own
 
 
-QUANTIZE = {name: ("nf4", "none")[n % 2] for n, name in enumerate((*FAST, "mamba", "deepseek_v4"))}
-"""Cells of the fast suite."""
-CELLS = [
-    pytest.param(name, quantize, marks=() if is_fast else pytest.mark.slow)
-    for name, quantize in product(FAMILIES, ("none", "nf4"))
-    for is_fast in [quantize == QUANTIZE.get(name)]
-]
-
-
-@pytest.mark.parametrize(("name", "quantize"), CELLS)
-def test_the_laws_hold(name, quantize):
-    chosen = [*laws.CHEAP, laws.recomputing_changes_nothing, laws.peft_agrees]
-    # OLMo's norms after each sublayer amplify the rounding of float32 sums
-    if name not in SHARED_BLOCKS and (name, quantize) != ("olmo_hybrid", "nf4"):
-        chosen.append(laws.merged_is_the_same)
-    outcome = laws.check_method(LORA, name, quantize, chosen)
-    assert not outcome.failures, "\n".join(outcome.failures)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "granitemoehybrid"])
 def test_compiled_blocks_compute_the_same(name):
     outcome = laws.check_method(LORA, name, "none", (laws.compiling_changes_nothing,))
     assert not outcome.failures, "\n".join(outcome.failures)
-
-
-# ------------------------------------------------------------------- a plain loop of PEFT
-
-
-OUTSIDE_OF_EXPERTS = (
-    *("q", "k", "v", "o", "kv", "qkv", "mixer_in", "mixer_out", "gate", "up", "down", "gate_up"),
-    *("shared_gate", "shared_up", "shared_gate_up", "shared_down"),
-)
-
-
-def layers_for_peft(model: nn.Module) -> tuple[str, ...]:
-    """Return layers that PEFT adapts as we do, each as a whole."""
-    roles = grid.find_roles(model)
-    refused = {"mixer_out"} if refuses_out_proj(model) else set()
-    sites = [site for role in {*OUTSIDE_OF_EXPERTS} - refused for site in roles.get(role, [])]
-    return tuple(sorted({site.path for site in sites if site.parameter is None}))
-
-
-def refuses_out_proj(model: nn.Module) -> bool:
-    kinds = {"falcon_h1", "nemotron_h", "mamba", "mamba2", "falcon_mamba"}
-    return getattr(model.config, "model_type", "") in kinds
-
-
-def peft_gradients(name: str, folder: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss and gradients of PEFT's adapter in a plain loop, with padded rows."""
-    model = peft.PeftModel.from_pretrained(tiny_model(name), folder, is_trainable=True).eval()
-    rows = [torch.tensor(row.input_ids) for row in ROWS]
-    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    labels = [torch.tensor(row.labels) for row in ROWS]
-    labels = nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
-    mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-    logits = model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
-    loss = functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
-    )
-    loss.backward()
-    gradients = {
-        parameter.removeprefix("base_model.model.").replace(".default.weight", ""): value.grad
-        for parameter, value in model.named_parameters()
-        if value.grad is not None
-    }
-    return loss.detach(), gradients
-
-
-# these choose keys by scores that tie in tiny random models, where the row's width decides
-CHOOSE_KEYS = {"glm_moe_dsa", "hy_v4"}
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("name", [n for n in each() if not {*n.values} & CHOOSE_KEYS])
-def test_loss_and_gradients_are_those_of_a_plain_loop_of_peft(name, tokenizer):
-    model = tiny_model(name).requires_grad_(False)
-    adapter = attach(model, LoRA(rank=3, alpha=6, targets=layers_for_peft(model)))
-    perturb(adapter.parameters(), 0.1, seed=7)
-    with tempfile.TemporaryDirectory() as folder:
-        save_adapter(adapter, folder, Provenance(task_type="CAUSAL_LM"))
-        wanted, expected = peft_gradients(name, folder)
-    task = task_on(model, tokenizer)
-    with task.training(model):
-        loss, values = loss_and_gradients(task, model, task.collate(ROWS))
-    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-4)
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    scale = max(float(value.abs().max()) for value in expected.values())
-    assert {n for n, v in zip(names, values, strict=True) if v is not None} == expected.keys()
-    for parameter, value in zip(names, values, strict=True):
-        if value is not None:
-            # recurrent_gemma's gates are square roots near zero
-            assert float((value - expected[parameter]).abs().max()) <= 1e-3 * scale, parameter
 
 
 # ------------------------------------------------------------------- fused kernels of Mamba

@@ -3,14 +3,16 @@
 from collections.abc import Mapping
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from peftkit.errors import TargetError
+from peftkit.methods.lora import LoRA
 from peftkit.model import roles as table
 from peftkit.model.blocks import blocks
 from peftkit.model.places import FrozenWrapper, find_places, is_linear
 from peftkit.model.targets import Site, find_roles, resolve
-from tests.helpers.families import ARCHITECTURES
+from tests.helpers.families import ARCHITECTURES, FURTHER
 from tests.helpers.spread import spread
 
 
@@ -243,3 +245,20 @@ def message(model: nn.Module, *targets: str) -> str:
 )
 def test_a_target_that_names_nothing_says_so(name, target, told):
     assert told in message(build(name), target)
+
+
+def test_a_layer_that_shares_the_weight_of_an_embedding_is_a_head():
+    model = FURTHER["blip"]()  # which does not say which its output layer is
+    assert model.get_output_embeddings() is None
+    head = "text_decoder.cls.predictions.decoder"
+    assert [site.path for site in resolve(model, "head")] == [head]
+    assert head not in {site.path for site in resolve(model, "all-linear")}
+
+
+def test_a_layer_whose_weight_is_only_read_is_no_target():
+    torch.manual_seed(0)
+    for name in ("mamba", "jamba"):
+        model = FURTHER[name]()
+        assert not any("dt_proj" in site.path for site in resolve(model, "all-linear"))
+        with pytest.raises(TargetError, match="'dt_proj'"):
+            LoRA(rank=2, targets=("dt_proj",)).sites(model)

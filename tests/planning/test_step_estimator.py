@@ -18,7 +18,7 @@ from peftkit.tasks.table import TASKS
 from peftkit.tasks.text.masked_lm import MaskedLMConfig
 from peftkit.tasks.text.seq2seq import Seq2SeqConfig
 from tests.helpers.families import ARCHITECTURES, FAMILIES, llama
-from tests.helpers.hybrids import HYBRIDS
+from tests.helpers.hybrids import HYBRIDS, RECENT
 from tests.helpers.listening import HEARING
 from tests.helpers.speech import hears_frames
 
@@ -94,6 +94,12 @@ def test_steps_of_every_kind_of_task_are_counted(family, task):
     small, large = (steps.count(rows, 32, steps.activation_modes()[-1]) for rows in (1, 3))
     assert large.flops == pytest.approx(3 * small.flops, rel=0.1)
     assert large.peak["activations"] > small.peak["activations"] > 0
+
+
+def test_a_model_that_cannot_be_built_without_data_is_told_by_name():
+    config = RECENT["deepseek_v4"]().config  # it converts weights while it is built
+    with pytest.raises(CountError, match="DeepseekV4ForCausalLM cannot be counted"):
+        reckoner_of(config, "nf4")
 
 
 @pytest.mark.parametrize("family", ["falcon_mq", "deberta_v1"])

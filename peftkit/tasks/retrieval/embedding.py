@@ -332,7 +332,8 @@ def pooling_of(model: Any, mode: str, normalize: bool | str) -> Pooled:
 def pooling_for(config: Any, folder: Path | None, mode: str, normalize: bool | str) -> Pooled:
     """Return the pooling by a model's config and its folder, if it has one; see `pooling_of`."""
     base_mode, base_normalize = _of_files(folder) if folder else (None, None)
-    is_decoder = hasattr(config, "num_key_value_heads") or config.is_decoder
+    text = config.get_text_config()
+    is_decoder = hasattr(text, "num_key_value_heads") or getattr(text, "is_decoder", False)
     default: Mode = "last" if is_decoder else "mean"
     return Pooled(
         mode=(base_mode or default) if mode == "auto" else NAMES.get(mode, "last"),
