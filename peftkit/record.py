@@ -258,9 +258,9 @@ def _write_proof(record: RunRecord, folder: Path, on_event: Listener) -> None:
         given = () if prompts == "auto" else prompts
         digest, style = sha256_of(folder / TENSORS), record.task.rows.style
         proof = record_proof(record.base, record.adapter, style, given, record.eval, digest)
-        num_rows = sum(prompt.is_of_rows for prompt in proof.prompts)
-        text = f"{PROOF} has {len(proof.prompts)} prompts, {num_rows} of them from the eval rows"
-        on_event(Notice(f"{text}; train.proof chooses others."))
+        if num_rows := sum(prompt.is_of_rows for prompt in proof.prompts):
+            text = f"{PROOF} has {len(proof.prompts)} prompts, {num_rows} of them from the eval"
+            on_event(Notice(f"{text} rows; train.proof chooses others."))
         return proof.model_dump_json()
 
     if is_provable(record.settings):

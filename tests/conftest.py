@@ -79,6 +79,7 @@ def bf16_units(
 def _seeded() -> None:
     import torch
 
+    os.environ.pop("COLUMNS", None)  # a runner may set it; tables in files are then cut
     torch.manual_seed(0)
 
 

@@ -238,12 +238,12 @@ def _next_tokens(server: Server, proof: Proof) -> list[Seen]:
 
 
 def _chats(server: Server, proof: Proof) -> list[Seen]:
-    """Return the log-probabilities along answers, as far as they are the recorded ones."""
+    """Return the log-probabilities along answers, up to the first token that differs."""
     return _along(server, proof, {"logprobs": True, "top_logprobs": NUM_TOP})
 
 
 def _texts(server: Server, proof: Proof) -> list[Seen]:
-    """Return the tokens of answers, as far as they are the recorded ones."""
+    """Return the tokens of answers, up to the first that differs."""
     return _along(server, proof, {})
 
 

@@ -347,7 +347,7 @@ class ChatService:
 
 
 def template_variables(body: ChatBody, tokenizer: Any, style: Style) -> Mapping[str, Any] | None:
-    """Return the variables of a request for the chat template; None: those of training.
+    """Return the variables of a request for the chat template; None: as in training.
 
     Raises:
         RequestError: The request has an effort, and the template no variable for it.

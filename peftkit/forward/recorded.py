@@ -9,7 +9,7 @@ A graph has fixed shapes. `BatchLayout.rounds` rounds the numbers of documents, 
 document, and targets are rounded up here: by ones that the loss ignores. A graph also has fixed
 addresses: the batch, the scale of the loss and the gradients are static tensors.
 
-A graph repeats no Python: a number that Python computes in each step would stay as it was. Its
+A graph repeats no Python: a number that Python computes in each step would not change. Its
 first replay therefore belongs to a later batch than its capture, and is compared with the eager
 pass of that batch: loss and gradients, with equal random numbers. Where the kernels are
 deterministic, the bits are equal.
@@ -61,7 +61,7 @@ class _Recorded:
 
 
 class RecordedPasses:
-    """Passes of micro-batches, which add gradients to those of the parameters.
+    """Passes of micro-batches, whose gradients accumulate in the parameters.
 
     The first pass of a batch's shapes runs eagerly, the second too, after its capture; the third is
     a replay that is compared; later ones are replays.
@@ -147,7 +147,7 @@ class RecordedPasses:
         return recorded.sums
 
     def report(self) -> str:
-        """Return the problem in words, at the first call; else ""."""
+        """Return the problem as text, at the first call; else ""."""
         is_new, self._is_reported = not self._is_reported, bool(self.problem)
         return unrecorded(self.problem).text if self.problem and is_new else ""
 
@@ -218,7 +218,7 @@ def unrecorded(cause: str) -> Fallback:
         path="Training passes run without CUDA graphs",
         cause=cause,
         cost="Python launches each kernel; steps of few tokens take several times as long.",
-        fix="More rows at once (train.batch_size) keep the GPU busy.",
+        fix="A larger train.batch_size keeps the GPU busy.",
     )
 
 

@@ -223,7 +223,7 @@ class Method(Config, ABC):
     def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
         """Build the adapter of stacked expert parameters; raises TargetError if unsupported."""
         raise TargetError(
-            f"{self.type} cannot sit on stacked expert parameters",
+            f"{self.type} does not support stacked expert parameters",
             found=f"{sites[0].path}: {', '.join(str(site.parameter) for site in sites)}",
             fix="Remove the experts from the targets, or use LoRA.",
         )

@@ -108,7 +108,7 @@ class Plan:
         return {**asdict(self.chosen), **fields, "fits": self.fits}
 
     def facts(self) -> dict[str, str]:
-        """Return the estimates as texts, by what they describe."""
+        """Return the estimates as texts, by their label."""
         chosen = self.chosen
         facts = {
             "batch": f"{chosen.step_flops / 1e12:,.2f} TFLOP ({chosen.activations})",
@@ -334,7 +334,7 @@ def _execution(estimator: MemoryEstimator, chosen: Strategy) -> ExecutionPlan:
 def _data(recipe: Recipe) -> tuple[int | None, int | None, int | None]:
     """Return the rows and tokens of a local data file, and the longest row; None if unknown.
 
-    The counts of up to MAX_ENCODED rows are those of `peftkit check`.
+    The counts of up to MAX_ENCODED rows equal `peftkit check`'s.
     """
     train = recipe.data.train
     path = Path(train if isinstance(train, str) else "").expanduser()

@@ -16,7 +16,6 @@ from peftkit.inference.open_engine import open_engine
 from peftkit.inference.sampling import Sampling
 from peftkit.model.modes import adapters_off, evaluating
 from peftkit.tasks.batches import OnDevice
-from peftkit.tasks.documents import DocumentTask
 from peftkit.tasks.run_hooks import Run
 
 NUM_PROMPTS, NEW_TOKENS = 2, 16
@@ -25,13 +24,11 @@ SMALL = 0.02
 
 
 @torch.no_grad()
-def check_sampler(
-    task: DocumentTask, stops: Sequence[int], prompts: Sequence[Any], run: Run
-) -> bool:
+def check_sampler(task: Any, stops: Sequence[int], prompts: Sequence[Any], run: Run) -> bool:
     """Report how sampler and trainer differ; return whether the adapter is large enough to tell.
 
     Args:
-        task: Computes the log-probabilities of the rows of a rollout.
+        task: The `DocumentTask` that computes the log-probabilities of the rows of a rollout.
         stops: Tokens that end an answer.
 
     Raises:

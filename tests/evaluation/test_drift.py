@@ -233,8 +233,8 @@ def test_a_step_with_an_anchor_is_collated_ahead(settings, tmp_path, monkeypatch
     monkeypatch.setattr(BatchPrefetcher, "is_ahead", True)  # as on a GPU
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     assert losses("ahead") == plain
-    # three steps with two micro-batches of anchor rows each; only the first step waits for them
-    assert [name.startswith("collate") for name in threads] == [False] * 2 + [True] * 4
+    # three steps with one micro-batch of anchor rows each; only the first step waits for them
+    assert [name.startswith("collate") for name in threads] == [False] + [True] * 2
 
 
 def test_an_anchor_needs_the_head(settings, tmp_path):

@@ -119,9 +119,9 @@ def test_no_update_of_a_whole_stack_is_ever_formed(implementation):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (DoRA(targets=("experts",)), "dora cannot sit on stacked expert parameters"),
-        (IA3(targets=("expert_down",)), "ia3 cannot sit on stacked expert parameters"),
-        (VeRA(targets=("experts",)), "vera cannot sit on stacked expert parameters"),
+        (DoRA(targets=("experts",)), "dora does not support stacked expert parameters"),
+        (IA3(targets=("expert_down",)), "ia3 does not support stacked expert parameters"),
+        (VeRA(targets=("experts",)), "vera does not support stacked expert parameters"),
         (LoRA(rank=2, dropout=0.1), "supports neither dropout nor this init"),
         (LoRA(rank=2, init="pissa"), "supports neither dropout nor this init"),
         (LoRA(rank=33, targets=("experts",)), "rank 33 is larger than the matrix of .*gate_up"),

@@ -227,7 +227,7 @@ def leaves(declared):
 
 
 NEVER_OPENED = """
-revision rope_scaling new_tokens chat_template_kwargs best_metric sample_prompts
+revision rope_scaling new_tokens chat_template_kwargs best_metric sample_prompts proof
 targets train_fully token_rows rank_pattern alpha_pattern feedforward
 prompt completion labels text pair label class_weights words tags prefix source target image audio
 margin anchor positive negatives query score template answers tokens language

@@ -3,7 +3,6 @@
 import importlib
 from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -339,19 +338,15 @@ def test_the_layout_reaches_all_documents_of_a_grid():
 
 
 def test_missing_kernels_are_reported_once_on_a_gpu(monkeypatch):
-    plan: Any = SimpleNamespace(on_gpu=True)
-    event = metrics._mixers(tiny_model("qwen3_5"), plan)
+    event = metrics._mixers(tiny_model("qwen3_5"))
     assert event is not None
     assert event.fix.endswith(
         "pip install --no-build-isolation causal-conv1d flash-linear-attention"
     )
-    assert not metrics._mixers(tiny_model("llama"), plan)
+    assert not metrics._mixers(tiny_model("llama"))
     with_mamba = tiny_model("granitemoehybrid")
-    event = metrics._mixers(with_mamba, plan)
+    event = metrics._mixers(with_mamba)
     assert event is not None
     assert "mamba-ssm" in event.cause
-    plan.on_gpu = False
-    assert not metrics._mixers(with_mamba, plan)
-    plan.on_gpu = True
     monkeypatch.setattr(mixer_kernels, "find_spec", lambda name: name)  # installed
-    assert not metrics._mixers(with_mamba, plan)
+    assert not metrics._mixers(with_mamba)

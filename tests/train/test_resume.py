@@ -191,7 +191,7 @@ def test_save_and_eval_intervals_may_change(tmp_path, whole):
         "gradient_checkpointing": False,
     }
     model = Toy(dropout=0.3)
-    rest = play(moved, model=model, resume=True, gradient_checkpointing=False, **free)
+    rest = play(moved, model=model, resume=True, **free)
     assert rest.error is None
     assert rest.losses == whole[0].losses[5:]
 

@@ -252,7 +252,7 @@ def recipe_text(
         recipe["task"] = {"type": task, **names}
         if task == "causal_lm" and (named or fields != ["text"]):
             recipe["task"]["anchor"] = ANCHOR
-            comments["anchor"] = "keeps other answers as they are; one to four short rows a step"
+            comments["anchor"] = "preserves other answers; one to four short rows a step"
     elif task == "seq2seq" and "document" not in fields:
         recipe["task"] = {k: section[k] for k in ("type", "max_target_length")}
 

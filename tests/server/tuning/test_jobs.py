@@ -148,6 +148,7 @@ def test_events_report_each_step_and_checkpoint(trained):
         *(f"Step {n}/9" for n in (4, 5, 6)),
         "Checkpoint created at step 6",
         *(f"Step {n}/9" for n in (7, 8, 9)),
+        "proof.json has 4 prompts, 2 of them from the eval rows; train.proof chooses others.",
         "Checkpoint created at step 9",
         "New fine-tuned model created",
         "The job has successfully completed",
