@@ -42,7 +42,6 @@ if os.environ.get("PEFTKIT_REAL_CARD") != "1":
 os.fsync = lambda descriptor: None
 
 import gc  # noqa: E402
-from functools import cache  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 import pytest  # noqa: E402 - the environment comes first
@@ -171,24 +170,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     due = {item: is_due(item, changed) for item in items}
     config.hook.pytest_deselected(items=[item for item in items if not due[item]])
     items[:] = [item for item in items if due[item]]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give the files that start processes to one worker: their server imports torch once."""
-    from xdist.scheduler import LoadFileScheduling
-
-    @cache
-    def starts_processes(file: str) -> bool:
-        text = (config.rootpath / file).read_text(encoding="utf-8")
-        return "tests.helpers.children" in text or "tests.helpers.sharded" in text
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return "processes" if starts_processes(file) else file
-
-    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)
