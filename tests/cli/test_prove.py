@@ -22,7 +22,7 @@ from peftkit.inference.bank import open_bank
 from peftkit.methods.lora import LoRA
 from peftkit.proof.judge import Proof
 from peftkit.proof.record import read_proof, write_proof
-from peftkit_cli.prove import MAX_REQUESTS, METHODS, prove_server
+from peftkit_cli.prove_server import MAX_REQUESTS, METHODS, prove_server
 from tests.helpers.adapters import perturb
 from tests.helpers.command_line import Run
 from tests.helpers.families import FAMILIES, tiny_tokenizer
