@@ -195,6 +195,12 @@ def rounded_up(length: int) -> int:
     return -(-length // MULTIPLE) * MULTIPLE
 
 
+def answered_row(prompt: Sequence[int], answer: Sequence[int], source: str) -> Row:
+    """Return a prompt and its answer as one document, whose targets are the answer."""
+    tokens = (*prompt, *answer)
+    return Row(tokens, (*[IGNORE] * len(prompt), *answer), (len(tokens),), source)
+
+
 def last_answer_span(row: Row) -> tuple[int, int]:
     """Return the token indices [start, stop) of a document's last response."""
     stop = max(n for n, label in enumerate(row.labels) if label != IGNORE) + 1

@@ -128,12 +128,10 @@ class RecordedPasses:
         if self.problem or self._num_steps <= EAGER_STEPS:
             return self._run(batch, scale)
         size = batch["input_ids"].numel()
-        shapes = {name: self._shape(name, tensor, size) for name, tensor in batch.items()}
-        key = tuple((name, shape, batch[name].dtype) for name, shape in shapes.items())
+        key = tuple((n, self._shape(n, each, size), each.dtype) for n, each in batch.items())
         recorded = self._recorded.get(key)
         if recorded is None:
-            options = [(name, shape, batch[name].dtype) for name, shape in shapes.items()]
-            rounded = {n: torch.empty(s, dtype=d, device=self._device) for n, s, d in options}
+            rounded = {n: torch.empty(s, dtype=d, device=self._device) for n, s, d in key}
             self._fill(rounded, batch)
             self._num_passes[key] += 1
             if self._num_passes[key] > 1 and len(self._recorded) < MAX_GRAPHS:

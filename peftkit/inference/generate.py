@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftkit.data.generation import default_style, prompt_ids, stop_ids
 from peftkit.data.messages import Message
-from peftkit.data.pack import IGNORE, Row
+from peftkit.data.pack import Row, answered_row
 from peftkit.data.style import Style
 from peftkit.execution import rng
 from peftkit.inference.engine import (
@@ -363,8 +363,7 @@ def own_answers(
     seeds = [[rng.seed_of(seed, number)] for number in range(len(ids))]
     sampler = ModelSampler(model, tokenizer, AT_ONCE)
     answers = sampler.answers(ids, seeds, max_new_tokens=length, stops=form.stops)
-    rows = []
-    for number, (prompt, (answer,)) in enumerate(zip(ids, answers, strict=True), 1):
-        tokens, labels = (*prompt, *answer.ids), (*[IGNORE] * len(prompt), *answer.ids)
-        rows.append(Row(tokens, labels, (len(tokens),), f"general prompt {number}"))
-    return rows
+    return [
+        answered_row(prompt, answer.ids, f"general prompt {number}")
+        for number, (prompt, (answer,)) in enumerate(zip(ids, answers, strict=True), 1)
+    ]

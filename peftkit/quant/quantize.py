@@ -115,10 +115,7 @@ def quantizable(
     excluded = {id(m) for path in keep for m in model.get_submodule(path).modules()}
     unquantized = excluded | set(never_packed(model))
     jobs = [job for job in _quantizable(model) if id(job[1]) not in unquantized]
-    if not embeddings:
-        return jobs
-
-    return jobs + embedding_jobs(model, excluded)
+    return jobs + embedding_jobs(model, excluded) if embeddings else jobs
 
 
 def never_packed(model: nn.Module) -> dict[int, str]:

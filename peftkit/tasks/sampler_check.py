@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftkit.data.pack import IGNORE, Row
+from peftkit.data.pack import answered_row
 from peftkit.errors import RunError
 from peftkit.events import Notice
 from peftkit.inference.engine import Limits
@@ -42,11 +42,10 @@ def check_sampler(task: Any, stops: Sequence[int], prompts: Sequence[Any], run: 
             groups = engine.answers(ids, sampling, log_probs=True)
         chosen = [group[0].chosen for group in groups]
         sampled = torch.tensor([token.log_prob for tokens in chosen for token in tokens])
-        rows = []
-        for start, tokens in zip(ids, chosen, strict=True):
-            answer = [token.token for token in tokens]
-            row, labels = (*start, *answer), (*[IGNORE] * len(start), *answer)
-            rows.append(Row(row, labels, (len(row),), "a rollout"))
+        rows = [
+            answered_row(start, [token.token for token in tokens], "a rollout")
+            for start, tokens in zip(ids, chosen, strict=True)
+        ]
         batch = OnDevice(task.padded(rows), run.world.device)
         trained = task.token_log_probs(run.model, batch).cpu()
         with adapters_off(run.model):
