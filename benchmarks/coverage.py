@@ -6,10 +6,10 @@
     python -m benchmarks.coverage --methods lora,dora --architectures llama,t5 --quantize none,nf4
     python -m benchmarks.coverage --quantize none --skip compiling_changes_nothing   # the slow one
 
-Columns of classes are those of tests/helpers/family_laws.py. With --methods, --architectures or
---quantize there is a table of methods and architectures, of which no cell is empty: a cell is
-`pass`, perhaps with a note, or `n/a` with the reason, or FAIL; the text below the table explains
-notes, reasons and failures. Exits 1 when a cell fails. Models are tiny and random.
+Columns of classes are those of tests/helpers/family_laws.py. With --methods, --architectures,
+--quantize, --skip or --json there is a table of methods and architectures, of which no cell is
+empty: a cell is `pass`, perhaps with a note, or `n/a` with the reason, or FAIL; the text below the
+table explains notes, reasons and failures. Exits 1 when a cell fails. Models are tiny and random.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all outcomes there")
     args = parser.parse_args(argv)
-    if not (args.methods or args.architectures or args.quantize):
+    if not any((args.methods, args.architectures, args.quantize, args.skip, args.json)):
         return _print_families(args.families, args.page)
     methods = chosen(args.methods or "all", list(grid.COLUMNS), "method")
     architectures = chosen(args.architectures or "all", list(ARCHITECTURES), "architecture")
