@@ -12,8 +12,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from peftkit.files.disk import replacing, sha256_of, write_bytes_atomic
-from peftkit_server.body import DiskRoom, declared_bytes, uploaded_form
-from peftkit_server.multipart import Form
+from peftkit_server.body import DiskRoom, Form, declared_bytes, uploaded_form
 from peftkit_server.quotas import FILE
 from peftkit_server.refusals import RequestError
 from peftkit_server.store import new_id
