@@ -29,7 +29,7 @@ from peftkit_server.body import bounded_body
 from peftkit_server.call_grammar import call_grammar
 from peftkit_server.endpoints import COMPLETING
 from peftkit_server.generation import AnswerCalls, Generation, Output, resolve_seed
-from peftkit_server.grammars import Grammars, check_grammar, schema_text
+from peftkit_server.grammars import Grammar, Grammars, check_grammar, json_grammar
 from peftkit_server.limits import Limits
 from peftkit_server.models import BARE, Models
 from peftkit_server.refusals import RequestError
@@ -74,15 +74,17 @@ class ParsedRequest(NamedTuple):
         tools, is_single = self.tools.offered, self.tools.is_single
         return AnswerCalls(self.calls, prompt, tools, is_single=is_single)
 
-    def grammar(self, tokenizer: Any, prompt: Sequence[int]) -> str:
-        """Return the grammar of a forced call.
+    def grammar(self, tokenizer: Any) -> Grammar | None:
+        """Return the grammar of the completions; None: they are free.
 
         Raises:
             RequestError: The model's call format has no grammar.
         """
-        assert self.calls is not None
-        assert self.tools is not None
-        thinks = self.calls.thinks(prompt)
+        if (schema := self.body.schema_of_answer) is not None:
+            return json_grammar(schema)
+        if self.calls is None or self.tools is None or not self.tools.forced:
+            return None
+        thinks = self.calls.thinks(self.prompts[0])
         grammar = call_grammar(self.calls, tokenizer, self.tools.forced, thinks=thinks)
         if grammar is None:
             raise RequestError(
@@ -91,7 +93,7 @@ class ParsedRequest(NamedTuple):
                 fix='Use "tool_choice": "auto".',
                 param="tool_choice",
             )
-        return grammar
+        return Grammar(grammar, "tool_choice", is_lark=True)
 
 
 class ChatService:
@@ -222,14 +224,15 @@ class ChatService:
         owner = request.state.owner
         queue: OutputQueue = asyncio.Queue()
 
-        def read() -> tuple[ParsedRequest, Callable[[], None] | None]:
+        def read() -> tuple[ParsedRequest, Grammar | None]:
             parsed = parse(data, owner)
-            return parsed, self._grammar_check(parsed)
+            return parsed, parsed.grammar(self._bank.base.tokenizer)
 
-        parsed, check = await self._thread.call(read, request)
-        if check is not None:
+        parsed, grammar = await self._thread.call(read, request)
+        if grammar is not None:  # it may take seconds
+            check = partial(check_grammar, grammar, self._limits)
             await self._grammar_threads.call(check, request)
-        prepare = partial(self._generations, parsed, owner, queue, loop)
+        prepare = partial(self._generations, parsed, grammar, owner, queue, loop)
         generations = await self._thread.call(prepare, request)
         body, num_prompt = parsed.body, sum(map(len, parsed.prompts))
         self._worker.submit(generations)
@@ -251,7 +254,12 @@ class ChatService:
         return await reply.respond(request, generations, queue, num_prompt, is_streamed=is_streamed)
 
     def _generations(
-        self, parsed: ParsedRequest, owner: str, queue: OutputQueue, loop: asyncio.AbstractEventLoop
+        self,
+        parsed: ParsedRequest,
+        grammar: Grammar | None,
+        owner: str,
+        queue: OutputQueue,
+        loop: asyncio.AbstractEventLoop,
     ) -> list[Generation]:
         body, adapter, style, prompts, calls, *_ = parsed
         copies, temperature = body.n or 1, body.temperature
@@ -284,7 +292,7 @@ class ChatService:
                 seed_of(sampling, index),
                 adapter,
                 log_probs=body.num_top is not None,
-                constraint=self._constraint(parsed, ids, sampling),
+                constraint=self._constraint(grammar, tuple(sampling.stops)),
             )
             parser = parsed.call_parser(ids)
             generations.append(
@@ -292,32 +300,15 @@ class ChatService:
             )
         return generations
 
-    def _grammar_check(self, parsed: ParsedRequest) -> Callable[[], None] | None:
-        """Return the check of a request's grammar, which may take seconds; None: it has none."""
-        schema, limits = parsed.body.schema_of_answer, self._limits
-        if schema is not None:
-            return partial(check_grammar, schema_text(schema), "response_format", limits)
-        if parsed.tools is None or not parsed.tools.forced:
-            return None
-        grammar = parsed.grammar(self._bank.base.tokenizer, parsed.prompts[0])
-        return partial(check_grammar, grammar, "tool_choice", limits, is_lark=True)
-
-    def _constraint(
-        self, parsed: ParsedRequest, ids: list[int], sampling: Sampling
-    ) -> Constraint | None:
-        schema, forced = parsed.body.schema_of_answer, parsed.tools and parsed.tools.forced
-        if schema is None and not forced:
+    def _constraint(self, grammar: Grammar | None, stops: tuple[int, ...]) -> Constraint | None:
+        if grammar is None:
             return None
         base = self._bank.base
-        stops = tuple(sampling.stops)
         size = linear_shape(unwrap_adapter(base.model.get_output_embeddings()))[1]
         if (key := (stops, size)) not in self._grammars:
             ends = sorted({*end_tokens(base.model, base.tokenizer), *stops})
             self._grammars[key] = Grammars(base.tokenizer, size, ends, self._limits)
-        if schema is not None:
-            return self._grammars[key].of_json(schema)
-        grammar = parsed.grammar(base.tokenizer, ids)
-        return self._grammars[key].of_lark(grammar, "tool_choice")
+        return self._grammars[key].constraint(grammar)
 
     def _token_text(self, token: int) -> str:
         return str(self._bank.base.tokenizer.decode([token]))

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from peftkit.errors import install_extra
 from peftkit.inference.sampling import Constraint
@@ -52,6 +52,24 @@ json.dump(problem, sys.stdout)
 """
 
 
+class Grammar(NamedTuple):
+    """The grammar of a completion.
+
+    Attributes:
+        text: A JSON schema, or Lark.
+        param: The request field that requires it, for errors.
+    """
+
+    text: str
+    param: str = "response_format"
+    is_lark: bool = False
+
+
+def json_grammar(schema: Mapping[str, Any]) -> Grammar:
+    """Return the grammar of a JSON schema, with bounded white space."""
+    return Grammar(json.dumps({"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **schema}))
+
+
 class Grammars:
     """Factory of the constraints of completions (the extra `json`).
 
@@ -67,27 +85,13 @@ class Grammars:
         self._limits = limits
         self._guidance_tokenizer: Any = None  # slow to build: created on first use
 
-    def of_json(self, schema: Mapping[str, Any], param: str = "response_format") -> Constraint:
-        """Return the constraint of one completion to a JSON schema.
-
-        Args:
-            param: The request field with the schema, for errors.
-
-        Raises:
-            RequestError: llguidance is not installed, or refuses the schema or the tokenizer; or
-                the schema is too large, or takes too much time or memory.
-        """
-        return self._constraint(schema_text(schema), param, is_lark=False)
-
-    def of_lark(self, grammar: str, param: str) -> Constraint:
-        """Return the constraint of one completion to a Lark grammar; errors as in `of_json`."""
-        return self._constraint(grammar, param, is_lark=True)
-
-    def _constraint(self, text: str, param: str, *, is_lark: bool) -> Constraint:
-        check_grammar(text, param, self._limits, is_lark=is_lark)  # remembered
+    def constraint(self, grammar: Grammar) -> Constraint:
+        """Return the constraint of one completion; errors as in `check_grammar`."""
+        check_grammar(grammar, self._limits)  # remembered
         from llguidance import LLMatcher, LLParserLimits
         from llguidance.hf import from_tokenizer
 
+        text, param, is_lark = grammar
         limits = LLParserLimits(max_lexer_states=self._limits.lexer_states)
         try:
             if self._guidance_tokenizer is None:
@@ -103,23 +107,17 @@ class Grammars:
         return Constraint(matcher, self._vocab_size)
 
 
-def schema_text(schema: Mapping[str, Any]) -> str:
-    """Return a JSON schema for llguidance, with bounded white space."""
-    return json.dumps({"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **schema})
-
-
-_checked: OrderedDict[tuple[bool, str, Limits], str] = OrderedDict()
+_checked: OrderedDict[tuple[Grammar, Limits], str] = OrderedDict()
 _lock = threading.Lock()
 
 
-def check_grammar(
-    text: str, param: str, limits: Limits = DEFAULTS, *, is_lark: bool = False
-) -> None:
-    """Compile a grammar or a JSON schema in a subprocess with limits; any thread may call this.
+def check_grammar(grammar: Grammar, limits: Limits = DEFAULTS) -> None:
+    """Compile a grammar in a subprocess with limits; any thread may call this.
 
     Raises:
         RequestError: llguidance is not installed or refuses the grammar, or a limit is exceeded.
     """
+    text, param, is_lark = grammar
     spec = find_spec("llguidance")
     if spec is None or spec.origin is None:
         reason = "llguidance is not installed on the server."
@@ -127,7 +125,7 @@ def check_grammar(
     if len(text) > limits.schema_bytes:
         reason = f"It has {len(text):,} characters; the limit is {limits.schema_bytes:,}."
         raise _no_grammar(reason, "Use a smaller schema.", param)
-    key = is_lark, text, limits
+    key = grammar, limits
     with _lock:
         problem = _checked.get(key)
     if problem is None:

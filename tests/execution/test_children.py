@@ -14,7 +14,7 @@ import pytest
 from peftkit.execution.children import python, spawn_context
 from peftkit.files.safe_regex import fullmatches, searched
 from peftkit_cli.deploy.programs import find_programs
-from peftkit_server.grammars import check_grammar, schema_text
+from peftkit_server.grammars import check_grammar, json_grammar
 from peftkit_server.tuning.grader_process import ProcessCode
 from peftkit_studio.folder import Folder
 from peftkit_studio.processes import Processes
@@ -88,7 +88,7 @@ def run_a_grader() -> None:
 
 def run_a_grammar() -> None:
     pytest.importorskip("llguidance")
-    check_grammar(schema_text({"type": "object"}), "x")
+    check_grammar(json_grammar({"type": "object"}))
 
 
 @pytest.mark.parametrize(

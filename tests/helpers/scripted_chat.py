@@ -14,7 +14,7 @@ from tests.helpers.bank import tiny_base, write_adapter
 
 pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
 from peftkit_server.completions import ChatService
-from peftkit_server.grammars import Grammars
+from peftkit_server.grammars import Grammar, Grammars
 
 # templates render only the names of tools: the tiny model has a short context
 SHORT = (
@@ -49,6 +49,6 @@ def make_say(monkeypatch: pytest.MonkeyPatch, bank: AdapterBank, *texts: str) ->
 
     def constraint(*_: Any) -> Any:
         text = left.pop(0) if len(left) > 1 else left[0]
-        return grammars.of_lark(f"start: {json.dumps(text)}", "x")
+        return grammars.constraint(Grammar(f"start: {json.dumps(text)}", is_lark=True))
 
     monkeypatch.setattr(ChatService, "_constraint", constraint)

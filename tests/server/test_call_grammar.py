@@ -11,7 +11,7 @@ from peftkit.data.chat import Chat
 from peftkit.data.style import Style
 from peftkit.inference.calls import CallStyle, read_answer
 from peftkit_server.call_grammar import call_grammar
-from peftkit_server.grammars import Grammars
+from peftkit_server.grammars import Grammar, Grammars
 from peftkit_server.refusals import RequestError
 from tests.helpers.call_templates import TEMPLATES, with_calls, with_template
 
@@ -54,7 +54,8 @@ def held(name: str, tokenizer: Any, thinks: bool = False) -> tuple[Any, CallStyl
     grammar = call_grammar(calls, own, TOOLS, thinks=thinks)
     if grammar is None:
         return None
-    constraint = Grammars(own, len(own), sorted(calls.stops)).of_lark(grammar, "tool_choice")
+    grammars = Grammars(own, len(own), sorted(calls.stops))
+    constraint = grammars.constraint(Grammar(grammar, is_lark=True))
     return constraint._matcher, calls, own
 
 
@@ -122,5 +123,5 @@ def test_a_grammar_says_its_field_where_it_is_refused(tokenizer):
     assert grammar is not None
     assert json.dumps(schema)[:-1] in grammar
     with pytest.raises(RequestError, match=r"constrained to this tool_choice\.") as refused:
-        Grammars(own, len(own), [0]).of_lark(grammar, "tool_choice")
+        Grammars(own, len(own), [0]).constraint(Grammar(grammar, "tool_choice", is_lark=True))
     assert refused.value.param == "tool_choice"

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from peftkit.data.tokens import tokens
 from peftkit_server import grammars
 from peftkit_server.app import make_app
-from peftkit_server.grammars import Grammars, check_grammar, schema_text
+from peftkit_server.grammars import Grammars, check_grammar, json_grammar
 from peftkit_server.limits import Limits
 from peftkit_server.refusals import RequestError
 from peftkit_server.threads import DaemonThreads
@@ -43,7 +43,7 @@ def test_a_costly_schema_is_refused(schema, limits, message, tokenizer):
     pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
     began = time.monotonic()
     with pytest.raises(RequestError, match="cannot be constrained") as refused:
-        Grammars(tokenizer, 384, [2], limits).of_json(schema)
+        Grammars(tokenizer, 384, [2], limits).constraint(json_grammar(schema))
     assert message in str(refused.value)
     assert time.monotonic() - began < 30
 
@@ -57,10 +57,10 @@ def test_a_grammar_that_takes_too_long_is_compiled_once(monkeypatch):
         return run(*args, **named)
 
     monkeypatch.setattr(grammars.subprocess, "run", counted)
-    text = schema_text(patterns(42))
+    costly = json_grammar(patterns(42))
     for _ in range(3):
         with pytest.raises(RequestError, match="more than 1 seconds"):
-            check_grammar(text, "response_format", Limits(grammar_seconds=1))
+            check_grammar(costly, Limits(grammar_seconds=1))
     assert len(runs) == 1
 
 
@@ -133,7 +133,7 @@ def test_a_grammar_beyond_the_parser_fails_its_completion_only(bank):
 
 def test_white_space_of_json_is_bounded(tokenizer):
     pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
-    constraint = Grammars(tokenizer, 384, [2]).of_json({"type": "object"})
+    constraint = Grammars(tokenizer, 384, [2]).constraint(json_grammar({"type": "object"}))
     (space,) = tokenizer(" ", add_special_tokens=False)["input_ids"][-1:]
     (brace,) = tokenizer("{", add_special_tokens=False)["input_ids"][-1:]
     constraint.take(brace)

@@ -16,7 +16,7 @@ from peftkit.inference.bank import AdapterBank  # noqa: E402
 from peftkit.inference.call_formats import FORMATS  # noqa: E402
 from peftkit_server.app import make_app  # noqa: E402
 from peftkit_server.completions import ChatService  # noqa: E402
-from peftkit_server.grammars import Grammars  # noqa: E402
+from peftkit_server.grammars import Grammar, Grammars  # noqa: E402
 from peftkit_server.limits import Limits  # noqa: E402
 from peftkit_server.tool_fields import ToolCall, with_calls  # noqa: E402
 from tests.helpers.scripted_chat import make_say, scripted_bank  # noqa: E402
@@ -238,7 +238,7 @@ def test_the_guides_program_runs_as_it_stands(client, tool_bank, monkeypatch, ca
     monkeypatch.setattr(
         ChatService,
         "_constraint",
-        lambda *_: grammars.of_lark(f"start: {json.dumps(next(texts))}", "x"),
+        lambda *_: grammars.constraint(Grammar(f"start: {json.dumps(next(texts))}", is_lark=True)),
     )
     monkeypatch.setenv("OPENAI_BASE_URL", str(client.base_url))
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
