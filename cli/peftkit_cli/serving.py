@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -17,8 +17,11 @@ from peftkit_cli.prove import prove_served
 from peftkit_cli.talk import MaxNewTokens, Temperature, named_adapters, note_system
 
 if TYPE_CHECKING:
-    from peftkit.inference.bank import AdapterBank
+    from peftkit_server.predictions.predictor import Predictor
     from peftkit_server.training import TrainingOptions
+
+MAX_SAMPLES = 4096
+"""Prompts that may wait on a server that trains."""
 
 
 def serve(
@@ -69,37 +72,23 @@ def serve(
             fix="Add --train DIR. Without it, the base is loaded as the adapters were trained.",
         )
     folders = named_adapters(runs if options is None else runs[1:])
+    from peftkit.inference.bank import AdapterBank
     from peftkit.inference.open_engine import cache_footprint, generation_fallbacks, tokens_that_fit
     from peftkit_cli.render import Renderer
-    from peftkit_server.server import (
-        predicting_tasks,
-        serve_adapters,
-        serve_predictor,
-        vllm_command,
-    )
+    from peftkit_server.limits import DEFAULTS, Limits, parse_limits
+    from peftkit_server.server import serve_adapters, vllm_command
 
-    common: dict[str, Any] = {"host": host, "port": port, "key": api_key or (), "force": force}
-    common |= {"max_waiting": max_waiting, "limit": limit or ()}
+    # RL clients request all samples of a step together
+    waiting = max_waiting or (DEFAULTS.max_waiting if train is None else MAX_SAMPLES)
+    limits = Limits(max_batch, waiting, max_new_tokens=max_new_tokens, temperature=temperature)
 
-    def announce_predictor(url: str, name: str, endpoints: Sequence[str]) -> None:
+    def announce(url: str, bank: AdapterBank | Predictor) -> None:
         screen.close()  # nothing to show while serving
         typer.echo(f"{url}/v1")
-        note(f"Model: {name}. Endpoints: {', '.join(endpoints)}. Stop with Ctrl-C.")
-
-    if options is None and predicting_tasks(folders):
-        with ExitStack() as screen:
-            serve_predictor(
-                folders,
-                base,
-                **common,
-                on_event=screen.enter_context(Renderer(transient=True)),
-                on_ready=announce_predictor,
-            )
-        return
-
-    def announce(url: str, bank: AdapterBank) -> None:
-        screen.close()  # nothing to show while serving
-        typer.echo(f"{url}/v1")
+        if not isinstance(bank, AdapterBank):
+            (name,) = folders
+            note(f"Model: {name}. Endpoints: {', '.join(bank.endpoints)}. Stop with Ctrl-C.")
+            return
         models = ", ".join([*bank.names, "base", *(names or ())])
         note(f"Models: {models}. Health check: {url}/health. Stop with Ctrl-C.")
         for name in bank.names:
@@ -130,10 +119,11 @@ def serve(
         serve_adapters(
             folders,
             base,
-            **common,
-            max_batch=max_batch,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
+            host=host,
+            port=port,
+            key=api_key or (),
+            limits=replace(limits, **parse_limits(limit or ())),
+            force=force,
             training=options,
             on_event=on_event,
             on_ready=announce,

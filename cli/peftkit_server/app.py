@@ -28,7 +28,7 @@ from peftkit_server.models import Models
 from peftkit_server.quotas import Intake, Quotas
 from peftkit_server.refusals import hide, refuse, refuse_route, wrong_routes
 from peftkit_server.store import Store, StoreError
-from peftkit_server.threads import DaemonThreads, in_own_thread
+from peftkit_server.threads import DaemonThreads
 from peftkit_server.training import Dialect, Training, TrainingOptions
 from peftkit_server.tuning import api as tuning
 from peftkit_server.worker import Worker
@@ -119,7 +119,7 @@ def make_app(
             threads.shutdown()
             for dialect in training_apis:
                 dialect.on_stop()
-            await in_own_thread(worker.stop)
+            await asyncio.to_thread(worker.stop)
             if store is not None:
                 store.close()
 

@@ -22,16 +22,16 @@ from peftkit.formats.peft.load import read_adapter
 from peftkit.formats.serving import check_serving, served_rank, vllm_serve
 from peftkit.inference.bank import AdapterBank, open_bank, read_files, report_other_bases
 from peftkit_server.endpoints import PREDICTING
-from peftkit_server.limits import Limits, parse_limits
+from peftkit_server.limits import DEFAULTS, Limits
 from peftkit_server.listening import listening, require_extra
 
 if TYPE_CHECKING:
     import uvicorn
 
+    from peftkit_server.predictions.predictor import Predictor
     from peftkit_server.training import TrainingOptions
     from peftkit_server.worker import Worker
 
-MAX_WAITING, MAX_SAMPLES = 64, 4096
 STOPPING = "\nStopping after the current training step. Press Ctrl-C again to stop immediately.\n"
 
 
@@ -42,19 +42,16 @@ def serve_adapters(
     host: str = "127.0.0.1",
     port: int = 8000,
     key: str | Sequence[str] | None = None,
-    max_batch: int = 32,
-    max_waiting: int | None = None,
-    max_new_tokens: int = 1024,
-    temperature: float = 0.0,
-    limit: Sequence[str] = (),
+    limits: Limits = DEFAULTS,
     force: bool = False,
     training: TrainingOptions | None = None,
     on_event: Listener = ignore,
-    on_ready: Callable[[str, AdapterBank], None] = lambda url, bank: None,
+    on_ready: Callable[[str, AdapterBank | Predictor], None] = lambda url, served: None,
 ) -> None:
     """Serve adapters over HTTP with OpenAI's API until the process receives a signal.
 
-    The model names are the adapters' names and `base`, the base without an adapter.
+    The model names are the adapters' names and `base`, the base without an adapter. An adapter
+    that predicts instead of completing prompts is served alone.
 
     Args:
         adapters: Folders by model name; at least one, except with `training`.
@@ -63,19 +60,13 @@ def serve_adapters(
         port: 0 picks a free port.
         key: Clients send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`. With several keys,
             the files, jobs and models of each key are separate.
-        max_batch: Most completions that run simultaneously.
-        max_waiting: Most prompts that may wait. Default: 64, and 4,096 with `training`, because RL
-            clients request all samples of a step together.
-        max_new_tokens: Default maximum length of a completion.
-        temperature: Default temperature; 0 is greedy.
-        limit: Further limits as NAME=VALUE, such as "key_files=50"; see docs/limits.md.
         force: Accept adapters that were trained on other weights.
         training: Options of a training server, which OpenAI's and Tinker's clients use.
-        on_ready: Called with the server's address and the bank before the first request.
+        on_ready: Called with the server's address and its models before the first request.
 
     Raises:
         ConfigError: The extra `serve` is not installed, the host requires a key, the port is in
-            use, or a limit is invalid.
+            use, or one of several adapters predicts.
         AdapterError: As `open_bank`.
         BaseError: The base cannot be found or loaded.
         OutputError: The folder of `training` is not writable, or another server uses it.
@@ -85,102 +76,64 @@ def serve_adapters(
 
     from peftkit_server.app import make_app
     from peftkit_server.models import BARE
+    from peftkit_server.predictions.app import make_predictor_app
+    from peftkit_server.predictions.predictor import Predictor
+    from peftkit_server.store import Store
 
-    limits = Limits(
-        max_batch=max_batch,
-        max_waiting=max_waiting or (MAX_WAITING if training is None else MAX_SAMPLES),
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        **parse_limits(limit),
-    )
-    if BARE in adapters:
+    predicts = training is None and bool(predicting_tasks(adapters))
+    if predicts and len(adapters) > 1:
+        raise ConfigError(
+            "cannot serve several adapters here.",
+            found=f"At least one of {', '.join(adapters)} predicts instead of completing prompts.",
+            fix="Start a server for each adapter that embeds, ranks or classifies texts.",
+        )
+    if BARE in adapters and not predicts:
         raise AdapterError(
             f"an adapter cannot be served as '{BARE}'.",
             found="This name is reserved for the base without an adapter.",
             fix=f"Use another name: NAME={adapters[BARE]}",
         )
     with listening(host, port) as listener:
-        if training is None:
-            bank = open_bank(adapters, base, force=force, on_event=on_event)
+        served: AdapterBank | Predictor
+        if predicts:
+            ((name, folder),) = adapters.items()
+            opened = open_adapter(folder, base, force=force, on_event=on_event)
+            served = Predictor(opened)
+            app = make_predictor_app(served, name, keys=keys, limits=limits)
         else:
-            from peftkit_server.store import Store
-
-            Store(training.folder).close()  # raises before the base takes minutes to load
-            bank = _bank_to_train(adapters, training, force, on_event)
-        folders = {name: bank.file(name).folder for name in bank.names}
-        notify_split_tokens(folders, bank.base.tokenizer, on_event)
-        app = make_app(bank, keys=keys, limits=limits, training=training)
+            if training is None:
+                served = open_bank(adapters, base, force=force, on_event=on_event)
+            else:
+                Store(training.folder).close()  # raises before the base takes minutes to load
+                served = _bank_to_train(adapters, training, force, on_event)
+            folders = {name: served.file(name).folder for name in served.names}
+            notify_split_tokens(folders, served.base.tokenizer, on_event)
+            app = make_app(served, keys=keys, limits=limits, training=training)
         config = uvicorn.Config(
             app,
             http=protocol(limits.head_seconds),
             log_level="warning",
             access_log=False,
-            timeout_graceful_shutdown=5,
+            timeout_graceful_shutdown=None if predicts else 5,
         )
-        on_ready(_url(host, listener), bank)
-        server_of(config, app.state.worker, trains=training is not None).run(sockets=[listener])
+        address = f"[{host}]" if ":" in host else host
+        on_ready(f"http://{address}:{listener.getsockname()[1]}", served)
+        trains = training is not None
+        server = (
+            uvicorn.Server(config)
+            if predicts
+            else server_of(config, app.state.worker, trains=trains)
+        )
+        server.run(sockets=[listener])
 
 
 def predicting_tasks(adapters: Mapping[str, str | Path]) -> list[str]:
     """Return the tasks of adapters that embed, rank or classify texts, or transcribe audio."""
     tasks = []
     for path in adapters.values():
-        with suppress(AdapterError):  # `serve_adapters` reports it, after the host and the limits
+        with suppress(AdapterError):  # `open_bank` reports it, after the port
             tasks.append(task_of(read_adapter(adapter_folder(path))).type)
     return [task for task in tasks if task in PREDICTING]
-
-
-def serve_predictor(
-    adapters: Mapping[str, str | Path],
-    base: str | None = None,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    key: str | Sequence[str] | None = None,
-    max_waiting: int | None = None,
-    limit: Sequence[str] = (),
-    force: bool = False,
-    on_event: Listener = ignore,
-    on_ready: Callable[[str, str, Sequence[str]], None] = lambda url, name, endpoints: None,
-) -> None:
-    """Serve an adapter that predicts; arguments and errors are as in `serve_adapters`.
-
-    Args:
-        adapters: One folder by its model name.
-        on_ready: Called with the server's address, the model's name and its endpoints.
-
-    Raises:
-        ConfigError: There are several adapters.
-    """
-    keys = checked_keys(key, host)
-    import uvicorn
-
-    from peftkit_server.predictions.app import make_predictor_app
-    from peftkit_server.predictions.predictor import Predictor
-
-    if len(adapters) != 1:
-        raise ConfigError(
-            "cannot serve several adapters here.",
-            found=f"At least one of {', '.join(adapters)} predicts instead of completing prompts.",
-            fix="Start a server for each adapter that embeds, ranks or classifies texts.",
-        )
-    ((name, folder),) = adapters.items()
-    waiting = {} if max_waiting is None else {"max_waiting": max_waiting}
-    limits = Limits(**waiting, **parse_limits(limit))
-    with listening(host, port) as listener:
-        opened = open_adapter(folder, base, force=force, on_event=on_event)
-        predictor = Predictor(opened)
-        app = make_predictor_app(predictor, name, keys=keys, limits=limits)
-        config = uvicorn.Config(
-            app, http=protocol(limits.head_seconds), log_level="warning", access_log=False
-        )
-        on_ready(_url(host, listener), name, predictor.endpoints)
-        uvicorn.Server(config).run(sockets=[listener])
-
-
-def _url(host: str, listener: socket.socket) -> str:
-    address = f"[{host}]" if ":" in host else host
-    return f"http://{address}:{listener.getsockname()[1]}"
 
 
 def checked_keys(key: str | Sequence[str] | None, host: str) -> list[str]:
@@ -250,8 +203,6 @@ def server_of(config: uvicorn.Config, worker: Worker, *, trains: bool) -> uvicor
     """Return a server that stops after one signal; a second signal ends the process."""
     import uvicorn
 
-    from peftkit_server.threads import in_own_thread
-
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if self.should_exit:
@@ -263,7 +214,7 @@ def server_of(config: uvicorn.Config, worker: Worker, *, trains: bool) -> uvicor
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             """Send waiting requests an error before their connections close."""
-            await in_own_thread(worker.stop)
+            await asyncio.to_thread(worker.stop)
             await super().shutdown(sockets)
 
     return Server(config)

@@ -152,12 +152,3 @@ async def disconnected(request: Request) -> None:
     """Return when the client disconnects; the request's body has been read before."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def in_own_thread(work: Callable[[], T]) -> T:
-    """Return the result of a function in a new thread, even if asyncio's threads are busy."""
-    threads = DaemonThreads(1, "peftkit-stop")
-    try:
-        return await threads.result(work, "")
-    finally:
-        threads.shutdown()

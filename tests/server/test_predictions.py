@@ -29,7 +29,7 @@ from starlette.testclient import TestClient
 from peftkit_server.limits import Limits
 from peftkit_server.predictions.app import make_predictor_app
 from peftkit_server.predictions.predictor import Predictor
-from peftkit_server.server import predicting_tasks, serve_predictor
+from peftkit_server.server import predicting_tasks, serve_adapters
 from tests.helpers.serving import HERE, refusal, scope_of
 
 KEY = "a-key"
@@ -333,4 +333,4 @@ def test_an_upload_is_refused_before_its_file_is_written(fields, length, status,
 def test_one_server_serves_one_adapter(runs):
     assert predicting_tasks(runs) == [*TASKS]
     with pytest.raises(ConfigError, match="several adapters"):
-        serve_predictor(runs)
+        serve_adapters(runs, port=0)
