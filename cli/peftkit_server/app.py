@@ -129,9 +129,14 @@ def make_app(
         Route("/v1/models", service.models),
         Route("/v1/models/{name:path}", service.model),
         Route("/v1/models/{name:path}", service.delete_model, methods=["DELETE"]),
-        Route("/v1/chat/completions", service.chat, methods=["POST"]),
-        Route("/v1/completions", service.complete, methods=["POST"]),
-        Route("/inference/v1/generate", service.generate, methods=["POST"]),
+        *(
+            Route(path, partial(service.respond, parse=parse), methods=["POST"])
+            for path, parse in (
+                ("/v1/chat/completions", service.chat),
+                ("/v1/completions", service.text),
+                ("/inference/v1/generate", service.tokens),
+            )
+        ),
         *wrong_routes(COMPLETING),
         *client_routes(service, limits, len(keys)),
         *(route for dialect in training_apis for route in dialect.routes),

@@ -139,20 +139,18 @@ class ChatService:
         self._models.delete(name, request.state.owner)
         return JSONResponse({"id": name, "object": "model", "deleted": True})
 
-    async def chat(self, request: Request) -> Response:
-        return await self.respond(request, self._chat_prompts)
+    # Bodies, read in the thread that prepares prompts.
 
-    async def complete(self, request: Request) -> Response:
-        return await self.respond(request, self._text_prompts)
-
-    async def generate(self, request: Request) -> Response:
-        return await self.respond(request, self._token_prompt)
-
-    def _token_prompt(self, data: bytes, owner: str) -> ParsedRequest:
+    def tokens(self, data: bytes, owner: str) -> ParsedRequest:
         body = self._parse(data, TokenBody)
         return ParsedRequest(body, *self._model(body, owner), [self._ids(body.token_ids)])
 
-    def _chat_prompts(self, data: bytes, owner: str) -> ParsedRequest:
+    def text(self, data: bytes, owner: str) -> ParsedRequest:
+        body = self._parse(data, TextBody)
+        prompts = [self._ids(prompt) for prompt in body.prompts()]
+        return ParsedRequest(body, *self._model(body, owner), prompts)
+
+    def chat(self, data: bytes, owner: str) -> ParsedRequest:
         return self.chat_request(self._parse(data, ChatBody), owner)
 
     def chat_request(self, body: ChatBody, owner: str) -> ParsedRequest:
@@ -181,11 +179,6 @@ class ChatService:
         if with_tools == ids:
             raise RequestError("the model's chat template ignores tools.", param="tools")
         return ParsedRequest(body, adapter, style, [with_tools], calls, tools)
-
-    def _text_prompts(self, data: bytes, owner: str) -> ParsedRequest:
-        body = self._parse(data, TextBody)
-        prompts = [self._ids(prompt) for prompt in body.prompts()]
-        return ParsedRequest(body, *self._model(body, owner), prompts)
 
     def _parse(self, data: bytes, kind: type[B]) -> B:
         """Parse a request body; refuse more completions than the server allows.
@@ -220,8 +213,7 @@ class ChatService:
     ) -> Response:
         """Return the response to a request that `parse` reads from its body and its owner."""
         data = await bounded_body(request, self._limits.max_body)
-        loop = asyncio.get_running_loop()
-        owner = request.state.owner
+        loop, owner = asyncio.get_running_loop(), request.state.owner
         queue: OutputQueue = asyncio.Queue()
 
         def read() -> tuple[ParsedRequest, Grammar | None]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import Generic, Protocol, TypeVar
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from peftkit_server.refusals import RequestError
 
@@ -75,6 +77,24 @@ class Schedule(Generic[T]):
             self._queues[owner] = left
             if not left:
                 del self._queues[owner]
+
+
+class Call(NamedTuple):
+    """A function of an owner, and the future of its result."""
+
+    owner: str
+    function: Callable[[], Any]
+    future: Future[Any]
+
+    def run(self) -> Callable[[], None]:
+        """Call the function unless it is cancelled; return a function that sets the result."""
+        if not self.future.set_running_or_notify_cancel():
+            return lambda: None
+        try:
+            result = self.function()
+        except BaseException as problem:
+            return partial(self.future.set_exception, problem)
+        return partial(self.future.set_result, result)
 
 
 def check_room(waiting: int, number: int, most: int, kind: str, code: str = "queue_full") -> None:

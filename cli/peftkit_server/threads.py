@@ -8,27 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from peftkit_server.refusals import RequestError
-from peftkit_server.schedule import Schedule, Share, check_room, check_share, whole
+from peftkit_server.schedule import Call, Schedule, Share, check_room, check_share, whole
 
 T = TypeVar("T")
-
-
-class _Call(NamedTuple):
-    owner: str
-    function: Callable[[], Any]
-    future: Future[Any]
-
-    def run(self) -> None:
-        if self.future.set_running_or_notify_cancel():
-            try:
-                self.future.set_result(self.function())
-            except BaseException as problem:
-                self.future.set_exception(problem)
 
 
 class DaemonThreads:
@@ -54,7 +41,7 @@ class DaemonThreads:
     ) -> None:
         self._share, self._max_calls, self._kind, self._code = share, max_calls, kind, code
         self._most_running = share(number)  # of one owner
-        self._schedule: Schedule[_Call] = Schedule()
+        self._schedule: Schedule[Call] = Schedule()
         self._held, self._running = Counter[str](), Counter[str]()  # by owner
         self._changed, self._ended = threading.Condition(), False
         for _ in range(number):
@@ -81,7 +68,7 @@ class DaemonThreads:
 
     def submit(self, function: Callable[[], T], owner: str = "") -> Future[T]:
         """Queue a call, without a place."""
-        call = _Call(owner, function, Future[Any]())
+        call = Call(owner, function, Future[Any]())
         with self._changed:
             self._schedule.put(call)
             self._changed.notify()
@@ -127,24 +114,24 @@ class DaemonThreads:
 
     def _work(self) -> None:
         while (call := self._next()) is not None:
-            call.run()
+            call.run()()
             with self._changed:
                 self._running[call.owner] -= 1
                 self._running += Counter()
                 self._changed.notify()  # another call of this owner may fit now
             del call  # do not hold the last result while idle
 
-    def _next(self) -> _Call | None:
+    def _next(self) -> Call | None:
         """Wait for the next call; None: after `shutdown`."""
         with self._changed:
-            call: _Call | None = None
+            call: Call | None = None
             while not self._ended and (call := self._schedule.take(self._fits)) is None:
                 self._changed.wait()
             if call is not None:
                 self._running[call.owner] += 1
             return call
 
-    def _fits(self, call: _Call) -> bool:
+    def _fits(self, call: Call) -> bool:
         return self._running[call.owner] < self._most_running
 
 

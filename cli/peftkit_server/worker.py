@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -27,7 +26,7 @@ from peftkit.model.modes import eager, evaluating, lifted
 from peftkit_server.batch import Batch
 from peftkit_server.generation import Generation
 from peftkit_server.refusals import RequestError
-from peftkit_server.schedule import Schedule, Share, check_room, check_share, whole
+from peftkit_server.schedule import Call, Schedule, Share, check_room, check_share, whole
 
 T = TypeVar("T")
 
@@ -42,25 +41,6 @@ class TrainingRun(NamedTuple):
 
     owner: str
     run: Callable[[Callable[[], None]], None]
-
-
-class Operation(NamedTuple):
-    """A short computation over the base without adapters."""
-
-    owner: str
-    function: Callable[[], Any]
-    future: Future[Any]
-
-    def run(self) -> Callable[[], None]:
-        """Run it; return a function that sets its result."""
-        if not self.future.set_running_or_notify_cancel():
-            return lambda: None
-        try:
-            with torch.enable_grad():
-                result = self.function()
-        except BaseException as problem:
-            return partial(self.future.set_exception, problem)
-        return partial(self.future.set_result, result)
 
 
 class Worker:
@@ -92,8 +72,8 @@ class Worker:
         self._share, self.is_training = share, False
         self._changed, self._ended = threading.Condition(), False
         self.batch = Batch(bank, self.limits, share, ready, self._changed)
-        self._operations: Schedule[Operation] = Schedule()
-        self._operation: Operation | None = None  # it runs
+        self._operations: Schedule[Call] = Schedule()
+        self._operation: Call | None = None  # it runs
         self._training_runs: Schedule[TrainingRun] = Schedule()
         self._thread = threading.Thread(target=self._work, name="peftkit-serve", daemon=True)
 
@@ -185,7 +165,7 @@ class Worker:
                 held, kind = sum(each.owner == owner for each in self._operations), "operations"
                 check_room(len(self._operations), 1, MAX_OPERATIONS, kind)
                 check_share(held, 1, self._share(MAX_OPERATIONS), kind)
-            self._operations.put(Operation(owner, operation, future))
+            self._operations.put(Call(owner, operation, future))
             self._changed.notify_all()
         return future
 
@@ -264,7 +244,8 @@ class Worker:
         with self._changed:
             operation = self._operation = self._operations.take()
         if operation is not None:
-            with lifted(self.bank.base.model) if in_training else self.bank.lifted():
+            bare = lifted(self.bank.base.model) if in_training else self.bank.lifted()
+            with torch.enable_grad(), bare:
                 set_result = operation.run()
             set_result()  # after the adapters are back on the base
             self._operation = None  # last: if this thread fails above, `_work` fails its future

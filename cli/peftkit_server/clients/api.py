@@ -33,11 +33,16 @@ def client_routes(service: ChatService, limits: Limits, num_keys: int) -> Sequen
     responses = _Responses(service, KeptResponses(size, limits.share(size, num_keys)))
     messages = _Messages(service, limits)
     return [
-        Route("/v1/responses", responses.create, methods=["POST"]),
+        Route("/v1/responses", partial(service.respond, parse=responses.parsed), methods=["POST"]),
         Route("/v1/responses/{id}", responses.retrieve),
         Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
-        Route("/v1/messages", _in_format(messages.create), methods=["POST"]),
-        Route("/v1/messages/count_tokens", _in_format(messages.count), methods=["POST"]),
+        *(
+            Route(path, _in_format(endpoint), methods=["POST"])
+            for path, endpoint in (
+                ("/v1/messages", partial(service.respond, parse=messages.parsed)),
+                ("/v1/messages/count_tokens", messages.count),
+            )
+        ),
     ]
 
 
@@ -103,10 +108,7 @@ class _Responses:
     def __init__(self, service: ChatService, kept: KeptResponses) -> None:
         self._service, self._kept = service, kept
 
-    async def create(self, request: Request) -> Response:
-        return await self._service.respond(request, self._parsed)
-
-    def _parsed(self, data: bytes, owner: str) -> ParsedRequest:
+    def parsed(self, data: bytes, owner: str) -> ParsedRequest:
         body = read_body(data, ResponsesBody)
         before = body.previous_response_id
         earlier = self._kept.get(owner, before)["messages"] if before is not None else []
@@ -132,23 +134,19 @@ class _Messages:
     def __init__(self, service: ChatService, limits: Limits) -> None:
         self._service, self._limits = service, limits
 
-    async def create(self, request: Request) -> Response:
-        return await self._service.respond(request, self._parsed)
-
-    def _parsed(self, data: bytes, owner: str) -> ParsedRequest:
+    def parsed(self, data: bytes, owner: str) -> ParsedRequest:
         body = read_body(data, MessagesBody)
         parsed = self._service.chat_request(body.chat(), owner)
         return parsed._replace(reply=MessagesReply(body.model))
 
     async def count(self, request: Request) -> Response:
         data = await bounded_body(request, self._limits.max_body)
-        count = partial(self._counted, data, request.state.owner)
-        number = await self._service.in_turn(count, request)
-        return JSONResponse({"input_tokens": number})
 
-    def _counted(self, data: bytes, owner: str) -> int:
-        body = read_body(data, CountBody)
-        return len(self._service.chat_request(body.chat(), owner).prompts[0])
+        def count() -> int:
+            body = read_body(data, CountBody)
+            return len(self._service.chat_request(body.chat(), request.state.owner).prompts[0])
+
+        return JSONResponse({"input_tokens": await self._service.in_turn(count, request)})
 
 
 def _in_format(endpoint: Endpoint) -> Endpoint:
