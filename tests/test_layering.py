@@ -95,7 +95,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
         "recipe",
         "report/history",
         "server/clients/",
-        "server/predictions/bodies",
+        "server/predictions/app",
         "server/requests",
         "server/tool_fields",
         "server/tokens",

@@ -39,7 +39,24 @@ def data(
     if hard_negatives is not None:
         if out is None:
             raise typer.BadParameter("--hard-negatives needs --out FILE")
-        _write_hard_negatives(file, hard_negatives, out, candidates, negatives, margin, kind)
+        from peftkit.data.records import check_exists
+        from peftkit.evaluation.make_rows import find_hard_negatives
+        from peftkit.evaluation.predict import write_rows
+        from peftkit.formats.open_adapter import open_adapter
+        from peftkit_cli.render import Renderer
+
+        check_exists(*filter(None, (file, candidates)))
+        with Renderer() as on_event:
+            mined = find_hard_negatives(
+                open_adapter(hard_negatives, on_event=on_event),
+                file,
+                candidates=candidates,
+                number=negatives,
+                margin=margin,
+                task=kind,
+                on_event=on_event,
+            )
+            write_rows(mined.rows, out, on_event=on_event)
         return
     from peftkit_cli.start.survey import splits_of, survey
 
@@ -52,35 +69,6 @@ def data(
     if held_out := splits.get("eval"):
         note(f"Evaluation data (data.eval): {held_out}")
     note("To count tokens: peftkit check RECIPE")
-
-
-def _write_hard_negatives(
-    file: str,
-    adapter: str,
-    out: Path,
-    candidates: str | None,
-    number: int,
-    margin: float,
-    kind: Literal["embedding", "reranker"],
-) -> None:
-    from peftkit.data.records import check_exists
-    from peftkit.evaluation.make_rows import find_hard_negatives
-    from peftkit.evaluation.predict import write_rows
-    from peftkit.formats.open_adapter import open_adapter
-    from peftkit_cli.render import Renderer
-
-    check_exists(*filter(None, (file, candidates)))
-    with Renderer() as on_event:
-        mined = find_hard_negatives(
-            open_adapter(adapter, on_event=on_event),
-            file,
-            candidates=candidates,
-            number=number,
-            margin=margin,
-            task=kind,
-            on_event=on_event,
-        )
-        write_rows(mined.rows, out, on_event=on_event)
 
 
 def _show(summary: Survey) -> None:

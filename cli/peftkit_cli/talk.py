@@ -271,7 +271,19 @@ def predict(
             fix="Give one of the two (--out needs --data).",
         )
     if data is not None:
-        _predict_file(adapter, data, out, base, force)
+        _check_there(data)
+        opened = _open(adapter, base, force)
+        from peftkit.evaluation.predict import predict_file, write_rows
+        from peftkit_cli.render import Renderer
+
+        with Renderer(transient=True) as on_event:
+            rows = predict_file(opened, data, on_event=on_event)
+        if out is None:
+            for row in rows:
+                typer.echo(json.dumps(row, ensure_ascii=False))
+        else:
+            write_rows(rows, out)
+            typer.echo(out)
         return
     assert text is not None
     opened = _open(adapter, base, force)
@@ -284,24 +296,6 @@ def predict(
     for scores in predictions:
         label, value = next(iter(scores.items()))
         typer.echo(f"{label}\t{value:.4g}")
-
-
-def _predict_file(
-    adapter: str, data: Path, out: Path | None, base: str | None, force: bool
-) -> None:
-    _check_there(data)
-    opened = _open(adapter, base, force)
-    from peftkit.evaluation.predict import predict_file, write_rows
-    from peftkit_cli.render import Renderer
-
-    with Renderer(transient=True) as on_event:
-        rows = predict_file(opened, data, on_event=on_event)
-    if out is None:
-        for row in rows:
-            typer.echo(json.dumps(row, ensure_ascii=False))
-        return
-    write_rows(rows, out)
-    typer.echo(out)
 
 
 def chat(

@@ -14,43 +14,14 @@ from peftkit.errors import ConfigError, did_you_mean
 class Limits:
     """Limits of a server, and defaults of requests.
 
-    Limits that begin with `key_` apply to each API key separately; docs/limits.md describes all.
+    Limits that begin with `key_` apply to each API key separately; docs/limits.md has the unit of
+    each, and what happens when it is exceeded.
 
     Args:
         max_batch: Most completions that run simultaneously, and most of one request.
         max_waiting: Most prompts that wait; further requests receive HTTP 429.
-        max_body: Most bytes of a request; larger ones receive HTTP 413.
         max_new_tokens: Default maximum length of a completion.
         temperature: Default temperature; 0 is greedy.
-        head_seconds: Most seconds until the head of a request has arrived.
-        body_seconds: Most seconds until a body has arrived, plus one per `body_rate` bytes.
-        body_rate: Bytes of a body per second that extend `body_seconds`.
-        schema_bytes: Most characters of a JSON schema or grammar.
-        grammar_seconds: Most CPU seconds to compile a grammar.
-        grammar_bytes: Most memory to compile a grammar.
-        lexer_states: Most states of a grammar's lexer, about 2 kB each.
-        response_bytes: Most bytes of conversations in memory for `previous_response_id`.
-        upload_bytes: Most bytes of an uploaded file.
-        line_bytes: Most bytes of one line, or of one JSON array, in an uploaded file.
-        row_work: Most characters times messages of an uploaded conversation; its rendering takes
-            time in proportion.
-        job_deaths: Times that a job may end the server's process before it fails.
-        grader_seconds: Most seconds of a grader on one answer.
-        graders: Most graders that run simultaneously; as many again may wait.
-        tinker_body: Most bytes of a Tinker request in JSON.
-        tinker_datums: Most bytes of a Tinker request with datums.
-        tensor_bytes: Most bytes of the tensors of a Tinker request, sparse ones made dense.
-        operation_bytes: Most bytes of Tinker operations that wait.
-        result_bytes: Most bytes of results that Tinker's clients may retrieve later.
-        tinker_models: Most Tinker models in training.
-        metadata_bytes: Most characters of the metadata of a session, a model or weights.
-        key_share: Largest share of a common limit that one of several keys may use.
-        key_requests: Most requests that are open simultaneously.
-        key_files: Most files.
-        key_jobs: Most jobs that wait or run.
-        key_models: Most saved models: results of jobs, their checkpoints, Tinker's weights.
-        key_bytes: Most bytes of files and saved models on the disk.
-        key_records: Most Tinker sessions, models and samplers in the store.
     """
 
     max_batch: int = 32

@@ -1,17 +1,4 @@
-"""`/metrics` of the server, in Prometheus' text format, through prometheus_client.
-
-| metric | kind | meaning |
-|---|---|---|
-| `peftkit_requests_total` | counter | HTTP responses, by method, route and status |
-| `peftkit_request_seconds` | histogram | time until the last byte of a response, by route |
-| `peftkit_prompt_tokens_total` | counter | tokens of prompts that the engine has begun |
-| `peftkit_generated_tokens_total` | counter | generated tokens of completions that have ended |
-| `peftkit_prompts_waiting` | gauge | prompts in the queue |
-| `peftkit_prompts_running` | gauge | prompts for which the engine generates tokens |
-| `peftkit_jobs_waiting`, `peftkit_jobs_running` | gauge | training jobs |
-| `peftkit_operations_waiting` | gauge | operations of training clients in the queue |
-| `peftkit_memory_bytes` | gauge | main memory of the process, and used memory of its GPU |
-"""
+"""`/metrics` of the server (docs/production.md), through prometheus_client."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 
 from peftkit.errors import OutputError
 from peftkit_server.store import FILE, Store, new_id
-from peftkit_server.tuning.documents import CHECKPOINT, JOB, rename_old_fields
+from peftkit_server.tuning.progress import CHECKPOINT, JOB, rename_old_fields
 from tests.helpers.command_line import environment
 
 

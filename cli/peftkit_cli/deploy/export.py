@@ -88,15 +88,9 @@ def export_model(
     """Write base and adapter as one GGUF file.
 
     Args:
-        adapter: An adapter's folder, or its name on the hub.
         to: gguf (one file), ollama (a folder with a Modelfile), lmstudio (its models folder).
-        out: By default `ollama` in the adapter's folder, or LM Studio's models folder.
-        name: The model's name in Ollama or LM Studio; by default the folder's name.
-        quantize: One of `QUANTIZATIONS`.
-        base: Location of the base; by default the recorded one.
-        calibrate: Rows of the task, on which GPTQ chooses the codes of q4_0 or q4_1.
-        llama_cpp: A checkout of llama.cpp, a folder of its programs, or an environment with them.
-        force: Replace an earlier export. A folder with other files is refused.
+
+    The others are those of `peftkit export`.
 
     Raises:
         AdapterError: The adapter does not complete text, or a program is missing.

@@ -122,18 +122,16 @@ def run_program(command: Sequence[str], doing: str, on_event: Listener = ignore)
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=_environment(),
+            encoding="utf-8",
+            errors="replace",
         )
     except OSError as problem:
         raise RunError(f"cannot run {command[0]}", found=str(problem)) from problem
     assert process.stdout is not None
     try:
-        line, last = b"", -1
-        while byte := process.stdout.read(1):
-            if byte not in b"\r\n":
-                line += byte
-                continue
-            text, line = line.decode("utf-8", "replace").strip(), b""
-            if text:
+        last = 0
+        for line in process.stdout:  # which a carriage return ends, too
+            if text := line.strip():
                 lines.append(text)
             if (match := _PERCENT.search(text)) and int(match[1]) not in (last, 0):
                 last = int(match[1])
@@ -145,7 +143,6 @@ def run_program(command: Sequence[str], doing: str, on_event: Listener = ignore)
             process.wait()
         process.stdout.close()
     if code:
-        lines.append(line.decode("utf-8", "replace"))
         text = "\n".join(each for each in lines if not _PERCENT.search(each)).strip()
         raise RunError(
             f"{Path(command[0]).name} failed",

@@ -15,8 +15,12 @@ from starlette.routing import BaseRoute, Route
 
 from peftkit.errors import PeftkitError
 from peftkit_server.body import bounded_body
-from peftkit_server.clients.messages_body import CountBody, MessagesBody
-from peftkit_server.clients.messages_reply import MessagesReply, message_error
+from peftkit_server.clients.messages import (
+    CountBody,
+    MessagesBody,
+    MessagesReply,
+    message_error,
+)
 from peftkit_server.clients.responses_body import ResponsesBody
 from peftkit_server.clients.responses_reply import ResponsesReply
 from peftkit_server.completions import ChatService, ParsedRequest

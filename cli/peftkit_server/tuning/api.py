@@ -27,10 +27,10 @@ from peftkit_server.refusals import RequestError, status_of
 from peftkit_server.threads import DaemonThreads
 from peftkit_server.training import Dialect, Training
 from peftkit_server.tuning.bodies import GraderBody, GraderRun, JobBody
-from peftkit_server.tuning.documents import CHECKPOINT, JOB
 from peftkit_server.tuning.files import Files, Page
 from peftkit_server.tuning.grader_process import ProcessCode
 from peftkit_server.tuning.jobs import ACTIONS, Jobs
+from peftkit_server.tuning.progress import CHECKPOINT, JOB
 from peftkit_server.tuning.recipes import grader_of
 from peftkit_server.validation import read_body
 

@@ -17,7 +17,7 @@ from peftkit_server.quotas import FILE
 from peftkit_server.refusals import RequestError
 from peftkit_server.store import new_id
 from peftkit_server.training import Training
-from peftkit_server.tuning.documents import JOB
+from peftkit_server.tuning.progress import JOB
 from peftkit_server.tuning.rows import JobError
 
 KIND, PURPOSE, RESULTS = FILE, "fine-tune", "fine-tune-results"

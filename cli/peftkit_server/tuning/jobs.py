@@ -43,16 +43,17 @@ from peftkit_server.store import StoreError, full_disk_as_store_error, new_id
 from peftkit_server.threads import DaemonThreads
 from peftkit_server.training import Training
 from peftkit_server.tuning.bodies import JobBody
-from peftkit_server.tuning.documents import (
+from peftkit_server.tuning.files import PURPOSE, RESULTS, Files
+from peftkit_server.tuning.progress import (
     ENDED,
     JOB,
+    JobProgress,
     add_event,
     add_warning_once,
     changing,
     rename_old_fields,
+    results,
 )
-from peftkit_server.tuning.files import PURPOSE, RESULTS, Files
-from peftkit_server.tuning.progress import JobProgress, results
 from peftkit_server.tuning.recipes import grader_of, recipe_of
 from peftkit_server.tuning.rows import JobError, count_rows
 

@@ -1,4 +1,4 @@
-"""Progress of a job's run: its events, its checkpoints, and its metrics as CSV."""
+"""A job's documents in the store, and the progress of its run: events, checkpoints, metrics."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import math
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Literal
 
 from peftkit.events import (
     EvalDone,
@@ -25,10 +27,16 @@ from peftkit.execution.signals import Interrupted, stop_here
 from peftkit.formats.folders import CONFIG, NOTES, START, TENSORS, new_adapter_folder
 from peftkit.report.history import History, read_history
 from peftkit_server.models import KEPT
-from peftkit_server.store import new_id
+from peftkit_server.refusals import public
+from peftkit_server.store import Store, new_id
 from peftkit_server.training import Training
-from peftkit_server.tuning.documents import CHECKPOINT, JOB, add_event, add_warning_once, changing
 
+JOB, CHECKPOINT = "job", "checkpoint"
+"""Kinds of documents. Fields: `response`, the object that clients receive; of a job further
+`request`, its body; `name`, the name of its model; and `base`, the base it trains over."""
+ENDED = ("succeeded", "failed", "cancelled")
+
+Level = Literal["info", "warn", "error"]
 MAX_CHECKPOINTS = 3
 """Most checkpoints of a job that are served as models: the newest ones, at ends of epochs."""
 PRINTED_STEPS = 10
@@ -39,6 +47,56 @@ PAUSE_SECONDS = 0.1
 """Time between two turns while rows are prepared."""
 TURNS = (StepDone, EvalDone, Saved, RolledOut, Progress)
 """Events between two steps: the worker may serve other requests here."""
+
+
+def rename_old_fields(store: Store) -> None:
+    """Rename the fields `told` and `asked` of documents by older servers."""
+    with store.transaction():
+        for kind in (JOB, CHECKPOINT):
+            for body in store.all(kind):
+                if "told" in body:
+                    response = body["response"] = body.pop("told")
+                    if kind == JOB:
+                        body["request"] = body.pop("asked")
+                    owner = store.owner(kind, response["id"])
+                    parent = response.get("fine_tuning_job_id", "")
+                    store.put(kind, response["id"], body, owner=owner, parent=parent)
+
+
+@contextmanager
+def changing(store: Store, id: str) -> Iterator[dict[str, Any]]:
+    """Yield a job's document and write it at the end; the context is one transaction."""
+    with store.transaction():
+        job = store.existing(JOB, id)
+        yield job
+        store.put(JOB, id, job, owner=store.owner(JOB, id))
+
+
+def add_event(
+    store: Store, id: str, text: str, level: Level = "info", data: Mapping[str, Any] | None = None
+) -> None:
+    """Append an event to a job's journal; its message is one line."""
+    event = {
+        "object": "fine_tuning.job.event",
+        "id": new_id("ftevent-"),
+        "created_at": int(time.time()),
+        "level": level,
+        "message": _line(text),
+        "type": "metrics" if data else "message",
+        "data": dict(data or {}),
+    }
+    store.append(id, event)
+
+
+def add_warning_once(store: Store, id: str, text: str) -> None:
+    """Add a warning unless the job has it already; a resumed run repeats its notices."""
+    if _line(text) not in (event["message"] for event in store.entries(id)):
+        add_event(store, id, text, "warn")
+
+
+def _line(text: str) -> str:
+    """Return a text for clients in one line."""
+    return " ".join(public(text).split())
 
 
 class JobProgress:

@@ -27,7 +27,7 @@ from peftkit.train import checkpoint_files
 from peftkit_cli.app import app
 from peftkit_server.store import Store
 from peftkit_server.tuning import api, jobs, progress
-from peftkit_server.tuning.documents import CHECKPOINT, changing
+from peftkit_server.tuning.progress import CHECKPOINT, changing
 from peftkit_server.validation import read_body
 from tests.helpers.call_templates import TEMPLATES
 from tests.helpers.full_disk import Full

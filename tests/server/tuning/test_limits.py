@@ -19,7 +19,7 @@ from peftkit_server.app import make_app
 from peftkit_server.store import Store
 from peftkit_server.training import TrainingOptions
 from peftkit_server.tuning import jobs, progress, recipes
-from peftkit_server.tuning.documents import JOB, changing
+from peftkit_server.tuning.progress import JOB, changing
 from tests.helpers.bank import write_adapter
 from tests.helpers.jobs import HERE, JOBS, Client, chats, hyper
 
