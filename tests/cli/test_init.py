@@ -11,7 +11,7 @@ from peftkit.data.records import sources_of
 from peftkit.defaults import BATCHES, CONTRASTIVE_BATCHES, defaults_for
 from peftkit.recipe import Recipe, load
 from peftkit.tasks.table import TASKS
-from peftkit_cli.start.draft import Size, recipe_text
+from peftkit_cli.start.draft import Size, draft
 from peftkit_cli.start.recipes import GOALS
 from peftkit_cli.start.survey import FieldFacts, Survey, only_data_file, splits_of
 from tests.helpers.command_line import Done, Run, turn
@@ -23,7 +23,7 @@ def written(
 ) -> Recipe:
     """Write the recipe of a task, for rows of such facts; load it."""
     given = {"where": "rows.jsonl", "fields": [FieldFacts("a", 9, 0, 0)], **facts}
-    text = recipe_text(Survey(**given), task, "org/m", Size(width), on_cpu=on_cpu)
+    text, _ = draft(Survey(**given), task, "org/m", int(not on_cpu), base=Size(width))
     (folder / "recipe.yaml").write_text(text, encoding="utf-8")
     return load(folder / "recipe.yaml")
 
@@ -63,7 +63,7 @@ def test_samples_are_long_enough_for_short_answers(chars, tokens, tmp_path):
     fields = [FieldFacts("mail", 640, 0, 900), FieldFacts("ticket", 640, 0, chars)]
     facts = Survey("rows.jsonl", num_rows=640, fields=fields)
     named = ("mail", "ticket")
-    text = recipe_text(facts, "causal_lm", "org/m", Size(576), on_cpu=True, named=named)
+    text, _ = draft(facts, "causal_lm", "org/m", 0, base=Size(576), named=named)
     (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
     assert load(tmp_path / "recipe.yaml").train.sample_tokens == tokens
 

@@ -42,42 +42,6 @@ ANCHOR = "1.0"
 """Weight of the anchor. It divides drift by 40 or more at the same score (docs/forgetting.md)."""
 
 
-def draft(
-    summary: Survey,
-    task: str,
-    model: str,
-    num_bytes: int,
-    *,
-    held_out: str = "",
-    named: tuple[str, ...] = (),
-) -> tuple[str, str]:
-    """Draft a recipe for surveyed rows.
-
-    Args:
-        task: One of `suited_tasks`.
-        num_bytes: Memory of the GPU; 0 for a CPU.
-        held_out: File to evaluate on; "" holds out a share of the rows if there are enough.
-        named: The input field and the target field, if the recipe names them.
-
-    Returns:
-        The recipe as YAML, with comments; and why the size of the base is unknown, or "".
-    """
-    base = size_of(model)
-    is_large = num_bytes >= 2 * WEIGHTS_IN_MEMORY * base.num_parameters > 0
-    text = recipe_text(
-        summary,
-        task,
-        model,
-        base,
-        on_cpu=not num_bytes,
-        held_out=held_out,
-        named=named,
-        quantizes=not is_large,
-        chat_template=template_for(model, summary) if task in CHATS else None,
-    )
-    return text, base.notice
-
-
 def suited_tasks(summary: Survey) -> list[str]:
     """Return the tasks that accept the rows; for unknown fields, the tasks that can name fields.
 
@@ -214,25 +178,31 @@ def size_of(model: str) -> Size:
     return Size(width, max_length, number)
 
 
-def recipe_text(
+def draft(
     summary: Survey,
     task: str,
     model: str,
-    base: Size,
+    num_bytes: int,
     *,
-    on_cpu: bool,
+    base: Size | None = None,
     held_out: str = "",
     named: tuple[str, ...] = (),
-    quantizes: bool = True,
-    chat_template: str | None = None,
-) -> str:
-    """Return the ready-made recipe of a task, adapted to rows and base; see `draft`.
+) -> tuple[str, str]:
+    """Draft a recipe: the ready-made one of the task, adapted to surveyed rows and a base.
 
     Args:
-        quantizes: Whether a base on a GPU is quantised.
+        task: One of `suited_tasks`.
+        num_bytes: Memory of the GPU; 0 for a CPU.
+        base: Size of the model, by default from its config.
+        held_out: File to evaluate on; "" holds out a share of the rows if there are enough.
+        named: The input field and the target field, if the recipe names them.
+
+    Returns:
+        The recipe as YAML, with comments; and why the size of the base is unknown, or "".
     """
     from peftkit.defaults import BATCHES, CONTRASTIVE_BATCHES, PREFERENCE_RATE, defaults_for
 
+    base = base or size_of(model)
     goal, num_rows = GOALS[task], summary.num_rows
     fields = [field.name for field in summary.fields]
     recipe = ready_made(goal.recipe)
@@ -258,9 +228,9 @@ def recipe_text(
 
     section = recipe["base"]
     section["model"] = _quoted(model)
-    if on_cpu:
+    if not num_bytes:
         section.pop("dtype", None)
-    if on_cpu or not quantizes:
+    if not num_bytes or num_bytes >= 2 * WEIGHTS_IN_MEMORY * base.num_parameters > 0:
         section.pop("quantize", None)
 
     section = recipe["data"]
@@ -284,8 +254,8 @@ def recipe_text(
         comments |= {} if held_out else {"eval": "share of the rows that is held out"}
     if "max_length" in section:
         section["max_length"] = str(length)
-        if chat_template is not None:
-            section["chat_template"] = chat_template
+        if task in CHATS and (template := template_for(model, summary)) is not None:
+            section["chat_template"] = template
             comments["chat_template"] = "the template of the base cannot format these rows"
     if task == "causal_lm":
         section["packing"] = str(settings.packing).lower()
@@ -325,7 +295,8 @@ def recipe_text(
                 train["sample_tokens"] = str(max(length, 16))  # complete, to be scored
             comments["sample_every"] = "answers to three held-out rows, also before training"
     head = f"# To {goal.does}. From the recipe {goal.recipe}, by peftkit init.\n"
-    return f"{head}# All fields, with their defaults: peftkit schema\n{_as_yaml(recipe, comments)}"
+    text = f"{head}# All fields, with their defaults: peftkit schema\n{_as_yaml(recipe, comments)}"
+    return text, base.notice
 
 
 def ready_made(name: str) -> dict[str, dict[str, str]]:
