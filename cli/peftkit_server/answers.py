@@ -8,18 +8,16 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from peftkit.errors import PeftkitError, RunError
 from peftkit.inference.sampling import Chosen
 from peftkit_server.generation import Generation, Output, call_fields
-from peftkit_server.refusals import RequestError, error_fields
-from peftkit_server.threads import disconnected
+from peftkit_server.refusals import error_fields
 
 OutputQueue = asyncio.Queue[tuple[int, Output | Exception]]
 """Outputs of the completions of one request, each with the index of its completion."""
@@ -50,26 +48,17 @@ class Reply(ABC):
     def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
         """Return the response with whole completions."""
 
-    async def respond(
-        self,
-        request: Request,
-        generations: Sequence[Generation],
-        queue: OutputQueue,
-        num_prompt: int,
-        *,
-        is_streamed: bool,
+    def streamed(
+        self, generations: Sequence[Generation], queue: OutputQueue, num_prompt: int
     ) -> Response:
-        """Return the HTTP response; a stream reports errors after its first event as events."""
-        if is_streamed:
-            return StreamingResponse(
-                self._streamed(generations, queue, num_prompt),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-cache"},
-            )
-        answers = await whole_answers(request, generations, queue)
-        return JSONResponse(self.whole(answers, num_prompt))
+        """Return the events as they come; errors after the first one are events, too."""
+        return StreamingResponse(
+            self._events(generations, queue, num_prompt),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache"},
+        )
 
-    async def _streamed(
+    async def _events(
         self, generations: Sequence[Generation], queue: OutputQueue, num_prompt: int
     ) -> AsyncIterator[str]:
         num_running = len(generations)
@@ -233,36 +222,3 @@ def usage(answers: Sequence[Output], num_prompt: int) -> dict[str, int]:
     """Return the token counts of a request."""
     new = sum(answer.num_tokens for answer in answers)
     return {"prompt_tokens": num_prompt, "completion_tokens": new, "total_tokens": num_prompt + new}
-
-
-async def whole_answers(
-    request: Request, generations: Sequence[Generation], queue: OutputQueue
-) -> list[Output]:
-    """Return the whole completions, in order; cancel them if the client disconnects."""
-    outputs: list[list[Output]] = [[] for _ in generations]
-    gone = asyncio.create_task(disconnected(request))
-    try:
-        while not all(parts and parts[-1].reason for parts in outputs):
-            coming = asyncio.create_task(queue.get())
-            await asyncio.wait((coming, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not coming.done():
-                coming.cancel()
-                raise RequestError("the client disconnected.", status=499)
-            index, output = coming.result()
-            if isinstance(output, Exception):
-                raise output
-            outputs[index].append(output)
-    finally:
-        gone.cancel()
-        for generation in generations:
-            generation.cancel()
-    return [
-        replace(
-            parts[-1],
-            text="".join(part.text for part in parts),
-            thought="".join(part.thought for part in parts),
-            calls=tuple(call for part in parts for call in part.calls),
-            chosen=tuple(token for part in parts for token in part.chosen),
-        )
-        for parts in outputs
-    ]

@@ -24,18 +24,18 @@ from peftkit.inference.engine import Request as EngineRequest
 from peftkit.inference.open_engine import generation_fallbacks
 from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
 from peftkit.model.places import linear_shape, unwrap_adapter
-from peftkit_server.answers import OpenAIReply, OutputQueue, Reply, whole_answers
+from peftkit_server.answers import OpenAIReply, OutputQueue, Reply
 from peftkit_server.body import bounded_body
 from peftkit_server.call_grammar import call_grammar
 from peftkit_server.endpoints import COMPLETING
-from peftkit_server.generation import AnswerCalls, Generation, Output, resolve_seed
+from peftkit_server.generation import AnswerCalls, Collected, Generation, Output, resolve_seed
 from peftkit_server.grammars import Grammar, Grammars, check_grammar, json_grammar
 from peftkit_server.limits import Limits
 from peftkit_server.models import BARE, Models
 from peftkit_server.refusals import RequestError
 from peftkit_server.requests import Body, ChatBody, TextBody
 from peftkit_server.schedule import Share
-from peftkit_server.threads import DaemonThreads
+from peftkit_server.threads import DaemonThreads, awaited
 from peftkit_server.tokens import TokenBody, token_answers, token_bytes, unknown_token, vocabulary
 from peftkit_server.tool_fields import ToolUse
 from peftkit_server.validation import read_body
@@ -214,7 +214,6 @@ class ChatService:
         """Return the response to a request that `parse` reads from its body and its owner."""
         data = await bounded_body(request, self._limits.max_body)
         loop, owner = asyncio.get_running_loop(), request.state.owner
-        queue: OutputQueue = asyncio.Queue()
 
         def read() -> tuple[ParsedRequest, Grammar | None]:
             parsed = parse(data, owner)
@@ -224,13 +223,18 @@ class ChatService:
         if grammar is not None:  # it may take seconds
             check = partial(check_grammar, grammar, self._limits)
             await self._grammar_threads.call(check, request)
-        prepare = partial(self._generations, parsed, grammar, owner, queue, loop)
-        generations = await self._thread.call(prepare, request)
         body, num_prompt = parsed.body, sum(map(len, parsed.prompts))
+        collected = Collected(len(parsed.prompts) * (body.n or 1))
+        queue: OutputQueue = asyncio.Queue()
+
+        def send(index: int, output: Output | Exception) -> None:
+            with suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(queue.put_nowait, (index, output))
+
+        take = send if body.stream else collected.take
+        prepare = partial(self._generations, parsed, grammar, owner, take)
+        generations = await self._thread.call(prepare, request)
         self._worker.submit(generations)
-        if isinstance(body, TokenBody):
-            answers = await whole_answers(request, generations, queue)
-            return JSONResponse(token_answers(body.model, answers, num_prompt))
         reply = parsed.reply or OpenAIReply(
             isinstance(body, ChatBody),
             body.model,
@@ -242,16 +246,23 @@ class ChatService:
             body.num_top,
             parsed.tools is not None and parsed.tools.is_named,
         )
-        is_streamed = bool(body.stream)
-        return await reply.respond(request, generations, queue, num_prompt, is_streamed=is_streamed)
+        if body.stream:
+            return reply.streamed(generations, queue, num_prompt)
+        try:
+            answers = await awaited(collected, request)
+        finally:
+            for generation in generations:
+                generation.cancel()
+        if isinstance(body, TokenBody):
+            return JSONResponse(token_answers(body.model, answers, num_prompt))
+        return JSONResponse(reply.whole(answers, num_prompt))
 
     def _generations(
         self,
         parsed: ParsedRequest,
         grammar: Grammar | None,
         owner: str,
-        queue: OutputQueue,
-        loop: asyncio.AbstractEventLoop,
+        take: Callable[[int, Output | Exception], None],
     ) -> list[Generation]:
         body, adapter, style, prompts, calls, *_ = parsed
         copies, temperature = body.n or 1, body.temperature
@@ -262,11 +273,6 @@ class ChatService:
         generations: list[Generation] = []
         for index in range(len(prompts) * copies):
             ids = prompts[index // copies]
-
-            def send(output: Output | Exception, index: int = index) -> None:
-                with suppress(RuntimeError):  # the event loop is closed
-                    loop.call_soon_threadsafe(queue.put_nowait, (index, output))
-
             sampling = Sampling(
                 max_new_tokens=self._worker.room_for(ids, length),
                 temperature=self._limits.temperature if temperature is None else temperature,
@@ -287,6 +293,7 @@ class ChatService:
                 constraint=self._constraint(grammar, tuple(sampling.stops)),
             )
             parser = parsed.call_parser(ids)
+            send = partial(take, index)
             generations.append(
                 Generation(engine_request, send, body.stop_texts, parser, body.keeps_end, owner)
             )

@@ -6,7 +6,8 @@ import logging
 import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from peftkit.errors import RunError
@@ -70,7 +71,7 @@ def call_fields(call: Call) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """New output of a completion; `whole_answers` joins them.
+    """New output of a completion; `Collected` joins them.
 
     Attributes:
         chosen: Tokens with their log-probabilities, if requested.
@@ -88,6 +89,40 @@ class Output:
     thought: str = ""
     calls: tuple[Call, ...] = ()
     stop_text: str | None = None
+
+
+class Collected(Future[list[Output]]):
+    """The whole completions of a request, in order; or the first error.
+
+    Args:
+        number: Number of completions.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()  # cannot be cancelled while an output arrives
+        self._parts: list[list[Output]] = [[] for _ in range(number)]
+
+    def take(self, index: int, output: Output | Exception) -> None:
+        """Add an output of a completion, in the worker's thread."""
+        if self.done():
+            return
+        if isinstance(output, Exception):
+            self.set_exception(output)
+            return
+        self._parts[index].append(output)
+        if all(parts and parts[-1].reason for parts in self._parts):
+            self.set_result([*map(_joined, self._parts)])
+
+
+def _joined(parts: Sequence[Output]) -> Output:
+    return replace(
+        parts[-1],
+        text="".join(part.text for part in parts),
+        thought="".join(part.thought for part in parts),
+        calls=tuple(call for part in parts for call in part.calls),
+        chosen=tuple(token for part in parts for token in part.chosen),
+    )
 
 
 @dataclass(eq=False, slots=True)

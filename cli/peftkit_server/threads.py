@@ -90,19 +90,12 @@ class DaemonThreads:
     async def run(self, function: Callable[[], T], request: Request) -> T:
         """Return the result of `call` in a `place`."""
         future = self.submit(function, request.state.owner)
-        result = asyncio.wrap_future(future)
-        gone = asyncio.create_task(disconnected(request))
         try:
-            await asyncio.wait((result, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not result.done():
-                raise RequestError("the client disconnected.", status=499)
-            return result.result()
+            return await awaited(future, request)
         finally:
-            gone.cancel()
             if future.cancel():  # it waited: it never runs
                 with self._changed:
                     self._schedule.drop(lambda call: call.future is future)
-            result.cancel()
 
     def shutdown(self) -> None:
         """Cancel the calls that wait, and end idle threads; running calls are abandoned."""
@@ -135,7 +128,24 @@ class DaemonThreads:
         return self._running[call.owner] < self._most_running
 
 
-async def disconnected(request: Request) -> None:
-    """Return when the client disconnects; the request's body has been read before."""
+async def awaited(future: Future[T], request: Request) -> T:
+    """Return the result of a future for a request whose body has been read.
+
+    Raises:
+        RequestError: 499: the client disconnected.
+    """
+    result, gone = asyncio.wrap_future(future), asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((result, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not result.done():
+            raise RequestError("the client disconnected.", status=499)
+        return result.result()
+    finally:
+        gone.cancel()
+        result.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

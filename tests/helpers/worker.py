@@ -2,33 +2,27 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from queue import SimpleQueue
+from functools import partial
 from typing import Any
 
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.engine import Limits, Request
 from peftkit.inference.sampling import Sampling
-from peftkit_server.generation import Generation, Output
+from peftkit_server.generation import Collected, Generation
 from peftkit_server.worker import Worker
 
 
 class Submitted:
-    """A generation, and its outputs."""
+    """A generation, and its completion."""
 
     def __init__(self, adapter: str | None, ids: list[int], seed: int = 0, **settings: Any) -> None:
-        self.queue: SimpleQueue[Any] = SimpleQueue()
+        self.answers = Collected(1)
         sampling = Sampling(**{"max_new_tokens": 4, **settings})
-        self.job = Generation(Request(ids, sampling, seed, adapter), self.queue.put)
+        self.job = Generation(Request(ids, sampling, seed, adapter), partial(self.answers.take, 0))
 
     def end(self) -> Any:
         """Return the whole completion, or the error."""
-        text = ""
-        while isinstance(what := self.queue.get(timeout=20), Output):
-            text += what.text
-            if what.reason is not None:
-                return replace(what, text=text)
-        return what
+        return self.answers.exception(timeout=20) or self.answers.result()[0]
 
 
 def run_jobs(

@@ -6,7 +6,9 @@ Shapes: N prompt tokens, K top tokens, V vocabulary.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from peftkit.forward.loss import Head, target_logits, target_rows
 from peftkit.inference.engine import Request as EngineRequest
 from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.model.modes import evaluating
-from peftkit_server.generation import Generation, Output, resolve_seed
+from peftkit_server.generation import Collected, Generation, Output, resolve_seed
 from peftkit_server.refusals import RequestError
 from peftkit_server.requests import MAX_TOKENS
 from peftkit_server.tinker.bodies import RequestContext, Sample, Targets
@@ -39,46 +41,6 @@ NO_TARGET = -1
 """A position without a token to score."""
 ROWS = 512
 """Prompt tokens in one chunk of logits."""
-
-
-class Completions:
-    """The completions of one request; the last one to end completes the pending result.
-
-    Attributes:
-        message: `Sampled`; the completions are added when all have ended.
-    """
-
-    def __init__(self, body: Sample, pending: PendingResult) -> None:
-        self._num_top, self._pending = body.topk_sample_logprobs, pending
-        self.owner = pending.owner
-        self.message = MESSAGES["Sampled"]()
-        self._outputs: list[list[Output]] = [[] for _ in range(body.num_samples)]
-
-    def sender(self, index: int) -> Callable[[Output | Exception], None]:
-        """Return the callback that collects the outputs of a completion."""
-
-        def send(output: Output | Exception) -> None:
-            if isinstance(output, Exception):
-                self._pending.finish(output)
-                return
-            self._outputs[index].append(output)
-            if all(outputs and outputs[-1].reason for outputs in self._outputs):
-                self._pending.finish(self._serialized())
-
-        return send
-
-    def _serialized(self) -> bytes:
-        for outputs in self._outputs:
-            chosen = [token for output in outputs for token in output.chosen]
-            sequence = self.message.sequences.add(
-                stop_reason=STOP if outputs[-1].reason == "stop" else LENGTH,
-                tokens=bytes_of((token.token for token in chosen), torch.int32),
-                log_probs=bytes_of(token.log_prob for token in chosen),
-            )
-            if self._num_top:
-                top = torch.tensor([token.top[: self._num_top] for token in chosen])
-                set_topk(sequence.topk, top[..., 0], top[..., 1])  # both (tokens, K)
-        return bytes(self.message.SerializeToString())
 
 
 class Samplers:
@@ -147,8 +109,14 @@ class Samplers:
     def _submit(self, body: Sample, adapter: str | None, pending: PendingResult) -> None:
         """Submit a request's completions; the pending result becomes a message `Sampled`."""
         worker, bank, models = self._training.worker, self._training.bank, self._training.models
-        completions = Completions(body, pending)
-        generations = _generations(self._training, body, adapter, completions)
+        completions, message = Collected(body.num_samples), MESSAGES["Sampled"]()
+        generations = _generations(self._training, body, adapter, completions, pending.owner)
+
+        def finish(done: Future[list[Output]]) -> None:
+            try:
+                pending.finish(_serialized(message, done.result(), body.topk_sample_logprobs))
+            except Exception as error:
+                pending.finish(error)
 
         def cancel() -> None:
             pending.finish(RequestError("the request was cancelled."))
@@ -158,15 +126,30 @@ class Samplers:
         def score_prompt() -> None:
             models.load(adapter)
             with bank.returned(), bank.use(adapter), evaluating(bank.base.model):
-                _score(bank.base.model, self._learner.head(), body, completions.message)
+                _score(bank.base.model, self._learner.head(), body, message)
 
+        completions.add_done_callback(finish)
         pending.cancel = cancel
         is_scored = body.prompt_logprobs or body.topk_prompt_logprobs or body.target_prompt_logprobs
         worker.submit(generations, score_prompt if is_scored else None)
 
 
+def _serialized(message: Any, outputs: Sequence[Output], num_top: int) -> bytes:
+    """Add whole completions to a message `Sampled`; return its bytes."""
+    for output in outputs:
+        sequence = message.sequences.add(
+            stop_reason=STOP if output.reason == "stop" else LENGTH,
+            tokens=bytes_of((token.token for token in output.chosen), torch.int32),
+            log_probs=bytes_of(token.log_prob for token in output.chosen),
+        )
+        if num_top:
+            top = torch.tensor([token.top[:num_top] for token in output.chosen])
+            set_topk(sequence.topk, top[..., 0], top[..., 1])  # both (tokens, K)
+    return bytes(message.SerializeToString())
+
+
 def _generations(
-    training: Training, body: Sample, adapter: str | None, completions: Completions
+    training: Training, body: Sample, adapter: str | None, completions: Collected, owner: str
 ) -> list[Generation]:
     worker, model = training.worker, training.bank.base.model
     settings, ids = body.sampling_params, body.prompt.ids
@@ -200,10 +183,10 @@ def _generations(
     return [
         Generation(
             EngineRequest(ids, sampling, seed, adapter, log_probs=True, ends=ends),
-            completions.sender(number),
+            partial(completions.take, number),
             texts,
             keeps_end=True,
-            owner=completions.owner,
+            owner=owner,
         )
         for number, seed in enumerate(seeds)
     ]

@@ -308,7 +308,7 @@ class Service:
         path = f"tinker://{model.id}/weights/{body.path or f'step-{body.seq_id}'}"
 
         def run() -> Result:
-            self._write(path, body, model, with_optimizer=True, overwrite=body.overwrite)
+            self._write(path, body, model)
             return {"type": "save_weights", "path": path}
 
         return run
@@ -320,7 +320,7 @@ class Service:
         path = f"tinker://{model.id}/sampler_weights/{name}"
 
         def run() -> Result:
-            self._write(path, body, model, with_optimizer=False, is_unnamed=number is not None)
+            self._write(path, body, model)
             if number is None:
                 return {"type": "save_weights_for_sampler", "path": path}
             session = model.id.partition(":")[0]
@@ -329,27 +329,19 @@ class Service:
 
         return run
 
-    def _write(
-        self,
-        path: str,
-        body: bodies.Save | bodies.SaveForSampler,
-        model: Model,
-        *,
-        with_optimizer: bool,
-        overwrite: bool = False,
-        is_unnamed: bool = False,
-    ) -> None:
-        """Save a model's current weights; see `Weights.save`."""
+    def _write(self, path: str, body: bodies.Save | bodies.SaveForSampler, model: Model) -> None:
+        """Save a model's current weights; those for samplers have no optimizer."""
         check_metadata(body.user_metadata, self.limits)
         self._quotas.check_model(model.owner)
+        of_training = isinstance(body, bodies.Save)
         self._weights.save(
             path,
             model.owner,
-            lambda folder: self._tenants.save(model.id, folder, with_optimizer=with_optimizer),
+            lambda folder: self._tenants.save(model.id, folder, with_optimizer=of_training),
             {**model.metadata, "metadata": body.user_metadata},
             ttl=body.ttl_seconds,
-            overwrite=overwrite,
-            is_unnamed=is_unnamed,
+            overwrite=isinstance(body, bodies.Save) and body.overwrite,
+            is_unnamed=not of_training and body.path is None,
         )
 
     # ------------------------------------------------------------- samplers

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -17,13 +18,13 @@ from starlette.routing import BaseRoute, Route
 
 from peftkit.data.generation import prompt_ids, stop_ids
 from peftkit.data.style import Style
-from peftkit.errors import PeftkitError, RunError
+from peftkit.errors import RunError
 from peftkit.inference.engine import Request as EngineRequest
 from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.tasks.rewards.grading import Answered, Grading
 from peftkit_server.body import bounded_body
-from peftkit_server.generation import Generation, Output
-from peftkit_server.refusals import RequestError, status_of
+from peftkit_server.generation import Collected, Generation
+from peftkit_server.refusals import RequestError
 from peftkit_server.threads import DaemonThreads
 from peftkit_server.training import Dialect, Training
 from peftkit_server.tuning.bodies import GraderBody, GraderRun, JobBody
@@ -37,6 +38,7 @@ from peftkit_server.validation import read_body
 JOBS = "/v1/fine_tuning/jobs"
 GRADERS = "/v1/fine_tuning/alpha/graders"
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 
 def dialect(training: Training) -> Dialect:
@@ -185,40 +187,33 @@ class _Api:
         """
         (turns,), worker = conversations, self._training.worker
         tokenizer, style = self._training.bank.base.tokenizer, Style("chat")
-        prompt = worker.call(lambda: prompt_ids(tokenizer, turns, style), owner)
-        try:
-            ids = prompt.result(max(0.0, until - time.monotonic()))
-        except FutureTimeout:
-            prompt.cancel()
-            raise self._too_slow() from None
-        sampling = Sampling(**settings, stops=stop_ids(tokenizer, style))
-        outputs: SimpleQueue[Output | Exception] = SimpleQueue()
-        request = EngineRequest(ids, sampling, seed_of(sampling, 0))
-        generation = Generation(request, outputs.put, owner=owner)
-        worker.submit([generation])
-        text, has_ended = "", False
-        while not has_ended:
-            try:
-                output = outputs.get(timeout=max(0.0, until - time.monotonic()))
-            except Empty:
-                generation.cancel()
-                raise self._too_slow() from None
-            if isinstance(output, Exception):  # an error of the model, not of the grader
-                assert isinstance(output, PeftkitError)
-                raise RequestError(
-                    output.problem, found=output.found, fix=output.fix, status=status_of(output)
-                )
-            text, has_ended = text + output.text, output.reason is not None
-        return [text]
+        seconds = self._limits.grader_seconds
 
-    def _too_slow(self) -> RequestError:
-        return RequestError(
-            "the grader took too long.",
-            found=f"It may take {self._limits.grader_seconds} seconds; the server may be busy.",
-            fix="Try again later.",
-            status=429,
-            code="grader_seconds",
-        )
+        def waited(future: Future[T], cancel: Callable[[], object]) -> T:
+            try:
+                return future.result(max(0.0, until - time.monotonic()))
+            except FutureTimeout:
+                cancel()
+                raise RequestError(
+                    "the grader took too long.",
+                    found=f"It may take {seconds} seconds; the server may be busy.",
+                    fix="Try again later.",
+                    status=429,
+                    code="grader_seconds",
+                ) from None
+
+        prompt = worker.call(lambda: prompt_ids(tokenizer, turns, style), owner)
+        ids = waited(prompt, prompt.cancel)
+        sampling = Sampling(**settings, stops=stop_ids(tokenizer, style))
+        completed, request = Collected(1), EngineRequest(ids, sampling, seed_of(sampling, 0))
+        generation = Generation(request, partial(completed.take, 0), owner=owner)
+        worker.submit([generation])
+        try:
+            (output,) = waited(completed, generation.cancel)
+        except RunError as error:  # of the model, not of the grader
+            fields = {"found": error.found, "fix": error.fix}
+            raise RequestError(error.problem, **fields, status=500) from None
+        return [output.text]
 
 
 PROBLEMS = (
