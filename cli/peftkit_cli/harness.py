@@ -51,13 +51,7 @@ def run_tasks(
 ) -> list[Score]:
     """Evaluate tasks of lm-evaluation-harness, with the adapter and without it.
 
-    Args:
-        tasks: Their names.
-        include: A folder with further task files (YAML); functions that they name are run.
-        limit: Rows of each task; None: all.
-        num_fewshot: Examples before each question; None: the task's default.
-        chat_template: Whether to render questions with a chat template: the adapter's, or by
-            default the tokenizer's.
+    The options are those of `peftkit eval --tasks`; None: all rows, each task's default examples.
 
     Raises:
         ConfigError: The harness is not installed, or has no such task; or there is no template.

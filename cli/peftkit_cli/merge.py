@@ -39,18 +39,24 @@ def merge(
         calibrate (ROWS): With --quantize: rows of the task, on which GPTQ chooses codes.
     """
     folder = adapter_folder(adapter)
+    shared: dict[str, Any] = {"base": base, "force": force, "overwrite": overwrite}
     if quantize is not None:
-        return _merge_quantized(
-            folder,
-            out,
-            quantize,
-            dtype=dtype,
-            from_quantized=from_quantized,
-            base=base,
-            calibrate=None if calibrate is None else str(calibrate),
-            force=force,
-            overwrite=overwrite,
-        )
+        if dtype or from_quantized or out.suffix == ".gguf":
+            raise ConfigError(
+                "--quantize does not go with --dtype, --from-quantized or a .gguf file.",
+                fix="For GGUF: peftkit export ADAPTER --to gguf --merged --quantize q4_0 "
+                "--out FILE.",
+            )
+        from peftkit.merging.quantized import merge_quantized
+        from peftkit_cli.render import Renderer
+
+        rows = None if calibrate is None else str(calibrate)
+        with Renderer() as on_event:
+            merge_quantized(folder, out, quantize, calibrate=rows, **shared, on_event=on_event)
+        typer.echo(out)
+        note_proof(out, folder, base)
+        note(f"Next: vllm serve '{out}'")
+        return
     if calibrate is not None:
         raise ConfigError("--calibrate needs --quantize.", fix="Add --quantize int4_128.")
     from peftkit.merging.merge import merge as merge_adapter
@@ -58,14 +64,7 @@ def merge(
 
     with Renderer() as on_event:
         merged = merge_adapter(
-            folder,
-            out,
-            base=base,
-            dtype=dtype,
-            from_quantized=from_quantized,
-            force=force,
-            overwrite=overwrite,
-            on_event=on_event,
+            folder, out, dtype=dtype, from_quantized=from_quantized, **shared, on_event=on_event
         )
     typer.echo(out)
     if out.suffix == ".gguf":
@@ -75,25 +74,6 @@ def merge(
     if merged.agreement is not None and merged.agreement.proved:
         note(merged.agreement.proved)
     note(f"Next: load '{out}' in transformers or vLLM, or convert it for llama.cpp.")
-
-
-def _merge_quantized(
-    folder: Path, out: Path, kind: str, *, dtype: str | None, from_quantized: bool, **options: Any
-) -> None:
-    """Merge into a folder in 4 bits, and print it."""
-    if dtype or from_quantized or out.suffix == ".gguf":
-        raise ConfigError(
-            "--quantize does not go with --dtype, --from-quantized or a .gguf file.",
-            fix="For GGUF: peftkit export ADAPTER --to gguf --merged --quantize q4_0 --out FILE.",
-        )
-    from peftkit.merging.quantized import merge_quantized
-    from peftkit_cli.render import Renderer
-
-    with Renderer() as on_event:
-        merge_quantized(folder, out, kind, **options, on_event=on_event)
-    typer.echo(out)
-    note_proof(out, folder, options["base"])
-    note(f"Next: vllm serve '{out}'")
 
 
 def combine(

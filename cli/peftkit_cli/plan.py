@@ -75,14 +75,11 @@ def _show(plan: Plan) -> None:
     columns: tuple[str, ...] = COLUMNS
     if not any(strategy.host_bytes for strategy in plan.ways):
         at = COLUMNS.index("main")
-        columns, rows = _without(at, COLUMNS), tuple(_without(at, row) for row in rows)
+        columns, *rest = ((*row[:at], *row[at + 1 :]) for row in (COLUMNS, *rows))
+        rows = tuple(rest)
     show_table(console, Table(title, columns, rows))
     show_table(console, Table("", ("what", "how much"), tuple(plan.facts().items())))
     console.print(plan.verdict(), markup=False)
-
-
-def _without(index: int, cells: tuple[str, ...]) -> tuple[str, ...]:
-    return (*cells[:index], *cells[index + 1 :])
 
 
 def _strategy_row(strategy: Strategy, rows: int) -> tuple[str, ...]:

@@ -333,14 +333,13 @@ def _write(out: Path, outcomes: Mapping[str, Outcome], best: str | None = None) 
     write_json({"members": entries, "best": best, "over_seeds": seeds}, out / SWEEP)
     settings = _keys(o.settings for o in outcomes.values())
     metrics = _keys(o.metrics for o in outcomes.values())
+    fixed = ("state", "steps", "seconds", "loss", "eval_loss")
     table = io.StringIO()
     rows = csv.writer(table, lineterminator="\n")
-    fixed = ("state", "steps", "seconds", "loss", "eval_loss")
     rows.writerow(("name", *settings, *fixed, *(f"eval_{name}" for name in metrics)))
     for o in outcomes.values():
-        values = (getattr(o, name) for name in fixed)
-        chosen = (o.settings.get(key, "") for key in settings)
-        rows.writerow((o.name, *chosen, *values, *(o.metrics.get(name, "") for name in metrics)))
+        chosen, scores = (o.settings.get(key, "") for key in settings), map(o.metrics.get, metrics)
+        rows.writerow((o.name, *chosen, *(getattr(o, name) for name in fixed), *scores))
     write_text(table.getvalue(), out / CSV)
 
 
@@ -391,7 +390,7 @@ def _finish(out: Path, outcomes: Mapping[str, Outcome], on_event: Listener) -> l
     files = {*ADAPTER_FILES, *RECORDS}
     with new_folder(out / BEST, last=CONFIG, replaced=files.__contains__) as folder:
         shutil.copytree(best.folder, folder, ignore=ignored, dirs_exist_ok=True)
-    keys = list(dict.fromkeys(key for outcome in ranked for key in outcome.settings))
+    keys = _keys(outcome.settings for outcome in ranked)
     names = [key.rpartition(".")[2] for key in keys]
     metrics = _keys(o.metrics for o in ranked)[:MAX_METRICS]
     if (chosen := best.best_metric) in best.metrics and chosen not in metrics:
