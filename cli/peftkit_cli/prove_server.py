@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from http.client import HTTPException
 from typing import Any
 
@@ -125,25 +126,6 @@ def _next_tokens(server: Server, proof: Proof) -> list[Seen]:
     return seen
 
 
-def _chats(server: Server, proof: Proof) -> list[Seen]:
-    """Return the log-probabilities along answers, up to the first token that differs."""
-    return _along(server, proof, {"logprobs": True, "top_logprobs": NUM_TOP})
-
-
-def _texts(server: Server, proof: Proof) -> list[Seen]:
-    """Return the tokens of answers, up to the first that differs."""
-    return _along(server, proof, {})
-
-
-METHODS: Mapping[str, Callable[[Server, Any], list[Any]]] = {
-    "log-probabilities of the next tokens": _next_tokens,
-    "log-probabilities of answers": _chats,
-    "texts of answers": _texts,
-}
-BY_TOKENS = next(iter(METHODS))
-"""The method that sends token ids, and sees no template."""
-
-
 def _sent(server: Server, proof: Proof, number: int, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer to a prompt in the form that clients send; {} if it is refused."""
     prompt = proof.prompts[number]
@@ -159,6 +141,7 @@ def _sent(server: Server, proof: Proof, number: int, body: Mapping[str, Any]) ->
 
 
 def _along(server: Server, proof: Proof, body: Mapping[str, Any]) -> list[Seen]:
+    """Return what a server returns along answers, up to the first token that differs."""
     seen: list[Seen] = []
     for number, prompt in enumerate(proof.prompts):
         if prompt.text is None or not server.left:
@@ -182,12 +165,23 @@ def _along(server: Server, proof: Proof, body: Mapping[str, Any]) -> list[Seen]:
     return seen
 
 
+TOPS = {"logprobs": True, "top_logprobs": NUM_TOP}
+"""Fields of a chat whose answer has log-probabilities."""
+METHODS: Mapping[str, Callable[[Server, Any], list[Any]]] = {
+    "log-probabilities of the next tokens": _next_tokens,
+    "log-probabilities of answers": partial(_along, body=TOPS),
+    "texts of answers": partial(_along, body={}),
+}
+BY_TOKENS = next(iter(METHODS))
+"""The method that sends token ids, and sees no template."""
+
+
 def _rendered(server: Server, proof: Proof) -> dict[int, tuple[list[Seen], int | None]]:
     """Return what follows prompts that the server renders and tokenizes, and their tokens."""
     found = {}
     for number, prompt in enumerate(proof.prompts):
         if prompt.text is not None and server.left:
-            choice = _sent(server, proof, number, {"logprobs": True, "top_logprobs": NUM_TOP})
+            choice = _sent(server, proof, number, TOPS)
             at = next(n for n, p in enumerate(proof.positions) if p.prompt == number)
             seen = _matched(proof, at, tops[0]) if (tops := _tops(choice)) else []
             found[number] = seen, choice.get("usage", {}).get("prompt_tokens")

@@ -64,7 +64,8 @@ def find_programs(llama_cpp: Path | None = None) -> Programs:
         folders = [root, root / "build" / "bin", root / "bin", root / "Scripts"]
     script = next((folder / SCRIPT for folder in folders if (folder / SCRIPT).is_file()), None)
     paths = {name: _found(name, folders) for name in (CONVERTER, QUANTIZER, "ollama")}
-    if llama_cpp is not None and script is None and not _any_inside(paths.values(), folders[0]):
+    is_inside = any(path and folders[0] in path.parents for path in paths.values() if folders)
+    if llama_cpp is not None and script is None and not is_inside:
         raise ConfigError(
             f"--llama-cpp {llama_cpp} has none of llama.cpp's programs.",
             found=f"Neither {SCRIPT} nor {CONVERTER}, {QUANTIZER} is in it.",
@@ -74,10 +75,6 @@ def find_programs(llama_cpp: Path | None = None) -> Programs:
     if script is not None:
         converter = (_python_of(folders[0]) or sys.executable, str(script))
     return Programs(converter, _command(paths[QUANTIZER]), _command(paths["ollama"]))
-
-
-def _any_inside(paths: object, root: Path) -> bool:
-    return any(path is not None and root in path.parents for path in paths)  # type: ignore[attr-defined]
 
 
 def _found(name: str, folders: Sequence[Path]) -> Path | None:
