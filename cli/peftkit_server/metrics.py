@@ -124,18 +124,26 @@ class _Gauges:
 
         worker, batch = self._worker, self._worker.batch
         for name, text, number in (
-            ("prompt_tokens", "Tokens of prompts that the engine has begun", batch.num_prompt),
-            ("generated_tokens", "Generated tokens of ended completions", batch.num_generated),
+            (
+                "peftkit_prompt_tokens",
+                "Tokens of prompts that the engine has begun",
+                batch.num_prompt,
+            ),
+            (
+                "peftkit_generated_tokens",
+                "Generated tokens of ended completions",
+                batch.num_generated,
+            ),
         ):
-            yield CounterMetricFamily(f"peftkit_{name}", text, value=number)
+            yield CounterMetricFamily(name, text, value=number)
         for name, text, number in (
-            ("prompts_waiting", "Prompts in the queue", batch.num_waiting),
-            ("prompts_running", "Prompts that generate tokens", batch.num_running),
-            ("jobs_waiting", "Training jobs in the queue", worker.num_jobs_waiting),
-            ("jobs_running", "Training jobs that run", int(worker.is_training)),
-            ("operations_waiting", "Operations in the queue", worker.num_operations),
+            ("peftkit_prompts_waiting", "Prompts in the queue", batch.num_waiting),
+            ("peftkit_prompts_running", "Prompts that generate tokens", batch.num_running),
+            ("peftkit_jobs_waiting", "Training jobs in the queue", worker.num_jobs_waiting),
+            ("peftkit_jobs_running", "Training jobs that run", int(worker.is_training)),
+            ("peftkit_operations_waiting", "Operations in the queue", worker.num_operations),
         ):
-            yield GaugeMetricFamily(f"peftkit_{name}", text, value=number)
+            yield GaugeMetricFamily(name, text, value=number)
         memory = GaugeMetricFamily("peftkit_memory_bytes", "Used memory", labels=["of"])
         memory.add_metric(["process"], resident_bytes())
         device = worker.bank.base.device

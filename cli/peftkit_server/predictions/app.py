@@ -66,7 +66,7 @@ class EmbeddingsBody(ModelBody):
         return value
 
     @property
-    def texts(self) -> list[str]:
+    def prompts(self) -> list[str]:
         """The texts of the request."""
         return [self.input] if isinstance(self.input, str) else self.input
 
@@ -86,7 +86,7 @@ class RerankBody(ModelBody):
     return_documents: bool | None = None
 
     @property
-    def pairs(self) -> list[tuple[str, str]]:
+    def prompts(self) -> list[tuple[str, str]]:
         """The query with each document."""
         texts = (each if isinstance(each, str) else each.text for each in self.documents)
         return [(self.query, text) for text in texts]
@@ -107,7 +107,7 @@ class ScoreBody(ModelBody):
         return value
 
     @property
-    def pairs(self) -> list[tuple[str, str]]:
+    def prompts(self) -> list[tuple[str, str]]:
         """Pairs of a query and a text."""
         texts = [self.text_2] if isinstance(self.text_2, str) else self.text_2
         queries = [self.text_1] * len(texts) if isinstance(self.text_1, str) else self.text_1
@@ -126,10 +126,13 @@ class ClassifyBody(ModelBody):
     )
 
     @property
-    def texts(self) -> list[str | tuple[str, str]]:
+    def prompts(self) -> list[str | tuple[str, str]]:
         """The texts, or pairs of texts."""
         inputs = [self.input] if isinstance(self.input, str) else self.input
         return [each if isinstance(each, str) else (each[0], each[1]) for each in inputs]
+
+
+TextsBody = EmbeddingsBody | RerankBody | ScoreBody | ClassifyBody
 
 
 class TranscriptionBody(ModelBody):
@@ -155,11 +158,12 @@ def make_predictor_app(
     """
     limits = limits or Limits()
     service = _Service(predictor, name, limits, partial(limits.share, num_keys=len(keys)))
+    respond = service.respond
     endpoints = {
-        "/v1/embeddings": service.embed,
-        "/v1/rerank": service.rerank,
-        "/v1/score": service.score,
-        "/v1/classify": service.classify,
+        "/v1/embeddings": partial(respond, kind=EmbeddingsBody, answer=service.embed),
+        "/v1/rerank": partial(respond, kind=RerankBody, answer=service.rerank),
+        "/v1/score": partial(respond, kind=ScoreBody, answer=service.score),
+        "/v1/classify": partial(respond, kind=ClassifyBody, answer=service.classify),
     }
     app = Starlette(
         routes=[
@@ -167,14 +171,8 @@ def make_predictor_app(
             Route("/v1/models", service.models),
             Route("/v1/models/{name:path}", service.model),
             *(
-                Route(path, partial(service.respond, parse=endpoints[path]), methods=["POST"])
+                Route(path, endpoints.get(path, service.transcribe), methods=["POST"])
                 for path in predictor.endpoints
-                if path in endpoints
-            ),
-            *(
-                Route(path, service.transcribe, methods=["POST"])
-                for path in predictor.endpoints
-                if path not in endpoints
             ),
             *wrong_routes(predictor.endpoints),
         ],
@@ -201,11 +199,21 @@ class _Service:
         self._check(request.path_params["name"])
         return JSONResponse(self._described())
 
-    async def respond(self, request: Request, parse: Callable[[bytes], dict[str, Any]]) -> Response:
+    async def respond(
+        self, request: Request, kind: type[TextsBody], answer: Callable[[Any], dict[str, Any]]
+    ) -> Response:
         """Return the response to a request; the requests of each owner wait for each other."""
         data = await bounded_body(request, self.limits.max_body)
-        answer = await self.threads.call(partial(parse, data), request)
-        return JSONResponse({"id": uuid.uuid4().hex, "model": self._name, **answer})
+
+        def answered() -> dict[str, Any]:
+            body = read_body(data, kind)
+            self._check(body.model)
+            number = self._predictor.count(body.prompts)
+            usage = {"prompt_tokens": number, "total_tokens": number}
+            return {"object": "list", **answer(body), "usage": usage}
+
+        fields = await self.threads.call(answered, request)
+        return JSONResponse({"id": uuid.uuid4().hex, "model": self._name, **fields})
 
     async def transcribe(self, request: Request) -> Response:
         """Return the transcript of the audio file of a form.
@@ -234,58 +242,41 @@ class _Service:
             return PlainTextResponse(f"{text}\n")
         return JSONResponse({"text": text})
 
-    def embed(self, data: bytes) -> dict[str, Any]:
-        body = read_body(data, EmbeddingsBody)
-        number = self._counted(body.model, body.texts)
-        vectors = self._predictor.embed(body.texts, body.dimensions)
+    def embed(self, body: EmbeddingsBody) -> dict[str, Any]:
+        vectors = self._predictor.embed(body.prompts, body.dimensions)
         encode = _base64 if body.encoding_format == "base64" else list
         return {
-            "object": "list",
             "data": [
                 {"object": "embedding", "index": index, "embedding": encode(vector)}
                 for index, vector in enumerate(vectors)
-            ],
-            "usage": _usage(number),
+            ]
         }
 
-    def rerank(self, data: bytes) -> dict[str, Any]:
-        body = read_body(data, RerankBody)
-        number = self._counted(body.model, body.pairs)
-        scores = self._predictor.rank(body.pairs)
-        results: list[dict[str, Any]] = []
+    def rerank(self, body: RerankBody) -> dict[str, Any]:
+        pairs, results = body.prompts, list[dict[str, Any]]()
+        scores = self._predictor.rank(pairs)
         for index in sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]:
-            document = {"document": {"text": body.pairs[index][1]}} if body.return_documents else {}
+            document = {"document": {"text": pairs[index][1]}} if body.return_documents else {}
             results.append({"index": index, "relevance_score": scores[index], **document})
-        return {"object": "list", "results": results, "usage": _usage(number)}
+        return {"results": results}
 
-    def score(self, data: bytes) -> dict[str, Any]:
-        body = read_body(data, ScoreBody)
-        number = self._counted(body.model, body.pairs)
-        scores = self._predictor.rank(body.pairs)
+    def score(self, body: ScoreBody) -> dict[str, Any]:
         return {
-            "object": "list",
             "created": int(time.time()),
             "data": [
                 {"object": "score", "index": index, "score": score}
-                for index, score in enumerate(scores)
+                for index, score in enumerate(self._predictor.rank(body.prompts))
             ],
-            "usage": _usage(number),
         }
 
-    def classify(self, data: bytes) -> dict[str, Any]:
-        body = read_body(data, ClassifyBody)
-        number = self._counted(body.model, body.texts)
+    def classify(self, body: ClassifyBody) -> dict[str, Any]:
         answers: list[dict[str, Any]] = []
-        for index, classes in enumerate(self._predictor.classify(body.texts)):
+        for index, classes in enumerate(self._predictor.classify(body.prompts)):
             label, score = next(iter(classes.items()))
             listed = [{"label": name, "score": value} for name, value in classes.items()]
             answer = {"prediction": label, "score": score, "predictions": listed}
             answers.append({"object": "classification", "index": index, **answer})
-        return {"object": "list", "data": answers, "usage": _usage(number)}
-
-    def _counted(self, model: str, prompts: Sequence[str | tuple[str, str]]) -> int:
-        self._check(model)
-        return self._predictor.count(prompts)
+        return {"data": answers}
 
     def _check(self, model: str) -> None:
         if model != self._name:
@@ -307,10 +298,6 @@ class _Service:
             "task": self._predictor.kind,
             "endpoints": list(self._predictor.endpoints),
         }
-
-
-def _usage(number: int) -> dict[str, int]:
-    return {"prompt_tokens": number, "total_tokens": number}
 
 
 def _base64(vector: Sequence[float]) -> str:
