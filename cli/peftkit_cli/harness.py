@@ -51,7 +51,7 @@ def run_tasks(
 ) -> list[Score]:
     """Evaluate tasks of lm-evaluation-harness, with the adapter and without it.
 
-    The options are those of `peftkit eval --tasks`; None: all rows, each task's default examples.
+    `peftkit eval --help` describes the options; None: all rows, each task's default examples.
 
     Raises:
         ConfigError: The harness is not installed, or has no such task; or there is no template.

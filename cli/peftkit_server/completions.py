@@ -56,7 +56,7 @@ class ParsedRequest(NamedTuple):
         style: Prompt style of the adapter.
         prompts: Token ids.
         calls: Syntax of tool calls; None: the request uses no tools.
-        reply: Format of the response; None: that of chat or text completions.
+        reply: Format of the response; None: chat or text completions.
     """
 
     body: Body

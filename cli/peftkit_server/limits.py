@@ -14,8 +14,8 @@ from peftkit.errors import ConfigError, did_you_mean
 class Limits:
     """Limits of a server, and defaults of requests.
 
-    Limits that begin with `key_` apply to each API key separately; docs/limits.md has the unit of
-    each, and what happens when it is exceeded.
+    Limits that begin with `key_` apply to each API key separately. docs/limits.md has the units,
+    and the effects of an exceeded limit.
 
     Args:
         max_batch: Most completions that run simultaneously, and most of one request.

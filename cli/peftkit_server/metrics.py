@@ -123,17 +123,10 @@ class _Gauges:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         worker, batch = self._worker, self._worker.batch
+        prompt, generated = batch.num_prompt, batch.num_generated
         for name, text, number in (
-            (
-                "peftkit_prompt_tokens",
-                "Tokens of prompts that the engine has begun",
-                batch.num_prompt,
-            ),
-            (
-                "peftkit_generated_tokens",
-                "Generated tokens of ended completions",
-                batch.num_generated,
-            ),
+            ("peftkit_prompt_tokens", "Tokens of prompts that the engine has begun", prompt),
+            ("peftkit_generated_tokens", "Generated tokens of ended completions", generated),
         ):
             yield CounterMetricFamily(name, text, value=number)
         for name, text, number in (

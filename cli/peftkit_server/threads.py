@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class DaemonThreads:
-    """Daemon threads for calls of several owners; Python joins those of `ThreadPoolExecutor`.
+    """Daemon threads for calls of several owners; Python joins the threads of `ThreadPoolExecutor`.
 
     Args:
         number: Number of threads.

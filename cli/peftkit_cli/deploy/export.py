@@ -52,7 +52,7 @@ ONLY_LLAMA_CPP = (
     *("iq4_nl", "iq4_xs"),
 )
 QUANTIZATIONS = (*FLOATS, *KINDS, *ONLY_LLAMA_CPP)
-"""Types of the merged weights; those of `ONLY_LLAMA_CPP` need llama-quantize."""
+"""Types of the merged weights; types in `ONLY_LLAMA_CPP` need llama-quantize."""
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 MAX_CONTEXT = 8192
 """Tokens of a conversation in Ollama, whose cache is allocated for all of them."""
@@ -90,7 +90,7 @@ def export_model(
     Args:
         to: gguf (one file), ollama (a folder with a Modelfile), lmstudio (its models folder).
 
-    The others are those of `peftkit export`.
+    `peftkit export --help` describes the other arguments.
 
     Raises:
         AdapterError: The adapter does not complete text, or a program is missing.

@@ -1,6 +1,6 @@
 """Ollama's Modelfile: the chat template of training as a Go template, system prompt, stop texts.
 
-Ollama does not run Jinja templates: it guesses a template of its own from the file's. Here the
+Ollama does not run Jinja templates: it guesses a Go template from the file's. Here the
 prompt's structure is read off renderings with placeholders. A template is translated if each turn
 is a fixed text before and after its content, by role; the translation must then give the same text
 as the Jinja template for several conversations. Other templates are reported.

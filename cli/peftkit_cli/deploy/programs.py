@@ -127,7 +127,7 @@ def run_program(command: Sequence[str], doing: str, on_event: Listener = ignore)
     assert process.stdout is not None
     try:
         last = 0
-        for line in process.stdout:  # which a carriage return ends, too
+        for line in process.stdout:  # carriage returns end lines, too
             if text := line.strip():
                 lines.append(text)
             if (match := _PERCENT.search(text)) and int(match[1]) not in (last, 0):

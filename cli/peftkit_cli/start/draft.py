@@ -1,6 +1,6 @@
 """Draft a recipe for a data file: the task, the base, and settings that follow from both.
 
-`peftkit init` asks for each decision; the studio shows the draft in an editor.
+`peftkit init` prompts for each decision; the studio shows the draft in an editor.
 """
 
 from __future__ import annotations

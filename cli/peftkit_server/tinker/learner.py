@@ -32,7 +32,7 @@ from peftkit_server.tinker.rows import Datum, DatumTask
 from peftkit_server.tinker.tenant import Tenant
 
 ROWS = 1024
-"""Maximum rows at once."""
+"""Maximum rows of a micro-batch."""
 PROBE = 64
 """Tokens of the row that measures the activations."""
 

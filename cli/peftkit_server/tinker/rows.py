@@ -89,7 +89,7 @@ def datums_of(
 
 
 def _num_bytes(name: str, message: Any) -> int:
-    """Return the bytes of an input's tensor; with those of the default weights for targets."""
+    """Return the bytes of an input's tensor, with the default weights of targets."""
     item_size = torch.int64.itemsize + torch.float32.itemsize if name == TARGETS else 4
     return num_cells(message) * item_size
 

@@ -76,7 +76,7 @@ def _call(path: Path, name: str, seconds: float, *arguments: Any) -> Any:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those that it started."""
+    """End a process and its descendants."""
     with suppress(OSError):
         if os.name == "posix":
             os.killpg(process.pid, signal.SIGKILL)
