@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING, Any  # noqa: E402
 
 import pytest  # noqa: E402 - the environment comes first
 
-from tests.helpers.changed import changed_since, is_due, is_left_out  # noqa: E402
+from tests.helpers.changed import changed_since, due_of, is_left_out  # noqa: E402
 
 # xdist's first process, for which the others wait, only distributes tests: it imports no torch.
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     changed = None if revision is None else changed_since(revision)
     if changed is None:
         return
-    due = {item: is_due(item, changed) for item in items}
+    due = dict(zip(items, due_of(items, changed), strict=True))
     config.hook.pytest_deselected(items=[item for item in items if not due[item]])
     items[:] = [item for item in items if due[item]]
 

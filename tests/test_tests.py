@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.changed import COVERED, EVERYTHING, changed_since, is_due
+from tests.helpers.changed import COVERED, EVERYTHING, LARGE_GRID, changed_since, due_of, is_due
 
 TESTS = Path(__file__).parent
 OWN_MODULES = ("helpers", "peers", "simulated_gpu", "cross_compile")
@@ -85,6 +85,23 @@ def test_a_test_runs_if_a_file_that_it_covers_changed(file, expected, request):
     assert is_due(request.node, {file}) == expected
     request.node.add_marker("smoke")
     assert is_due(request.node, set())
+
+
+@pytest.mark.parametrize(
+    ("num_cases", "changed"), [(8, ""), (9, ""), (41, ""), (41, "peftkit/run.py")]
+)
+def test_a_large_grid_keeps_its_first_case_and_a_third_until_code_changes(num_cases, changed):
+    class Case:
+        path = Path(__file__)
+        get_closest_marker, iter_markers = (lambda _, name: None), (lambda _, name: ())
+
+    items = [Case() for _ in range(num_cases)]
+    for number, item in enumerate(items):
+        item.nodeid = f"tests/test_tests.py::test[{number}]"
+    due = [*due_of(items, {changed} - {""})]
+    assert due[0]
+    assert 0 < sum(due) < num_cases / 2 or all(due)
+    assert all(due) == (num_cases <= LARGE_GRID or bool(changed))
 
 
 def test_covered_files_exist():

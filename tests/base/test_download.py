@@ -53,6 +53,7 @@ def loaded(**more: Any) -> tuple[Any, list[Progress]]:
     return base, [e for e in seen if isinstance(e, Progress) and "Downloading" in e.text]
 
 
+@pytest.mark.covers("peftkit")
 def test_download_is_told_in_bytes_and_goes_on_where_it_broke(hub, model_folder):
     size = publish(hub, model_folder)
     hub.breaking["model.safetensors"] = size // 2

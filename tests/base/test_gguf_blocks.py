@@ -101,6 +101,7 @@ def test_what_the_plan_counts_is_what_the_base_takes(mixture):
 ONE_WAY = ("train.gradient_checkpointing=false",)
 
 
+@pytest.mark.covers("peftkit")
 def test_a_plan_names_the_blocks_and_does_not_round_them_again(mixture):
     plan = plan_run(str(mixture), memory="1MB", overrides=ONE_WAY, measure=False)
     assert plan.stored.startswith("gguf, ")

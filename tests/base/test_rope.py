@@ -34,6 +34,7 @@ def settings(model: Path, folder: Path, scaling: dict[str, Any]) -> Recipe:
     return from_dict(Recipe, told, "test")
 
 
+@pytest.mark.covers("peftkit")
 def test_adapter_and_merged_model_keep_the_scaling(tmp_path, model_folder):
     asked = settings(model_folder, tmp_path, YARN)
     run_recipe(asked)

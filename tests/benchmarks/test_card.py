@@ -140,6 +140,7 @@ sys.exit({"operators": 1, "memory": 3}.get(part, 0))
 """
 
 
+@pytest.mark.covers("benchmarks")
 def test_a_part_that_hangs_or_is_killed_costs_only_itself(tmp_path, monkeypatch):
     page = tmp_path / "card.md"
     parts = ("large", "training", "memory", "operators", "environment")

@@ -87,6 +87,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.covers("benchmarks")
 def test_a_worker_out_of_time_takes_its_children_along(tmp_path):
     told = tmp_path / "child"
     with pytest.raises(subprocess.TimeoutExpired):

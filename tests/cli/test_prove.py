@@ -211,6 +211,7 @@ def test_a_server_with_other_prompts_is_not_applied(saved, method, settings, kin
     )
 
 
+@pytest.mark.smoke
 def test_our_server_is_proved(saved):
     pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
     from peftkit_server.app import make_app
@@ -239,6 +240,7 @@ def test_limits_and_refusals_name_the_next_step(saved):
         prove_server("http://127.0.0.1:9", saved.proof)
 
 
+@pytest.mark.smoke
 def test_the_command_writes_and_proves_in_ten_lines(saved, peftkit: Run, tmp_path):
     folder = save_adapter(saved.adapter, tmp_path / "plain", Provenance(base=str(saved.model)))
     (folder / "peftkit.json").unlink()  # as PEFT writes it

@@ -14,6 +14,7 @@ from tests.helpers.command_line import start
 pytest.importorskip("uvicorn", reason="the extra peftkit[serve] is not installed")
 
 
+@pytest.mark.covers("peftkit", "cli")
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
 def test_a_server_prints_its_address_answers_and_ends_on_ctrl_c(trained):
     process = start("serve", "demo=runs/demo", "--port", "0", cwd=trained)

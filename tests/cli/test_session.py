@@ -170,6 +170,7 @@ def test_chat_alternates_adapter_and_base(inside, monkeypatch):
     assert ">" not in done.out, "no prompts where there is no terminal"
 
 
+@pytest.mark.covers("peftkit", "cli/peftkit_cli")
 def test_eval_measures_and_speaks_json(inside):
     done = inside("eval", "runs/demo", "--data", "eval.jsonl").succeeded()
     names = [line.split("  ")[0] for line in done.out.splitlines()]

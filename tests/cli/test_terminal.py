@@ -22,6 +22,7 @@ except EOFError:
 """
 
 
+@pytest.mark.covers("peftkit", "cli/peftkit_cli")
 @pytest.mark.skipif("libedit" in (readline.__doc__ or ""), reason="libedit has no such paste")
 def test_pasted_lines_are_one_text_and_alt_enter_begins_a_line():
     import pty

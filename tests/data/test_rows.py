@@ -181,6 +181,7 @@ list(rows._in_processes(iter(range(4)), "a.jsonl", encoder, 2))
 """
 
 
+@pytest.mark.covers("peftkit")
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="encodes in one process")
 def test_processes_end_with_one_that_is_killed_and_free_its_port(tmp_path):
     command = [sys.executable, "-c", ENDLESS, str(tmp_path)]

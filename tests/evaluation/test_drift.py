@@ -160,6 +160,7 @@ def evals(events):
     return {e.step: e.metrics for e in events if isinstance(e, EvalDone)}
 
 
+@pytest.mark.covers("peftkit")
 def test_a_run_measures_it_without_effect_on_its_weights(settings, tmp_path, peftkit: Run):
     run(settings, tmp_path / "plain", eval_before=True)
     figures = evals(run(settings, tmp_path / "run", drift={}, eval_before=True))

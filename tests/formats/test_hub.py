@@ -59,6 +59,7 @@ def run_folder(adapter: Path, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.smoke
 def test_pushed_and_pulled_it_is_the_same(hub, run_folder, tmp_path):
     done = push_adapter(run_folder, NAME, private=True)
     repo = hub.repos[NAME]

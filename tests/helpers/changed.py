@@ -1,12 +1,15 @@
 """Tests that `make test` runs only if files that they cover changed: `make test CHANGED=REV`.
 
-Those in COVERED, and tests marked `covers(*sources)`; a test marked `smoke` always runs.
+Those in COVERED, tests marked `covers(*sources)`, and two thirds of the cases of large grids, which
+cover the package; a test marked `smoke` always runs.
 """
 
 import subprocess
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -21,14 +24,8 @@ COVERED = {
     "tests/inference/test_generate_media.py": ("peftkit",),
     "tests/planning/test_plan.py": ("peftkit", "cli/peftkit_cli/plan.py"),
     "tests/planning/test_resolve.py": ("peftkit",),
-    **{
-        f"tests/server/{name}.py": ("peftkit", "cli/peftkit_server")
-        for name in (
-            *("tinker/test_beside_a_job", "tinker/test_learning", "tinker/test_samples"),
-            *("tinker/test_weights", "tuning/test_clients", "tuning/test_jobs"),
-            "tuning/test_limits",
-        )
-    },
+    "tests/server": ("peftkit", "cli/peftkit_server"),
+    "tests/studio": ("peftkit", "cli/peftkit_studio"),
     **{
         f"tests/tasks/{name}.py": ("peftkit",)
         for name in (
@@ -36,9 +33,20 @@ COVERED = {
             *("test_folder_of_classes", "test_mixers", "test_speech_runs"),
         )
     },
-    "tests/train/test_compiled.py": ("peftkit",),
+    **{
+        f"tests/train/{name}.py": ("peftkit",)
+        for name in ("test_compiled", "test_sharding", "test_world")
+    },
+    "tests/cli/test_prove.py": ("peftkit", "cli/peftkit_cli"),
+    "tests/cli/test_import_recipe.py": ("peftkit/config", "peftkit/tasks", "cli/peftkit_cli"),
+    "tests/formats/test_hub.py": ("peftkit",),
+    "tests/inference/test_recorded.py": ("peftkit",),
+    "tests/inference/test_short_of_memory.py": ("peftkit", "cli/peftkit_server"),
 }
 """Folders and files of tests, with the files and folders that they cover."""
+
+PACKAGES = ("peftkit", "cli", "benchmarks")
+LARGE_GRID = 8
 
 EVERYTHING = ("tests/conftest.py", "tests/helpers", "pyproject.toml", "constraints.txt")
 """Files and folders of which a change concerns every test."""
@@ -87,6 +95,22 @@ def is_due(item: pytest.Item, changed: Collection[str]) -> bool:
     if not sources or item.get_closest_marker("smoke"):
         return True
     return any(is_under(name, {*sources, *EVERYTHING, file}) for name in changed)
+
+
+def due_of(items: Sequence[pytest.Item], changed: Collection[str]) -> Iterator[bool]:
+    """Return which tests run in `make test` after a change to some files.
+
+    A grid of more than LARGE_GRID cases keeps its first case and a third of the others.
+    """
+    fast = (item for item in items if item.get_closest_marker("slow") is None)
+    cases = Counter(item.nodeid.partition("[")[0] for item in fast)
+    whole, seen = any(is_under(name, {*PACKAGES, *EVERYTHING}) for name in changed), set[str]()
+    for item in items:
+        law = item.nodeid.partition("[")[0]
+        is_sampled = law not in seen or crc32(item.nodeid.encode()) % 3 == 0
+        seen.add(law)
+        is_in_grid = whole or cases[law] <= LARGE_GRID or is_sampled
+        yield is_due(item, changed) and (is_in_grid or covered_by(item.path)[0] in changed)
 
 
 def is_left_out(path: Path, changed: Collection[str]) -> bool:

@@ -85,6 +85,7 @@ def test_allocations_keep_the_limit(llama, tokenizer, tokens, common):
     assert 0.8 < most / (tokens * BYTES_PER_TOKEN) <= 1
 
 
+@pytest.mark.covers("peftkit")
 def test_recorded_steps_keep_no_more(llama):
     with simulated():
         model = llama.to("cuda")
@@ -96,6 +97,7 @@ def test_recorded_steps_keep_no_more(llama):
     assert most <= 600 * BYTES_PER_TOKEN
 
 
+@pytest.mark.covers("peftkit")
 def test_the_peak_of_a_card_is_that_of_the_limit_and_of_a_layer_that_grows():
     with simulated() as card:
         model: Any = FAMILIES["llama"]().eval().to("cuda")

@@ -66,6 +66,7 @@ def turn_by_turn(model: Any, tokenizer: Tokenizer, place: tuple[int, int]) -> Sa
             ids, learnt = [*ids, *said], learnt + [False] * len(said)
 
 
+@pytest.mark.covers("peftkit")
 @pytest.mark.parametrize("read", [1, 1 << 30])
 def test_turns_are_those_of_single_requests(read, llama, tokenizer, monkeypatch):
     # what prompts have in common is read where it is, or each row has a copy

@@ -86,6 +86,7 @@ def test_a_renamed_argument_is_named_as_the_cause(tokenizer, monkeypatch):
     )
 
 
+@pytest.mark.covers("peftkit")
 def test_a_trial_without_memory_is_reported_and_not_remembered(tokenizer):
     model: Any = FAMILIES["llama"]().eval()
     size = sum(parameter.nbytes for parameter in model.parameters())

@@ -60,6 +60,7 @@ def on_card(model: Any, record: bool = True) -> CachedEngine:
     return engine
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "name",
     [

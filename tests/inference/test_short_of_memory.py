@@ -90,6 +90,7 @@ def test_a_server_answers_the_others(llama, tokenizer):
         worker.stop()
 
 
+@pytest.mark.smoke
 def test_rollouts_go_on(llama, tokenizer):
     sampler = ModelSampler(llama, tokenizer, 64)
 

@@ -93,6 +93,7 @@ def test_only_the_changed_blocks_are_others(file, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["adapter", "merged.gguf"]
 
 
+@pytest.mark.covers("peftkit")
 def test_output_equals_gguf_of_the_merged_weight(file, tmp_path):
     save(file, tmp_path / "adapter", LoRA(rank=4, targets=("q", "v")))
     merge(tmp_path / "adapter", tmp_path / "merged.gguf", base=str(file), verify=False)

@@ -15,6 +15,7 @@ from peftkit.quant.weights import weight_of
 TEXTS = ("the quick brown fox", "what is the answer?", "a lazy dog", "three olives", "pizza")
 
 
+@pytest.mark.covers("peftkit")
 def test_a_merged_model_in_4_bits_is_read_back(saved, tmp_path, monkeypatch):
     saved()
     rows = tmp_path / "rows.jsonl"

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.covers("peftkit")
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_a_start_that_pefts_file_leaves_out_is_made_as_peft_makes_it(
     init, tmp_path, tokenizer, monkeypatch

@@ -67,6 +67,7 @@ def moved_in_a_step(model: Any, stream: BlockStream) -> int:
     return moved
 
 
+@pytest.mark.covers("peftkit")
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_streamed_experts_are_held_as_reckoned(size, monkeypatch):
     config = FAMILIES["mixtral"]().config

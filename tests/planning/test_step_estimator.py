@@ -25,6 +25,7 @@ from tests.helpers.speech import hears_frames
 GB = 10**9
 
 
+@pytest.mark.covers("peftkit")
 @pytest.mark.parametrize(
     ("quantize", "way", "length"),
     [
@@ -55,6 +56,7 @@ def test_unpacked_copies_that_a_cpu_keeps_are_counted():
         assert told == pytest.approx(found, rel=0.05), (way, length)
 
 
+@pytest.mark.covers("peftkit")
 @pytest.mark.parametrize("task", [RewardConfig()], ids=lambda task: task.type)
 def test_rows_of_two_texts_take_twice_as_much(task):
     config = llama(num_hidden_layers=2)

@@ -70,6 +70,7 @@ def test_a_run_killed_twice_is_finished_by_the_same_call(asked, recipe_file, tmp
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
+@pytest.mark.covers("peftkit")
 def test_what_is_not_this_finished_run_is_resumed_or_refused(asked, tmp_path):
     run_recipe(asked, resume="auto")
     longer = asked.model_copy(

@@ -72,6 +72,7 @@ def test_the_same_base_in_another_precision_is_refused(with_bos):
     assert lines == ['base.quantize: "none" -> "nf4"']
 
 
+@pytest.mark.covers("peftkit")
 def test_another_auto_dtype_is_refused(asked, monkeypatch):
     auto = changed(asked, base={"dtype": "auto"})
     monkeypatch.setattr("peftkit.base.request.has_bf16_units", lambda: False)
@@ -194,6 +195,7 @@ def test_overwrite_deletes_nothing_before_a_valid_start(with_bos, tmp_path):
     run_recipe(with_bos, resume=True)
 
 
+@pytest.mark.covers("peftkit")
 def test_a_run_that_dies_after_overwriting_leaves_no_adapter_of_another(asked):
     run_recipe(asked)
     folder, aside = asked.train.output_dir, asked.train.output_dir / "overwritten"

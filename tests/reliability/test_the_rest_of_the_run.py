@@ -29,6 +29,7 @@ def notices(events: list[Event]) -> list[str]:
     return [event.text for event in events if isinstance(event, Notice)]
 
 
+@pytest.mark.covers("peftkit")
 def test_a_failed_model_card_is_one_notice(asked, tmp_path, monkeypatch):
     monkeypatch.setattr(RunRecord, "card", fail)
     events: list[Event] = []

@@ -53,6 +53,7 @@ def run(settings: dict[str, Any], out: Path, **train: Any) -> list[Event]:
     return events
 
 
+@pytest.mark.covers("peftkit")
 def test_watching_changes_no_weight(settings, tmp_path):
     def broken(completion: str, reference: str) -> float:
         raise ZeroDivisionError

@@ -43,6 +43,7 @@ def alone(bank: AdapterBank, name: str | None, prompt: str, **more: Any) -> str:
     return text
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("model", ["one", "base"])
 def test_a_chat_is_answered_as_generate_does(model, client, bank):
     name = None if model == "base" else model
@@ -93,6 +94,7 @@ def test_variables_of_the_chat_template_are_the_clients(client, bank):
     assert plain["usage"]["prompt_tokens"] < thinking["usage"]["prompt_tokens"]
 
 
+@pytest.mark.smoke
 def test_a_stream_is_the_same_text_in_pieces(client):
     body = chat("one", "the quick brown fox")
     whole = client.post(CHAT, json=body).json()
@@ -184,6 +186,7 @@ def test_log_probabilities_are_told_as_openai_tells_them(client, bank):
     assert list(log_probs["top_logprobs"][0].values()) == [log_probs["token_logprobs"][0]]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "response_format",
     [

@@ -26,6 +26,7 @@ ASKED: Any = {"model": "one", "messages": [{"role": "user", "content": "Hi"}]}
 UNKNOWN_TYPE = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [

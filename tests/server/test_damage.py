@@ -192,7 +192,6 @@ def pristine(saved: Saved) -> Saved:
     return saved
 
 
-@pytest.mark.covers("cli/peftkit_server", "peftkit/files")
 def test_damaged_files_fail_what_they_belong_to(pristine, model_folder):
     saved, source = pristine, pristine.folder.with_name("damaged")
     shutil.rmtree(source, ignore_errors=True)

@@ -233,6 +233,5 @@ def test_the_cost_of_checking_rows_is_linear(tmp_path, method, row):
     assert not problems
 
 
-@pytest.mark.covers("cli/peftkit_server")
 def test_the_cost_of_small_requests_is_linear(served):
     assert not run(served, [1 << 11, 1 << 15], ["many", "depth"])

@@ -29,7 +29,6 @@ def patterns(number: int) -> dict[str, Any]:
     return {"allOf": [{"type": "string", "pattern": f"x{i}y"} for i in range(number)]}
 
 
-@pytest.mark.covers("cli/peftkit_server")
 @pytest.mark.parametrize(
     ("schema", "limits", "message"),
     [

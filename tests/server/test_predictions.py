@@ -95,6 +95,7 @@ def post(clients: dict[str, TestClient], task: str, path: str, **fields: Any) ->
     return done.json()
 
 
+@pytest.mark.smoke
 def test_embeddings(clients, opened, tmp_path):
     texts = ["the fox", "pizza with cheese", "olives"]
     file = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])

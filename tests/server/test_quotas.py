@@ -86,6 +86,7 @@ def test_the_page_of_limits_lists_all_of_them():
     }
 
 
+@pytest.mark.smoke
 def test_one_key_leaves_places_in_the_queue(bank):
     app = make_app(bank, keys=KEYS, limits=Limits(max_batch=2, max_waiting=4, key_share=0.5))
     statuses: list[int] = []

@@ -120,6 +120,7 @@ def test_threads_write_side_by_side(tmp_path):
         assert [entry["n"] for entry in store.entries(name)] == list(range(20))
 
 
+@pytest.mark.smoke
 def test_what_a_killed_server_wrote_is_there(tmp_path):
     program = (
         "import os, pathlib, sys; from peftkit_server.store import Store\n"

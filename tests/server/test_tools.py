@@ -228,6 +228,7 @@ def test_calls_and_replies_stand_as_templates_take_them():
         assert done[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
 
+@pytest.mark.smoke
 def test_the_guides_program_runs_as_it_stands(client, tool_bank, monkeypatch, capsys):
     guide = (Path(__file__).parents[2] / "docs/tools.md").read_text(encoding="utf-8")
     program = guide.split("```python\n")[1].split("```")[0]

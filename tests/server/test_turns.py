@@ -64,6 +64,7 @@ def alone(bank: AdapterBank, name: str | None, ids: list[int]) -> list[int]:
     return completion.ids
 
 
+@pytest.mark.smoke
 def test_requests_leave_a_run_bit_equal(bank, tmp_path):
     prompts = {"one": [7, 8, 9], "two": [10, 11], None: [12, 13, 14, 15]}
     expected = {name: alone(bank, name, ids) for name, ids in prompts.items()}

@@ -203,6 +203,7 @@ def routes_of(client: Client) -> set[str]:
     }
 
 
+@pytest.mark.smoke
 def test_no_key_reaches_the_data_of_another(model_folder: Path, tmp_path: Path):
     with serving(model_folder, tmp_path / "server", keys=(ANN, BOB)) as client:
         ann, bob = made(client, ANN), made(client, BOB)

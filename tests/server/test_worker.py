@@ -21,6 +21,7 @@ from peftkit_server.worker import Worker
 from tests.helpers.worker import Submitted, run_jobs, running
 
 
+@pytest.mark.smoke
 def test_two_adapters_and_the_base_share_a_batch(bank):
     prompts = [[7, 8, 9], [10, 11], [12, 13, 14, 15], [7, 8, 9]]
     names = ["one", "two", None, "two"]

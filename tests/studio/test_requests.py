@@ -111,6 +111,7 @@ def test_the_policy_allows_no_script_of_another_origin_and_no_inline_script(stud
     assert not [name for name, (content, _, _) in ASSETS.items() if b"innerHTML" in content]
 
 
+@pytest.mark.smoke
 def test_a_run_is_found_by_its_name_only(studio):
     for id in ("../home/runs/first", "/etc", "first/../../x", "%2e%2e", "nowhere", ""):
         for path in ("run", "charts", "report"):
@@ -150,6 +151,7 @@ def test_parallel_uploads_of_a_name_are_all_stored(tmp_path):
     assert sorted(paths) == sorted((tmp_path / "data").iterdir())
 
 
+@pytest.mark.smoke
 def test_a_new_run_and_its_new_steps_appear(studio, folder):
     runs = {row["run"]: row for row in studio.get("/api/state").json["runs"]}
     assert {name: row["state"] for name, row in runs.items()} == {

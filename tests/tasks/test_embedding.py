@@ -135,6 +135,7 @@ def test_pooling_is_the_bases_own(folder):
         pooling_of(model, "auto", "auto")
 
 
+@pytest.mark.covers("peftkit")
 def test_a_run_learns_to_find_and_writes_vectors(folder, tmp_path):
     file = write_rows(tmp_path / "train.jsonl", ROWS)
     told = sections(tmp_path, folder, file, "embedding")

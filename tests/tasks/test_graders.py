@@ -357,6 +357,7 @@ def graded(folder: Path, model_folder: Path, *graders: dict[str, Any]) -> dict[s
     return told
 
 
+@pytest.mark.covers("peftkit")
 def test_a_run_learns_from_graders_and_its_recipe_says_so(tmp_path, model_folder, capsys):
     like = {"type": "text_similarity", "name": "like it", "evaluation_metric": "fuzzy_match"}
     texts = {"input": "{{sample.output_text}}", "reference": "{{item.answer}} {{item.prompt}}"}

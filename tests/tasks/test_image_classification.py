@@ -201,6 +201,7 @@ def test_a_base_brings_its_processor_or_gets_one_of_its_size(tmp_path):
     assert torch.equal(grey, torch.full((1, 3, 8, 4), 2.0))
 
 
+@pytest.mark.covers("peftkit")
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
 @pytest.mark.parametrize("name", SIZES)
 def test_a_recipe_trains_a_new_head_saves_it_and_is_measured(name, folder, tmp_path):

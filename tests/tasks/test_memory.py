@@ -32,6 +32,7 @@ def rows_of(tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel, folder: 
     return task, task.load(str(folder / "rows.jsonl"))
 
 
+@pytest.mark.covers("peftkit")
 def test_evaluation_uses_smaller_batches_if_memory_is_short(llama, tokenizer, tmp_path):
     task, rows = rows_of(tokenizer, llama, tmp_path)
     expected = task.metrics(llama, rows)
@@ -42,6 +43,7 @@ def test_evaluation_uses_smaller_batches_if_memory_is_short(llama, tokenizer, tm
     assert found["num_tokens"] == expected["num_tokens"]
 
 
+@pytest.mark.covers("peftkit")
 def test_a_row_that_does_not_fit_by_itself_is_named_and_so_is_what_would_fit(
     llama, tokenizer, tmp_path
 ):

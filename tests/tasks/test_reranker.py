@@ -133,6 +133,7 @@ def test_a_head_starts_as_yes_over_no(tied, tmp_path):
         load_base(str(folder), purpose=RerankerConfig(answers=("a", "b")).purpose)
 
 
+@pytest.mark.covers("peftkit")
 def test_a_run_improves_reported_ranking(folder, tmp_path, peftkit):
     file = write_rows(tmp_path / "a.jsonl", ROWS)
     told = sections(tmp_path, folder, file, "reranker", loss="listwise")

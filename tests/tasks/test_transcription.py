@@ -262,6 +262,7 @@ def _plain_losses(
     return losses
 
 
+@pytest.mark.covers("peftkit")
 def test_a_run_measures_saves_merges_and_opens_elsewhere(rows, tmp_path):
     base = saved(tmp_path / "base", whisper())
     told = sections(tmp_path, base, str(rows), "transcription", **ENGLISH)

@@ -110,6 +110,7 @@ def run_out(folder: str, model: str) -> None:
         Path(f"told-{rank}").write_text(f"{error}\n{is_silent(error)}")
 
 
+@pytest.mark.covers("peftkit")
 def test_out_of_memory_in_one_process_saves_all(tmp_path, model_folder):
     write_verdicts(tmp_path / "rows.jsonl")
     children = start_ranks(run_out, str(tmp_path), str(model_folder))

@@ -37,6 +37,7 @@ def train_and_die(folder: str, where: str, which: int) -> None:
     play(Path(folder), model=Toy(dropout=0.3), **SETTINGS)
 
 
+@pytest.mark.covers("peftkit")
 @pytest.mark.parametrize(
     "where",
     [pytest.param(point, marks=() if point in FAST else pytest.mark.slow) for point in FAILPOINTS],

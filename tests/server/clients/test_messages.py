@@ -66,6 +66,7 @@ def test_the_order_of_events(client, says):
     assert without_ids(assembled(events)) == without_ids(whole)
 
 
+@pytest.mark.smoke
 def test_a_loop_of_two_tools(client, says):
     says(call("add", 1), call("sub", 2), "2")
     messages: list[Any] = [HI]

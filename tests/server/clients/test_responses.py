@@ -72,6 +72,7 @@ def test_the_order_of_events(client, says):
     assert "".join(deltas) == done[1]["content"][0]["text"] == "I look."
 
 
+@pytest.mark.smoke
 def test_a_loop_of_two_tools(client, says):
     says(call("add", 1), call("sub", 2), "2")
     conversation: list[Any] = [{"role": "user", "content": "Hi"}]
