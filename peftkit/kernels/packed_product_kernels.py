@@ -180,7 +180,8 @@ def product_kernel(
     sums = tl.sum(tl.sum(total, 3), 2)
     inside = (token < tokens)[:, None] & (row < rows)[None, :]
     if bias is not None:
-        sums += tl.load(bias + row, (row < rows) & (part == 0), 0.0).to(tl.float32)[None, :]
+        limit = tl.where(part == 0, rows, 0)  # the first part alone adds the bias
+        sums += tl.load(bias + row, row < limit, 0.0).to(tl.float32)[None, :]
     at = (part * tokens + token[:, None]).to(tl.int64) * rows + row[None, :]
     tl.store(out + at, sums.to(out.dtype.element_ty), inside)
 
