@@ -83,7 +83,7 @@ ELSEWHERE = {
     "ollama": "needs llama.cpp's converter: tests/cli/deploy",
     "merged.gguf": "needs the base as a GGUF file: tests/merging/test_into_gguf.py",
     "general.jsonl": "rows of the reader",
-    "runs/demo-r32": "a second run",
+    "compared.html": "needs a second run: tests/report",
     "my_metrics:same_total": "a program of the reader",
     "train.log_to=[tensorboard]": "needs tensorboard: tests/report",
 }
