@@ -1,8 +1,10 @@
 """The start page and the page on using an adapter are done as they say, on a tiny base."""
 
 import io
+import os
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,20 +67,62 @@ def test_the_start_page_names_the_line_by_which_editors_find_the_schema():
     assert f"`# yaml-language-server: $schema={SCHEMA}`" in text
 
 
-@pytest.mark.covers("docs", "cli/peftkit_cli", "peftkit/formats", "peftkit/merging")
-def test_the_guide_applies_the_adapter(here, capsys):
-    (anew,) = [call for call in commands("continue.md", "train") if "--from" in call]
-    merge = commands("use.md", "merge")[0]
-    ask = commands("use.md", "generate")[0]
-    # merged exports run llama.cpp's converter: tests/cli/deploy
-    exports = [
-        call for call in commands("use.md", "export") if not {"--merged", "ollama"} & {*call}
-    ]
-    assert any("gguf" in call for call in exports)
-    looks = commands("continue.md", "runs", "report", "inspect")
-    looks = [call for call in looks if "--serve" not in call]  # until it is stopped
-    for call in [anew, ask, merge, *exports, *looks]:
-        assert run(call) == 0, (call, capsys.readouterr().err)
-    for made in ("merged/config.json", "served/adapter_config.json", "mlx/adapters.safetensors"):
-        assert (here / made).is_file()
-    assert (here / "demo.gguf").is_file()
+INPUTS = {"recipe.yaml", "train.jsonl", "eval.jsonl", "runs/demo", "smollm2-135m", "ls", "."}
+"""What this folder has."""
+ELSEWHERE = {
+    "serve": "runs until it is stopped: tests/server",
+    "studio": "runs until it is stopped: tests/studio",
+    "--serve": "runs until it is stopped: tests/report",
+    "init": "asks: tests/cli/test_init.py",
+    "prove": "needs what a server or another program made: tests/cli/test_prove.py",
+    "push": "needs a hub: tests/formats/test_hub.py",
+    "sweep": "trains several adapters: tests/cli/test_sweeps.py",
+    "--tool": "reads a program of the page: tests/tasks/on_policy/test_tools.py",
+    "--tasks": "needs lm-eval: tests/peers",
+    "--merged": "needs llama.cpp's converter: tests/cli/deploy",
+    "ollama": "needs llama.cpp's converter: tests/cli/deploy",
+    "merged.gguf": "needs the base as a GGUF file: tests/merging/test_into_gguf.py",
+    "general.jsonl": "rows of the reader",
+    "compared.html": "needs a second run: tests/report",
+    "my_metrics:same_total": "a program of the reader",
+    "train.log_to=[tensorboard]": "needs tensorboard: tests/report",
+}
+"""Words of commands that do not run in this folder, with the reason."""
+
+
+def commands_of_all_pages() -> dict[str, list[str]]:
+    """Return the commands that run in this folder, by page and text."""
+    found = {}
+    for path in [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]:
+        text = blocks(os.path.relpath(path, DOCS), "bash").replace("\\\n", " ")
+        for line in text.splitlines():
+            call = shlex.split(line, comments=True)[1:] if line.startswith("peftkit ") else []
+            has_inputs = len(call) == 1 or bool(INPUTS & {*call[1:3]})
+            if has_inputs and not ELSEWHERE.keys() & {*call}:
+                found[f"{path.name}: {shlex.join(call)}"] = call
+    return found
+
+
+CALLS = commands_of_all_pages()
+
+
+def test_most_commands_of_the_pages_run():
+    assert len(CALLS) >= 40
+
+
+@pytest.mark.covers("docs", "README.md", "peftkit", "cli/peftkit_cli")
+@pytest.mark.parametrize("shown", CALLS)
+def test_a_command_of_a_page_runs_as_it_stands(
+    shown, trained, model_folder, tmp_path, monkeypatch, capsys
+):
+    call = [str(model_folder) if word == "smollm2-135m" else word for word in CALLS[shown]]
+    call = [word.replace("./smollm2", str(model_folder)) for word in call]
+    anew = call[:1] == ["train"] and "--resume" not in call and "--from" not in call
+    here = shutil.copytree(
+        trained, tmp_path / "here", ignore=shutil.ignore_patterns("runs" if anew else "")
+    )
+    monkeypatch.chdir(here)
+    monkeypatch.setattr("sys.stdin", io.StringIO("How do I reset my badge?\n/base\n/quit\n"))
+    assert run(call) == 0, capsys.readouterr().err
+    if "--out" in call:
+        assert (here / call[call.index("--out") + 1]).exists()
