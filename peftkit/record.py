@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from peftkit.execution.plan import ExecutionPlan, compute_dtype
 from peftkit.execution.state import Result
 from peftkit.figures import loss_name, metric, metric_name
 from peftkit.files.disk import sha256_of, write_text
-from peftkit.formats.folders import CARD, PROOF, TENSORS, forget_overwritten
+from peftkit.formats.folders import CARD, OVERWRITTEN, PROOF, TENSORS
 from peftkit.formats.peft.folder import AdapterFolder
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.peft.targets import refused_by_peft
@@ -236,7 +237,7 @@ def save_result(record: RunRecord, result: Result, *, on_event: Listener = ignor
         return _with_metrics(record, result, ignore)
     folder = record.folder
     weights.save(folder)
-    forget_overwritten(folder)
+    shutil.rmtree(folder / OVERWRITTEN, ignore_errors=True)  # see `set_aside`
     if warning := refused_by_peft(record.adapter):
         on_event(Notice(warning))
     result = _with_metrics(record, result, on_event)

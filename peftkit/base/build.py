@@ -22,11 +22,12 @@ from peftkit.base.pack import (
     kept_in_float32,
 )
 from peftkit.base.pretrained import download_progress, explained, published, quiet
-from peftkit.base.purpose import Purpose, head_modules
+from peftkit.base.purpose import Purpose
 from peftkit.base.request import BaseRequest
 from peftkit.config.lazy import LazyTable
 from peftkit.errors import BaseError, first_few
 from peftkit.events import Listener, Notice, ignore
+from peftkit.model.places import head_modules
 from peftkit.quant.layers import Packing
 from peftkit.quant.quantize import quantize_model, tower_paths
 from peftkit.quant.weights import adopt_bitsandbytes

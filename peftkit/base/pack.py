@@ -26,10 +26,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from peftkit.base.pretrained import check_weights, loader_arguments, without_quantization
-from peftkit.base.purpose import head_modules
 from peftkit.base.request import BaseRequest
 from peftkit.events import Listener, Progress
 from peftkit.kernels.device import trim_malloc
+from peftkit.model.places import head_modules
 from peftkit.quant.layers import Job, Packing, pack
 from peftkit.quant.quantize import (
     install_packed,

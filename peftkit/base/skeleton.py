@@ -23,7 +23,8 @@ from peftkit.base.pretrained import (
     reachable,
     without_quantization,
 )
-from peftkit.base.purpose import CAUSAL_LM, Purpose, head_modules
+from peftkit.base.purpose import CAUSAL_LM, Purpose
+from peftkit.model.places import head_modules
 from peftkit.quant.layers import Job, Packing, empty_packed
 from peftkit.quant.quantize import (
     has_plain_forward,

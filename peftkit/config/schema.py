@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from peftkit.config.explain import options_of, problems_of
+from peftkit.config.lazy import options_of
 from peftkit.config.strict_yaml import (
     Key,
     ParsedYaml,
@@ -65,6 +65,8 @@ class Config(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
+            from peftkit.config.explain import problems_of
+
             name = type(self).__name__
             problems = problems_of(type(self), error, values, {(): SourceLocation("")})
             raise _config_error(f"{name}(...)", problems) from None
@@ -246,6 +248,8 @@ def _validated(cls: type[C], source: str, parsed: ParsedYaml) -> C:
     try:
         config = cls.model_validate(parsed.data)
     except ValidationError as error:
+        from peftkit.config.explain import problems_of
+
         problems += problems_of(cls, error, parsed.data, parsed.locations)
     if problems or config is None:
         problems.sort(key=lambda problem: problem.location.order)

@@ -22,7 +22,6 @@ from torch.nn import functional
 
 from peftkit.adapter import Adapter, attach, prepared_for_training
 from peftkit.base.heads import ClassHead
-from peftkit.base.purpose import head_modules
 from peftkit.base.skeleton import on_meta, packed_skeleton, untraced
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.forward.attention import training_attention
@@ -30,7 +29,7 @@ from peftkit.forward.blocks import Blocks, input_bytes
 from peftkit.forward.loss import Head, accepted, find_head, token_log_probs, token_loss
 from peftkit.kernels.cross_entropy import ALIGNMENT, rows_of_chunk
 from peftkit.model.modes import begin_training
-from peftkit.model.places import linear_shape, unwrap_adapter
+from peftkit.model.places import head_modules, linear_shape, unwrap_adapter
 from peftkit.planning.counter import GPU_ROUNDING, Counter
 from peftkit.quant.layers import keep_copies
 from peftkit.recipe import Recipe
