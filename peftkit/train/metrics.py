@@ -33,7 +33,6 @@ from peftkit.events import (
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.execution.signals import Interrupted
 from peftkit.forward.attention import TrainingAttention
-from peftkit.forward.blocks import Blocks
 from peftkit.forward.fused import num_fused, why_unfused
 from peftkit.kernels.device import gpu_of, peak_resident_bytes
 from peftkit.kernels.fused import TRITON
@@ -182,19 +181,19 @@ def run_started(run: Run, step: Step) -> RunStarted:
         num_trainable=sum(p.numel() for p in step.parameters.values()),
         num_parameters=audit(run.model).num_parameters,
         device=device_name(world.device, world.world_size),
-        paths=_execution_paths(run.model, step.blocks, paths),
+        paths=_execution_paths(run.model, step, paths),
         plan=step.plan.describe(),
     )
 
 
-def _execution_paths(model: nn.Module, blocks: Blocks, task_paths: Mapping[str, str]) -> str:
+def _execution_paths(model: nn.Module, step: Step, task_paths: Mapping[str, str]) -> str:
     """Return "attention: grouped; LoRA: 2 groups of 5 layers; blocks: compiled"."""
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     attention = str(task_paths.get("attention", attention) or "")
     paths = {"attention": attention.removeprefix(PREFIX), **adapter_paths(model)}
-    if fused := num_fused(model):
+    if step.plan.fused_kernels and (fused := num_fused(model)):
         paths["fused"] = f"{fused} norms, gated layers and rotations"
-    if blocks.blocks:
+    if (blocks := step.blocks).blocks:
         compiled = "compiled" if blocks.compiled else "not compiled"
         paths["blocks"] = f"{compiled}{IN_BLOCKS[blocks.activations]}"
     paths |= {name: path for name, path in task_paths.items() if name != "attention"}

@@ -156,10 +156,10 @@ class GradientWatch:
         zeros = [name for name, count in counts if count >= self.ZERO_STEPS]
         return (
             f"The gradients of {len(zeros)} of {len(self._names)} trained tensors were zero in "
-            f"{self.ZERO_STEPS} steps in a row, so these tensors do not train: {first_few(zeros, 6, ', ')}. If "
-            "the model does not use their modules for these rows (experts without tokens), leave "
-            "them out of method.targets. Otherwise, code of the model detaches their output or a "
-            "kernel is wrong: try train.compile: false."
+            f"{self.ZERO_STEPS} steps in a row, so these tensors do not train: "
+            f"{first_few(zeros, 6, ', ')}. If the model does not use their modules for these rows "
+            "(experts without tokens), leave them out of method.targets. Otherwise, code of the "
+            "model detaches their output or a kernel is wrong: try train.compile: false."
         )
 
 
