@@ -232,7 +232,8 @@ def save_result(record: RunRecord, result: Result, *, on_event: Listener = ignor
     With a sharded base all processes must call this; the main process writes.
     """
     weights = record.adapter_folder()
-    result = _with_best(record.recipe, result, weights, on_event)
+    if record.recipe.train.keep_best:
+        result = _with_best(record.recipe, result, weights, on_event)
     if not result.is_main:
         return _with_metrics(record, result, ignore)
     folder = record.folder
@@ -271,12 +272,12 @@ def _write_proof(record: RunRecord, folder: Path, on_event: Listener) -> None:
 def _with_best(
     recipe: Recipe, result: Result, weights: AdapterFolder, on_event: Listener
 ) -> Result:
-    """Load the best checkpoint's weights if train.keep_best is set."""
+    """Load the best checkpoint's weights."""
     best, drift = result.best_step, recipe.train.drift
-    if recipe.train.keep_best and best is None and drift is not None and drift.limit is not None:
+    if best is None and drift is not None and drift.limit is not None:
         text = f"No evaluation was within train.drift.limit, {drift.limit:g} nats per token"
         on_event(Notice(f"{text}: the adapter has the weights of the last step, {result.step}."))
-    if not recipe.train.keep_best or result.best_checkpoint is None or best is None:
+    if result.best_checkpoint is None or best is None:
         return result
     metric = recipe.train.best_metric
     of_loss = f", {result.metrics['best_eval_loss']:.4g}" if metric == "loss" else ""

@@ -54,7 +54,7 @@ def choose_template(
     Raises:
         DataError: The file does not exist, or the template does not read one of the variables.
     """
-    template = _named_template(choice)
+    template = None if choice is None else _named_template(choice)
     if not variables:
         return template
     text = own_template(tokenizer) if template is None else template
@@ -131,9 +131,7 @@ def read_tokenizer_config(path: Path) -> Json:
     return config
 
 
-def _named_template(choice: str | None) -> str | None:
-    if choice is None:
-        return None
+def _named_template(choice: str) -> str:
     if choice == "chatml":
         return CHATML
     path = Path(choice).expanduser()

@@ -284,10 +284,13 @@ def _is_target(turn: Mapping[str, object], role: str, path: str) -> bool:
 
 def _content(turn: Mapping[str, object], key: str, path: str) -> str:
     value = turn.get(key)
-    if not isinstance(value, list):
-        return text_of(turn, key, path)
+    return _joined(value, path) if isinstance(value, list) else text_of(turn, key, path)
+
+
+def _joined(content: Sequence[object], path: str) -> str:
+    """Return the text of a list of {"type": "text", "text": ...}, without reasoning."""
     parts = []
-    for number, part in enumerate(value):
+    for number, part in enumerate(content):
         where = f"{path}[{number}]"
         if not isinstance(part, Mapping):
             raise WrongField(where, f"expected an object, found {kind_of(part)}")

@@ -189,7 +189,9 @@ def plan_run(
     Raises:
         PeftkitError: The recipe, the model's config or the size is invalid.
     """
-    recipe = as_continued(_recipe(target, overrides))
+    recipe = _recipe(target, overrides)
+    if folder := recipe.method.start_from:
+        recipe = as_continued(recipe, folder)
     environment = this_machine()
     if memory is not None:
         environment = gpu_of_size(parse_size(memory) if isinstance(memory, str) else memory)

@@ -31,6 +31,12 @@ def build_optimizer(parameters: Parameters, config: TrainConfig) -> Optimizer:
     device = next(iter(parameters.values())).device
     if config.optimizer == "adamw":
         return AdamW(groups, lr=config.learning_rate, betas=BETAS, eps=EPS, fused=True)
+    return _of_bitsandbytes(groups, config, device)
+
+
+def _of_bitsandbytes(
+    groups: list[dict[str, Any]], config: TrainConfig, device: torch.device
+) -> Optimizer:
     if config.optimizer.startswith("paged") and device.type != "cuda":
         raise ConfigError(
             f"train.optimizer: {config.optimizer} cannot run here",
