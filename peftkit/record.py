@@ -28,7 +28,7 @@ from peftkit.data.rows.lazy import tokens_of_each
 from peftkit.events import Event, Listener, Notice, RunStarted, Saved, Table, ignore, to_all
 from peftkit.execution.plan import ExecutionPlan, compute_dtype
 from peftkit.execution.state import Result
-from peftkit.figures import loss_name, metric, metric_name
+from peftkit.figures import dtype_name, loss_name, metric, metric_name
 from peftkit.files.disk import sha256_of, write_text
 from peftkit.formats.folders import CARD, OVERWRITTEN, PROOF, TENSORS
 from peftkit.formats.peft.folder import AdapterFolder
@@ -88,7 +88,7 @@ class RunRecord:
             "base": {
                 **recipe.base.model_dump(mode="json", exclude={"store", "placement"}),
                 "fingerprint": self.base.fingerprint,
-                "computes_in": str(compute_dtype(self.base.model)).removeprefix("torch."),
+                "computes_in": dtype_name(compute_dtype(self.base.model)),
             },
             "method": recipe.method.model_dump(mode="json"),
             "data": recipe.data.model_dump(mode="json"),

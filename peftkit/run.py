@@ -28,7 +28,7 @@ from peftkit.execution.signals import (
 )
 from peftkit.execution.state import Result
 from peftkit.execution.world import Rows, World, joined_ranks
-from peftkit.figures import size
+from peftkit.figures import dtype_name, size
 from peftkit.files.disk import check_folder
 from peftkit.formats.card import adapter_table, small_reach
 from peftkit.model.blocks import is_sharded, is_streamed
@@ -220,7 +220,7 @@ def prepare(
         base = open_base(recipe.base, settings.purpose, plan, world=world, on_event=on_event)
         if world is not None:
             world.check_equal_across_ranks(base={"fingerprint": base.fingerprint})
-    dtype = str(compute_dtype(base.model)).removeprefix("torch.")
+    dtype = dtype_name(compute_dtype(base.model))
     plan = plan or plan_of(
         recipe.train,
         base.device.type,

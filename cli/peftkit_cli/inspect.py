@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from peftkit.errors import AdapterError, BaseError, PeftkitError, neighbours
+from peftkit.figures import dtype_name
 from peftkit.formats.folders import CONFIG, TENSORS
 from peftkit_cli.arguments import Json, note
 
@@ -166,7 +167,7 @@ def model_facts(name: str) -> tuple[dict[str, Any], list[Group], list[MethodFact
         "name": name,
         "architecture": type(model).__name__,
         "num_parameters": sum(parameter.numel() for parameter in parameters),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.dtype),
         "num_blocks": len(blocks(model)),
         "num_weights": len(find_places(model)),
     }

@@ -24,7 +24,7 @@ from peftkit.defaults import anchors_per_step, should_pack
 from peftkit.errors import ConfigError
 from peftkit.execution.environment import gpu_of_size, this_machine
 from peftkit.execution.plan import ExecutionPlan, plan_of
-from peftkit.figures import rough_duration, size
+from peftkit.figures import dtype_name, rough_duration, size
 from peftkit.kernels.device import launch_seconds, local_gpu
 from peftkit.planning.memory import CARDS, LINK, STEP, DeviceEstimate, MemoryEstimator, Strategy
 from peftkit.planning.resolve import as_continued, config_of, encode_first
@@ -219,7 +219,7 @@ def plan_run(
     return Plan(
         model=recipe.base.model,
         on_gpu=environment.on_gpu,
-        dtype=str(steps.dtype).removeprefix("torch."),
+        dtype=dtype_name(steps.dtype),
         quantize=recipe.base.quantize,
         stored=codes.description if codes is not None else "",
         num_parameters=steps.num_parameters,
@@ -322,7 +322,7 @@ def _recipe(target: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
 
 def _execution(estimator: MemoryEstimator, chosen: Strategy) -> ExecutionPlan:
     """Return the plan of a run with a strategy."""
-    dtype = str(estimator.steps.dtype).removeprefix("torch.")
+    dtype = dtype_name(estimator.steps.dtype)
     device, num_processes = estimator.environment.kind, estimator.environment.world_size
     plan = plan_of(
         estimator.recipe.train, device, num_processes, placement=chosen.placement, dtype=dtype

@@ -28,6 +28,7 @@ from peftkit.events import Listener, Notice, ignore
 from peftkit.execution.environment import Environment, free_for_training, select_device
 from peftkit.execution.plan import ExecutionPlan, Shard, plan_of
 from peftkit.execution.world import World
+from peftkit.figures import dtype_name
 from peftkit.model.blocks import recomputable_blocks
 from peftkit.recipe import Recipe
 
@@ -74,7 +75,7 @@ def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
         here.kind,
         here.world_size,
         placement="stream" if base.placement == "stream" else "device",
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
     )
     may_shard = train.shard == "auto" and plan.placement == "device" and here.world_size > 1
     may_stream = base.placement == "auto" and here.kind == "cuda" and not plan.is_sharded

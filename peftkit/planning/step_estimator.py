@@ -23,6 +23,7 @@ from peftkit.base.request import DTYPES, fast_dtype
 from peftkit.base.skeleton import with_depth
 from peftkit.errors import PeftkitError
 from peftkit.execution.plan import Activations, activation_modes, plan_of
+from peftkit.figures import dtype_name
 from peftkit.forward.blocks import Blocks
 from peftkit.planning.counter import Counter
 from peftkit.planning.step import (
@@ -110,7 +111,7 @@ class StepEstimator:
         self._recipe, self._config = recipe, config
         fast = fast_dtype(torch.device("cpu")) if device == "cpu" else torch.bfloat16
         self.dtype = DTYPES.get(recipe.base.dtype) or fast
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         self._plan = plan_of(recipe.train, device, shard="none", dtype=dtype)
         self._steps: dict[int, DatalessStep] = {}
         self._counts: dict[tuple[int, int, int, Activations, bool], StepCount] = {}

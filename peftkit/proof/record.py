@@ -28,6 +28,7 @@ from peftkit.data.pack import IGNORE, last_answer
 from peftkit.data.style import Style
 from peftkit.errors import AdapterError
 from peftkit.execution.plan import compute_dtype
+from peftkit.figures import dtype_name
 from peftkit.files.disk import sha256_of, write_text
 from peftkit.formats.folders import PROOF, TENSORS
 from peftkit.formats.guard import read_json
@@ -116,7 +117,7 @@ def record(
         base={n: getattr(base, n) for n in ("name", "hub_id", "revision", "fingerprint")},
         adapter=digest,
         precision={
-            "dtype": str(compute_dtype(model)).removeprefix("torch."),
+            "dtype": dtype_name(compute_dtype(model)),
             "quantize": base.audit.quantized_as,
         },
         noise=(_rms(bare, bare_again, likely), _rms(adapted, again, likely)),
