@@ -191,7 +191,7 @@ class RunRecord:
         return render_card(card)
 
 
-def rows_in_words(rows: Sequence[Any]) -> str:
+def rows_in_words(rows: Sequence[object]) -> str:
     """Return "180 rows", or "180 rows, packed into 6"."""
     documents = getattr(rows, "document_lengths", None)
     if documents is None:
@@ -199,7 +199,7 @@ def rows_in_words(rows: Sequence[Any]) -> str:
     return f"{len(documents):,} rows, packed into {len(rows):,}"
 
 
-def length_histogram(rows: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+def length_histogram(rows: Sequence[object]) -> tuple[tuple[int, int], ...]:
     """Return (lower edge, number of documents) for equal bins of document lengths."""
     lengths: Tensor | None = getattr(rows, "document_lengths", None)  # of packed documents
     if lengths is None:

@@ -30,7 +30,7 @@ class ChatTools:
         ConfigError: A function cannot be loaded, or cannot be a tool.
     """
 
-    def __init__(self, tokenizer: Any, uses: Sequence[str], *, confirm: bool) -> None:
+    def __init__(self, tokenizer: object, uses: Sequence[str], *, confirm: bool) -> None:
         self._tokenizer, self._confirm = tokenizer, confirm
         code = UserCode()
         functions = [code.load(use) for use in uses]

@@ -87,7 +87,7 @@ class Conversation:
         *,
         system: str | None = None,
         tools: ChatTools | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> None:
         """Start a conversation.
 

@@ -28,7 +28,7 @@ class Server:
         self.key, self.end, self.left = key, time.monotonic() + seconds, MAX_REQUESTS
         self.model = ""
 
-    def request(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    def request(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, Any] | None:
         """Return a response; None if the server refuses the request.
 
         Raises:
@@ -61,7 +61,7 @@ class Server:
             raise RunError(f"cannot read from {self.url}", found=str(error), fix=fix) from error
         return found if isinstance(found, dict) and "error" not in found else None
 
-    def choices(self, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def choices(self, path: str, body: Mapping[str, object]) -> list[dict[str, Any]]:
         """Return the choices of a completion in order, [] if the request is refused."""
         response = self.request(path, {"temperature": 0, "max_tokens": 1, **body}) or {}
         choices = response.get("choices") or []
@@ -144,7 +144,7 @@ BY_TOKENS = next(iter(METHODS))
 """The method that sends token ids, and sees no template."""
 
 
-def _sent(server: Server, proof: Proof, number: int, body: Mapping[str, Any]) -> dict[str, Any]:
+def _sent(server: Server, proof: Proof, number: int, body: Mapping[str, object]) -> dict[str, Any]:
     """Return the answer to a prompt in the form that clients send; {} if it is refused."""
     prompt = proof.prompts[number]
     if prompt.messages:
@@ -158,7 +158,7 @@ def _sent(server: Server, proof: Proof, number: int, body: Mapping[str, Any]) ->
     return found[0] if found else {}
 
 
-def _along(server: Server, proof: Proof, body: Mapping[str, Any]) -> list[Seen]:
+def _along(server: Server, proof: Proof, body: Mapping[str, object]) -> list[Seen]:
     seen: list[Seen] = []
     for number, prompt in enumerate(proof.prompts):
         if prompt.text is None or not server.left:

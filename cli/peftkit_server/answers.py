@@ -166,7 +166,7 @@ class OpenAIReply(Reply):
         return [error_fields(error)]
 
     def _choice(
-        self, index: int, key: str, turn: Mapping[str, Any], output: Output
+        self, index: int, key: str, turn: Mapping[str, object], output: Output
     ) -> dict[str, Any]:
         content = {key: dict(turn)} if self.is_chat else {"text": output.text}
         has_log_probs = self.num_top is not None and output.chosen
@@ -203,7 +203,7 @@ class OpenAIReply(Reply):
             "bytes": None if data is None else [*data],
         }
 
-    def _object(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
+    def _object(self, choices: list[dict[str, object]], is_chunk: bool) -> dict[str, Any]:
         prefix, kind = (
             ("chatcmpl", "chat.completion") if self.is_chat else ("cmpl", "text_completion")
         )

@@ -32,7 +32,7 @@ class _Separators:
     item: str
     key: str
 
-    def rule(self, schema: Mapping[str, Any]) -> str:
+    def rule(self, schema: Mapping[str, object]) -> str:
         """Return the rule of JSON with a schema."""
         spaces = {
             "whitespace_flexible": False,
@@ -116,7 +116,7 @@ class _Quoted:
 
 
 def call_grammar(
-    calls: CallStyle, tokenizer: Any, tools: Sequence[Mapping[str, Any]], *, thinks: bool
+    calls: CallStyle, tokenizer: object, tools: Sequence[Mapping[str, object]], *, thinks: bool
 ) -> str | None:
     """Return the grammar of one call to any of the tools; None: the call format has no grammar.
 

@@ -74,7 +74,7 @@ class ParsedRequest(NamedTuple):
         tools, is_single = self.tools.offered, self.tools.is_single
         return AnswerCalls(self.calls, prompt, tools, is_single=is_single)
 
-    def grammar(self, tokenizer: Any, prompt: Sequence[int]) -> str:
+    def grammar(self, tokenizer: object, prompt: Sequence[int]) -> str:
         """Return the grammar of a forced call.
 
         Raises:
@@ -346,7 +346,7 @@ class ChatService:
         return described if is_base else {**described, "parent": BARE}
 
 
-def template_variables(body: ChatBody, tokenizer: Any, style: Style) -> Mapping[str, Any] | None:
+def template_variables(body: ChatBody, tokenizer: object, style: Style) -> Mapping[str, Any] | None:
     """Return the variables of a request for the chat template; None: as in training.
 
     Raises:

@@ -251,6 +251,6 @@ def _remove(folder: Path) -> None:
             folder.parent.parent.rmdir()
 
 
-def _style_of(folder: Path, tokenizer: Any) -> Style:
+def _style_of(folder: Path, tokenizer: object) -> Style:
     recorded = read_adapter(adapter_folder(folder)).provenance.prompt_style
     return style_over(folder, recorded, tokenizer)

@@ -75,7 +75,7 @@ class _StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-def _refuse(value: Any) -> Any:
+def _refuse(value: object) -> Any:
     if value is not None:
         raise ValueError("unsupported")
     return value

@@ -233,7 +233,7 @@ class Store:
         query = "SELECT body FROM entries WHERE parent = ? ORDER BY number"
         return [json.loads(body) for (body,) in self._run(query, (parent,))]
 
-    def _run(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
+    def _run(self, query: str, values: Sequence[object] = ()) -> list[Any]:
         """Return the rows of a query."""
         try:
             with self.lock:

@@ -98,7 +98,7 @@ class Tool(Strict):
         return tool
 
 
-def closed(schema: Any) -> Any:
+def closed(schema: object) -> Any:
     """Return a `strict` JSON schema whose objects have no keys but their properties.
 
     Parts of `allOf` stay open: each of them describes the same object.

@@ -158,7 +158,7 @@ class Blocks(NamedTuple):
         return True
 
 
-def settings_of(location: Location, config: Any, auto_class: str) -> Json | None:
+def settings_of(location: Location, config: object, auto_class: str) -> Json | None:
     """Return the `quantization_config` of a GGUF file, or None if it has no blocks.
 
     Its entry `types` maps the names of parameters that stay in blocks to their kinds.
@@ -287,7 +287,7 @@ def parsed_once(location: Location) -> Iterator[None]:
         yield
 
 
-def _conversions(architecture: str, config: Any) -> list[Any] | None:
+def _conversions(architecture: str, config: object) -> list[Any] | None:
     """Return transformers' conversions of an architecture that it loads tensor by tensor."""
     if importlib.util.find_spec("transformers.integrations.gguf") is None:  # before 5.2
         return None

@@ -215,7 +215,7 @@ def published(config: Any) -> PublishedCheckpoint | None:
     return None
 
 
-def published_codes(config: Any, settings: BaseConfig) -> PublishedCheckpoint | None:
+def published_codes(config: object, settings: BaseConfig) -> PublishedCheckpoint | None:
     """Return the quantisation of a checkpoint if the base keeps the codes of its files."""
     if settings.quantize != "none":
         return None
@@ -223,7 +223,7 @@ def published_codes(config: Any, settings: BaseConfig) -> PublishedCheckpoint | 
     return checkpoint if checkpoint is not None and checkpoint.has_codes else None
 
 
-def is_packed(config: Any, settings: BaseConfig) -> bool:
+def is_packed(config: object, settings: BaseConfig) -> bool:
     """Return whether a base's weights are packed, by its recipe or in its files."""
     return settings.quantize != "none" or published_codes(config, settings) is not None
 

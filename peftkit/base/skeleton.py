@@ -90,7 +90,7 @@ def find_config(model: str, revision: str | None, purpose: Purpose) -> tuple[Loc
     return location, config_for(location, purpose)
 
 
-def on_meta(config: Any, purpose: Purpose, dtype: torch.dtype | None = None) -> nn.Module:
+def on_meta(config: object, purpose: Purpose, dtype: torch.dtype | None = None) -> nn.Module:
     """Build a model on the meta device, by default in the config's dtype."""
     cls = getattr(transformers, purpose.auto_class)
     config = without_quantization(config)
@@ -131,7 +131,7 @@ def untraced() -> Iterator[None]:
 
 
 def packed_skeleton(
-    config: Any,
+    config: object,
     settings: BaseConfig,
     purpose: Purpose,
     dtype: torch.dtype,
@@ -187,7 +187,7 @@ class WeightFootprint:
         return self.resident + self.passing
 
 
-def weight_bytes(config: Any, settings: BaseConfig, purpose: Purpose, dtype: torch.dtype) -> int:
+def weight_bytes(config: object, settings: BaseConfig, purpose: Purpose, dtype: torch.dtype) -> int:
     """Return the bytes of a base's weights as stored, with their scales."""
     model = _tied(config, purpose, dtype)
     sizes = {id(parameter): parameter.nbytes for parameter in model.parameters()}
@@ -199,7 +199,7 @@ def weight_bytes(config: Any, settings: BaseConfig, purpose: Purpose, dtype: tor
     return sum(sizes.values())
 
 
-def _tied(config: Any, purpose: Purpose, dtype: torch.dtype) -> Any:
+def _tied(config: object, purpose: Purpose, dtype: torch.dtype) -> Any:
     model: Any = on_meta(config, purpose, dtype)
     model.tie_weights()
     return model
@@ -207,7 +207,7 @@ def _tied(config: Any, purpose: Purpose, dtype: torch.dtype) -> Any:
 
 def _packed_weights(
     model: nn.Module,
-    config: Any,
+    config: object,
     settings: BaseConfig,
     purpose: Purpose,
     dtype: torch.dtype,

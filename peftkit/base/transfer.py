@@ -91,7 +91,7 @@ class DeviceBuffer:
         self._there[unit.key] = flat, None
         return flat
 
-    def expect(self, unit: Unit, keep: Sequence[Any] = ()) -> None:
+    def expect(self, unit: Unit, keep: Sequence[object] = ()) -> None:
         """Start copying a unit to the device unless it is there.
 
         Evict the oldest units not in `keep`.

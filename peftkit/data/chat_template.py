@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from peftkit.errors import BaseError, DataError, did_you_mean
 from peftkit.files import disk
@@ -43,7 +42,7 @@ CHATML = """\
 
 
 def choose_template(
-    tokenizer: Any, choice: str | None, variables: Mapping[str, object] | None = None
+    tokenizer: object, choice: str | None, variables: Mapping[str, object] | None = None
 ) -> str | None:
     """Return the template of `data.chat_template`; None: the tokenizer's template, if any.
 
@@ -72,7 +71,7 @@ def choose_template(
     return "".join(lines) + text
 
 
-def own_template(tokenizer: Any) -> str:
+def own_template(tokenizer: object) -> str:
     """Return the text of a tokenizer's or processor's template, "" if it has none."""
     for owner in (tokenizer, getattr(tokenizer, "tokenizer", None)):
         if template := getattr(owner, "chat_template", None):

@@ -265,21 +265,21 @@ class DatalessStep:
             self.counter.move(gradient, "gradients")
 
 
-def skeleton_of(recipe: Recipe, config: Any, dtype: torch.dtype) -> Any:
+def skeleton_of(recipe: Recipe, config: object, dtype: torch.dtype) -> Any:
     """Build the bare model on the meta device, its weights tied and frozen."""
     model: Any = on_meta(config, recipe.task.plain_purpose, dtype)
     model.tie_weights()
     return model.requires_grad_(False)
 
 
-def with_method(model: Any, recipe: Recipe) -> Adapter:
+def with_method(model: nn.Module, recipe: Recipe) -> Adapter:
     """Attach the method to a model; a classification head is trained fully."""
     head = head_modules(model) if has_class_head(recipe.task) else ()
     fully = tuple(dict.fromkeys((*recipe.method.train_fully, *head)))
     return attach(model, recipe.method.model_copy(update={"train_fully": fully}), fresh=False)
 
 
-def packed_model(recipe: Recipe, config: Any, dtype: torch.dtype) -> Any:
+def packed_model(recipe: Recipe, config: object, dtype: torch.dtype) -> Any:
     """Build the packed model without data.
 
     Call it within FakeTensorMode and a Counter, since some packed layers run once.
@@ -291,7 +291,7 @@ def packed_model(recipe: Recipe, config: Any, dtype: torch.dtype) -> Any:
     return model.requires_grad_(False)
 
 
-def _materialised(model: Any) -> Any:
+def _materialised(model: nn.Module) -> Any:
     """Replace a model's meta tensors by tensors of the active FakeTensorMode, with their ties."""
     new: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -67,7 +67,7 @@ _recent: deque[StepEstimator] = deque(maxlen=4)
 
 
 def steps_of(
-    recipe: Recipe, config: Any, device: str, main_memory: int | None = None
+    recipe: Recipe, config: object, device: str, main_memory: int | None = None
 ) -> StepEstimator:
     """Return an estimator for these arguments: a recent one, if its steps are equal."""
     key = _key(recipe, config, device)
@@ -79,7 +79,7 @@ def steps_of(
     return _recent[-1]
 
 
-def _key(recipe: Recipe, config: Any, device: str) -> tuple[Any, ...]:
+def _key(recipe: Recipe, config: object, device: str) -> tuple[Any, ...]:
     """Return all settings that determine the steps of a recipe."""
     base = recipe.base.model_copy(update={"placement": "auto", "store": "auto"})
     return base, recipe.task, recipe.method, recipe.train.group_layers, config, device
@@ -253,7 +253,7 @@ def _stacks_of(model: nn.Module, blocks: list[nn.Module]) -> list[list[Any]]:
     return list(stacks.values())
 
 
-def _period_after(depth: int, stacks: list[list[Any]]) -> int:
+def _period_after(depth: int, stacks: list[list[object]]) -> int:
     """Return the number of blocks after `depth` whose mix of kinds is closest to all the rest's."""
     period = 1
     for rest in (stack[depth:] for stack in stacks):

@@ -186,7 +186,7 @@ def read_proof(path: str | Path) -> Proof:
     return from_dict(Proof, read_json(file), str(file))
 
 
-def prove(model: Any, proof: Proof | str | Path, *, tokenizer: Any = None) -> Verdict:
+def prove(model: nn.Module, proof: Proof | str | Path, *, tokenizer: object = None) -> Verdict:
     """Return whether a model in memory computes with an adapter.
 
     Args:
@@ -246,7 +246,7 @@ def _observed(proof: Proof, logits_of: Logits) -> list[Seen]:
     return seen
 
 
-def _first(proof: Proof, number: int, logits: Any) -> list[Seen]:
+def _first(proof: Proof, number: int, logits: object) -> list[Seen]:
     """Return the log-probabilities after a prompt."""
     at = next(n for n, position in enumerate(proof.positions) if position.prompt == number)
     return _tokens_at(proof, at, torch.as_tensor(logits)[-1])
@@ -271,7 +271,7 @@ def _rendered(proof: Proof, tokenizer: Any) -> dict[int, list[int]]:
 
 
 def _prompts(
-    tokenizer: Any, style: Style, texts: Sequence[str], rows: Sequence[Any]
+    tokenizer: object, style: Style, texts: Sequence[str], rows: Sequence[object]
 ) -> list[Prompt]:
     """Return the prompts to record, whose ids are the prompts' tokens."""
     chosen: list[Prompt] = []

@@ -359,7 +359,7 @@ def check_tokens(
             )
 
 
-def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
+def check_vocabulary(model: nn.Module, tokenizer: object) -> None:
     """Refuse a tokenizer whose vocabulary is larger than the model's embedding.
 
     Added tokens do not count: some models replace image tokens before the embedding.

@@ -140,7 +140,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def writing(
-        self, step: int, facts: Mapping[str, Any], *, best_step: int | None, num_bytes: int
+        self, step: int, facts: Mapping[str, object], *, best_step: int | None, num_bytes: int
     ) -> Iterator[Path]:
         """Yield a folder to write files into; then publish it and delete old checkpoints.
 
@@ -224,7 +224,7 @@ class Checkpoints:
         fsync_dir(self.folder)
 
 
-def _seal(folder: Path, facts: Mapping[str, Any]) -> None:
+def _seal(folder: Path, facts: Mapping[str, object]) -> None:
     """Write the manifest of a folder's files; return when every byte is durable."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in paths:
@@ -283,7 +283,7 @@ def _listed_files(folder: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[
         raise _invalid(folder, f"{MANIFEST} does not list its files") from None
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
+def _digest(manifest: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

@@ -35,7 +35,7 @@ def build_optimizer(parameters: Parameters, config: TrainConfig) -> Optimizer:
 
 
 def _of_bitsandbytes(
-    groups: list[dict[str, Any]], config: TrainConfig, device: torch.device
+    groups: list[dict[str, object]], config: TrainConfig, device: torch.device
 ) -> Optimizer:
     if config.optimizer.startswith("paged") and device.type != "cuda":
         raise ConfigError(
@@ -234,7 +234,11 @@ def load_optimizer_state(
 
 
 def _empty_state(
-    optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter, gindex: int, pindex: int
+    optimizer: Optimizer,
+    group: dict[str, object],
+    parameter: nn.Parameter,
+    gindex: int,
+    pindex: int,
 ) -> dict[str, Any]:
     """Return a parameter's initial optimizer state."""
     if isinstance(optimizer, AdamW):

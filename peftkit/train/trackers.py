@@ -163,7 +163,7 @@ class Trackers:
                 id = CONTINUED[name][1](tracker.tracker)
                 self._ids[name] = {EXPERIMENT: experiment, "id": id}
 
-    def _continue(self, name: str, experiment: str, arguments: dict[str, Any]) -> bool:
+    def _continue(self, name: str, experiment: str, arguments: dict[str, object]) -> bool:
         """Add the arguments that continue the recorded run of a tracker, if there is one."""
         saved = self._ids.get(name, {})
         if name not in CONTINUED or saved.get(EXPERIMENT) != experiment:

@@ -112,7 +112,7 @@ class _Responses:
         earlier = self._kept.get(owner, before)["messages"] if before is not None else []
         chat = body.chat(earlier)
 
-        def keep(response: dict[str, Any], message: dict[str, Any]) -> None:
+        def keep(response: dict[str, object], message: dict[str, object]) -> None:
             if body.store is not False:
                 self._kept.put(owner, response, [*earlier, *body.turns(), message])
 

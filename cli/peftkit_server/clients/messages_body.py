@@ -58,7 +58,7 @@ class _ToolResult(NullIsUnset):
     """Ignored: chat templates have no field for it."""
 
 
-def _block_type(block: Any) -> str:
+def _block_type(block: object) -> str:
     kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", "")
     return kind if isinstance(kind, str) else ""
 

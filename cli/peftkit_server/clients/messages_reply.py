@@ -77,7 +77,7 @@ class MessagesReply(Reply):
         self.take(0, *answers)
         return self._message
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: object) -> Event:
         """Return an event of the last block."""
         return {"type": f"content_block_{kind}", "index": len(self._blocks) - 1, **fields}
 

@@ -73,7 +73,7 @@ class _Reasoning(NullIsUnset):
     content: Annotated[list[_Thought], Field(fail_fast=True)] | None = None
 
 
-def _item_type(item: Any) -> str:
+def _item_type(item: object) -> str:
     kind = item.get("type") or "message" if isinstance(item, dict) else getattr(item, "type", "")
     return kind if isinstance(kind, str) else ""
 
@@ -222,7 +222,7 @@ class ResponsesBody(NullIsUnset):
                 thought = {}
         return turns
 
-    def chat(self, earlier: Sequence[dict[str, Any]]) -> ChatBody:
+    def chat(self, earlier: Sequence[dict[str, object]]) -> ChatBody:
         """Return the request as a chat.
 
         Args:

@@ -25,7 +25,7 @@ class ResponsesReply(Reply):
     """
 
     def __init__(
-        self, body: ResponsesBody, keep: Callable[[dict[str, Any], dict[str, Any]], None]
+        self, body: ResponsesBody, keep: Callable[[dict[str, object], dict[str, object]], None]
     ) -> None:
         self._keep = keep
         self._num_events, self._num_prompt = 0, 0
@@ -98,7 +98,7 @@ class ResponsesReply(Reply):
         self.take(0, *answers)
         return self._response
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: object) -> Event:
         self._num_events += 1
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
@@ -135,7 +135,7 @@ class ResponsesReply(Reply):
         texts.append(text)
         return [*events, self._text_event(kind, "delta", delta=text)]
 
-    def _text_event(self, kind: str, name: str, **fields: Any) -> Event:
+    def _text_event(self, kind: str, name: str, **fields: object) -> Event:
         log_probs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         return self._event(f"response.{PARTS[kind]}.{name}", **self._place(), **fields, **log_probs)
 

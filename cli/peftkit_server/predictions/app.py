@@ -94,7 +94,9 @@ class _Service:
         self._check(request.path_params["name"])
         return JSONResponse(self._described())
 
-    async def respond(self, request: Request, parse: Callable[[bytes], dict[str, Any]]) -> Response:
+    async def respond(
+        self, request: Request, parse: Callable[[bytes], dict[str, object]]
+    ) -> Response:
         """Return the response to a request; the requests of each owner wait for each other."""
         data = await bounded_body(request, self.limits.max_body)
         answer = await self.threads.call(partial(parse, data), request)

@@ -137,7 +137,7 @@ class _Api:
         await self._graders.call(partial(self._check_grader, body.grader), request)
         return JSONResponse({"grader": body.grader})
 
-    def _check_grader(self, grader: dict[str, Any]) -> None:
+    def _check_grader(self, grader: dict[str, object]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             grader_of(grader, self._training, Path(folder))
 

@@ -42,7 +42,11 @@ def changing(store: Store, id: str) -> Iterator[dict[str, Any]]:
 
 
 def add_event(
-    store: Store, id: str, text: str, level: Level = "info", data: Mapping[str, Any] | None = None
+    store: Store,
+    id: str,
+    text: str,
+    level: Level = "info",
+    data: Mapping[str, object] | None = None,
 ) -> None:
     """Append an event to a job's journal; its message is one line."""
     event = {

@@ -47,7 +47,7 @@ class Page(NamedTuple):
             raise RequestError(f"limit must be a number from 1 to {max_limit:,}.", param="limit")
         return cls(int(limit), request.query_params.get("after"))
 
-    def response(self, items: Sequence[dict[str, Any]]) -> Response:
+    def response(self, items: Sequence[dict[str, object]]) -> Response:
         """Return the page of a list of documents, in the list's order.
 
         Raises:

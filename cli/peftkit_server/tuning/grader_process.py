@@ -50,7 +50,7 @@ class ProcessCode(UserCode):
         return partial(_call, file_of(use), use.rpartition(":")[2], seconds or 60.0)
 
 
-def _call(path: Path, name: str, seconds: float, *arguments: Any) -> Any:
+def _call(path: Path, name: str, seconds: float, *arguments: object) -> Any:
     process = subprocess.Popen(
         python("-c", _CHILD, str(path), name, str(int(seconds) + 1)),
         stdin=subprocess.PIPE,

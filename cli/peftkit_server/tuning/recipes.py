@@ -35,7 +35,7 @@ class GraderBox(Config):
     grader: AnyGrader
 
 
-def grader_of(fields: Mapping[str, Any], training: Training, folder: Path) -> Grader:
+def grader_of(fields: Mapping[str, object], training: Training, folder: Path) -> Grader:
     """Return a client's grader in the format of recipes.
 
     Args:
@@ -55,7 +55,7 @@ def grader_of(fields: Mapping[str, Any], training: Training, folder: Path) -> Gr
         ) from None
 
 
-def _check_entries(value: Any) -> None:
+def _check_entries(value: object) -> None:
     """Refuse lists and objects with many entries: to explain each error takes long.
 
     Raises:
@@ -70,7 +70,9 @@ def _check_entries(value: Any) -> None:
         _check_entries(each)
 
 
-def _grader_settings(fields: Mapping[str, Any], training: Training, folder: Path) -> dict[str, Any]:
+def _grader_settings(
+    fields: Mapping[str, object], training: Training, folder: Path
+) -> dict[str, Any]:
     settings = {name: value for name, value in fields.items() if value is not None}
     kind, graders = settings.get("type"), settings.get("graders")
     if kind == "multi" and isinstance(graders, Mapping):

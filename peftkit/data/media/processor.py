@@ -226,7 +226,7 @@ class MediaProcessor:
         return tuple(sum(token in self.media_ids for token in ids) for ids in encoded)
 
 
-def _why_not(processor: Any, settings: object, kind: type[Media]) -> str:
+def _why_not(processor: object, settings: object, kind: type[Media]) -> str:
     """Return why the processor or config does not support a kind of media; "" if it does."""
     reader = next((getattr(processor, n) for n in kind.readers if hasattr(processor, n)), None)
     if media_id(settings, kind) is None or reader is None:

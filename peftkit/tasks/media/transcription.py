@@ -228,7 +228,7 @@ class TranscriptionConfig(SpeechConfig):
     max_seconds: Annotated[float, Field(gt=0)] | None = None
     """Longest clip in seconds, longer ones are dropped; null: the base's chunk length."""
 
-    def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
+    def write_beside(self, folder: Path, config: object, base: Path | None) -> None:
         """Write language and task into the generation config."""
         path = folder / "generation_config.json"
         if self.language is not None and path.is_file():

@@ -186,7 +186,9 @@ class EncoderDecoder(CompletingTask, TokenTask):
         return [row]
 
     @torch.no_grad()
-    def completions(self, model: Any, rows: Sequence[Any], **options: Unpack[Options]) -> list[str]:
+    def completions(
+        self, model: nn.Module, rows: Sequence[Any], **options: Unpack[Options]
+    ) -> list[str]:
         bare, answers = unwrapped(model), [""] * len(rows)
         groups: dict[tuple[int, ...], list[int]] = {}
         for number in tokens_of_each(rows).sort(stable=True).indices.tolist():
@@ -217,7 +219,7 @@ class EncoderDecoder(CompletingTask, TokenTask):
         return answers
 
     def measured_texts(
-        self, model: nn.Module, rows: Sequence[Any], on_event: Listener
+        self, model: nn.Module, rows: Sequence[object], on_event: Listener
     ) -> list[str]:
         """Return `completions` for metrics; events report the progress."""
 
