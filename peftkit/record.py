@@ -81,7 +81,7 @@ class RunRecord:
         """The folder that the run writes to."""
         return self.recipe.train.output_dir
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the settings and inputs that a resumed run must match, as plain JSON."""
         recipe = self.recipe
         return {
@@ -133,7 +133,7 @@ class RunRecord:
             plan=self.plan.as_dict(),
         )
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Return the content of run.json, which peftkit.report.history reads as `RunFacts`."""
         recipe, base = self.recipe, self.base
         row = self.train[0]

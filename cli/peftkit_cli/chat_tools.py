@@ -65,7 +65,7 @@ class ChatTools:
             message = self.style(style).form.message(text, pairs)
         return message | ({"reasoning_content": thought} if thought else {})
 
-    def replies(self, message: Mapping[str, Any], calls: Sequence[Call]) -> list[dict[str, Any]]:
+    def replies(self, message: Mapping[str, Any], calls: Sequence[Call]) -> list[dict[str, object]]:
         """Print the calls of a message, run them if the user allows it, and return the replies."""
         ids = [call["id"] for call in message.get("tool_calls", ())]
         replies = []

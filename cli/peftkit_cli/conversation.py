@@ -293,7 +293,7 @@ class Conversation:
         self._media.append(medium)
         note(f"Attached {name} ({size}) to the next message.")
 
-    def _user_message(self, text: str) -> dict[str, Any]:
+    def _user_message(self, text: str) -> dict[str, object]:
         """Return the user's message with the attached media."""
         if not self._media:
             return {"role": "user", "content": text}

@@ -47,7 +47,7 @@ class Reply(ABC):
         """Return the events of an error after the stream has begun."""
 
     @abstractmethod
-    def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, object]:
         """Return the response with whole completions."""
 
     async def respond(
@@ -128,7 +128,7 @@ class OpenAIReply(Reply):
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, object]:
         choices = [
             self._choice(index, "message", message(answer), answer)
             for index, answer in enumerate(answers)
@@ -167,7 +167,7 @@ class OpenAIReply(Reply):
 
     def _choice(
         self, index: int, key: str, turn: Mapping[str, object], output: Output
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         content = {key: dict(turn)} if self.is_chat else {"text": output.text}
         has_log_probs = self.num_top is not None and output.chosen
         log_probs = self._log_probs(output.chosen) if has_log_probs else None
@@ -176,7 +176,7 @@ class OpenAIReply(Reply):
             reason = "tool_calls"
         return {"index": index, **content, "logprobs": log_probs, "finish_reason": reason}
 
-    def _log_probs(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
+    def _log_probs(self, chosen: Sequence[Chosen]) -> dict[str, object]:
         if self.is_chat:
             content = [
                 self._token(token.token, token.log_prob)
@@ -195,7 +195,7 @@ class OpenAIReply(Reply):
             "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)),
         }
 
-    def _token(self, token: int, log_prob: float) -> dict[str, Any]:
+    def _token(self, token: int, log_prob: float) -> dict[str, object]:
         data = self.token_bytes(token)
         return {
             "token": self.token_text(token),
@@ -203,7 +203,7 @@ class OpenAIReply(Reply):
             "bytes": None if data is None else [*data],
         }
 
-    def _object(self, choices: list[dict[str, object]], is_chunk: bool) -> dict[str, Any]:
+    def _object(self, choices: list[dict[str, object]], is_chunk: bool) -> dict[str, object]:
         prefix, kind = (
             ("chatcmpl", "chat.completion") if self.is_chat else ("cmpl", "text_completion")
         )

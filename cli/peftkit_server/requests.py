@@ -60,7 +60,7 @@ class _Message(NullIsUnset):
             raise ValueError("content is missing")
         return self
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         """Return the message in the format of chat templates, without its calls."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
@@ -174,7 +174,7 @@ class Body(_Unsupported, SamplingFields):
         return 1
 
     @property
-    def schema_of_answer(self) -> dict[str, Any] | None:
+    def schema_of_answer(self) -> dict[str, object] | None:
         """The JSON schema of the completion, if any."""
         return None
 
@@ -251,7 +251,7 @@ class ChatBody(Body):
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property
-    def schema_of_answer(self) -> dict[str, Any] | None:
+    def schema_of_answer(self) -> dict[str, object] | None:
         if self.response_format is None or self.response_format.type == "text":
             return None
         form = self.response_format.json_schema

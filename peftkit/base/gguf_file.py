@@ -74,7 +74,7 @@ class Source:
         return LazyTensor(partial(_processed, name, *more))
 
 
-def open_gguf(path: Path, model: nn.Module) -> tuple[dict[str, LazyTensor], list[Any] | None]:
+def open_gguf(path: Path, model: nn.Module) -> tuple[dict[str, LazyTensor], list[object] | None]:
     """Return the lazy float32 tensors of a GGUF file.
 
     Args:
@@ -287,7 +287,7 @@ def parsed_once(location: Location) -> Iterator[None]:
         yield
 
 
-def _conversions(architecture: str, config: object) -> list[Any] | None:
+def _conversions(architecture: str, config: object) -> list[object] | None:
     """Return transformers' conversions of an architecture that it loads tensor by tensor."""
     if importlib.util.find_spec("transformers.integrations.gguf") is None:  # before 5.2
         return None

@@ -302,7 +302,7 @@ class PackingConfig(QuantizationConfigMixin):
     def __deepcopy__(self, memo: dict[int, object]) -> PackingConfig:
         return self
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return {"quant_method": self.method}
 
 

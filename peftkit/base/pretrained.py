@@ -236,7 +236,7 @@ def without_quantization(config: Any) -> Any:
     return dense
 
 
-def loader_arguments(location: Location) -> dict[str, Any]:
+def loader_arguments(location: Location) -> dict[str, object]:
     """Return arguments for transformers' loaders that prevent them from running remote code."""
     if location.gguf and importlib.util.find_spec("gguf") is None:
         raise BaseError(
@@ -332,7 +332,7 @@ def check_weights(folder: Path) -> None:
     )
 
 
-def download_progress(on_event: Listener) -> dict[str, Any]:
+def download_progress(on_event: Listener) -> dict[str, object]:
     """Return the argument that makes transformers emit download progress as events.
 
     huggingface_hub resumes interrupted downloads and skips cached files.

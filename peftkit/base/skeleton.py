@@ -84,7 +84,7 @@ def read_config(model: str, revision: str | None, purpose: Purpose) -> Any:
     return config
 
 
-def find_config(model: str, revision: str | None, purpose: Purpose) -> tuple[Location, Any]:
+def find_config(model: str, revision: str | None, purpose: Purpose) -> tuple[Location, object]:
     """Locate a model, and read its config."""
     location = reachable(locate(model, revision))
     return location, config_for(location, purpose)

@@ -123,7 +123,7 @@ class CopyStream:
         self._worker: ThreadPoolExecutor | None = None
         self._slots: list[tuple[Tensor, Any]] = []
 
-    def send(self, unit: Unit) -> tuple[Tensor, Any]:
+    def send(self, unit: Unit) -> tuple[Tensor, object]:
         """Start copying a unit; return its bytes (N,) on the device and the event to wait for."""
         flat = torch.empty(unit.num_bytes, dtype=torch.uint8, device=self.device)
         if self._stream is None:

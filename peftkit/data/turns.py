@@ -163,7 +163,7 @@ class Turns:
 
 def _answer(
     content: str, calls: Sequence[tuple[str, str]], thought: str | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
@@ -173,7 +173,7 @@ def _answer(
     return message if thought is None else message | {"reasoning_content": thought}
 
 
-def _with_text_arguments(message: Message) -> dict[str, Any]:
+def _with_text_arguments(message: Message) -> dict[str, object]:
     if "tool_calls" not in message:
         return dict(message)
     calls = [

@@ -146,7 +146,7 @@ class Drift:
             yield
         yield
 
-    def _inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+    def _inputs(self, batch: dict[str, Tensor]) -> dict[str, object]:
         return accepted(self._model, {"input_ids": batch["input_ids"], "use_cache": False})
 
     def _rise(self, batch: dict[str, Tensor], start: int) -> tuple[Tensor, Tensor]:

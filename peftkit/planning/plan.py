@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -102,7 +101,7 @@ class Plan:
     launch_seconds: float
     answers: Mapping[int, int]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Return all fields, and those of the chosen strategy on top."""
         fields = {name: value for name, value in asdict(self).items() if name != "chosen"}
         return {**asdict(self.chosen), **fields, "fits": self.fits}

@@ -33,7 +33,9 @@ from peftkit.model.blocks import recomputable_blocks
 from peftkit.recipe import Recipe
 
 
-def encode_first(recipe: Recipe, number: int, on_event: Listener = ignore) -> tuple[Any, list[Any]]:
+def encode_first(
+    recipe: Recipe, number: int, on_event: Listener = ignore
+) -> tuple[object, list[object]]:
     """Return a recipe's task without weights, and the first rows of its training data.
 
     The task is created for a model of one block without weights: rows depend on the tokenizer and

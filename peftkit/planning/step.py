@@ -108,7 +108,7 @@ def loss_of(
 
 def _inputs(
     model: Any, task: TaskConfig, dtype: torch.dtype, rows: int, length: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     config = model.config
     if task.processor == "image_processor":
         size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
@@ -124,7 +124,7 @@ def _inputs(
     return {"input_ids": ids, "decoder_input_ids": half, "use_cache": False}
 
 
-def _audio(model: Any, dtype: torch.dtype, rows: int) -> dict[str, Any]:
+def _audio(model: Any, dtype: torch.dtype, rows: int) -> dict[str, object]:
     """Return the input of SECONDS of audio: samples, or 100 frames of mel bins per second."""
     if model.main_input_name == "input_values":
         return {"input_values": torch.zeros(rows, SECONDS * 16_000, dtype=dtype)}

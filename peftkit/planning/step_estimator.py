@@ -244,7 +244,7 @@ def _depth_with_all_kinds(blocks: list[nn.Module]) -> int:
     return max([FEW, *(first + 1 for first in firsts if first < MOST)])
 
 
-def _stacks_of(model: nn.Module, blocks: list[nn.Module]) -> list[list[Any]]:
+def _stacks_of(model: nn.Module, blocks: list[nn.Module]) -> list[list[object]]:
     """Return the kinds of blocks of each stack, such as an encoder."""
     paths = {module: path for path, module in model.named_modules()}
     stacks: dict[str, list[Any]] = {}

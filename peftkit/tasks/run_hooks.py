@@ -79,7 +79,7 @@ class RunHooks:
         """
         return None
 
-    def before_step(self, rows: Rows, run: Run) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Rows, run: Run) -> Sequence[Rows]:
         """Return the rows of each optimizer step for this process's share of a step's rows.
 
         The default is one step with the same rows. A task may compute values that the losses of
@@ -88,7 +88,7 @@ class RunHooks:
         """
         return [rows]
 
-    def rows_ahead(self, rows: Rows, run: Run) -> Sequence[Any] | None:
+    def rows_ahead(self, rows: Rows, run: Run) -> Rows | None:
         """Return what `before_step` will make of the next step's rows; None: not yet known."""
         return None
 
@@ -167,7 +167,7 @@ class Run:
         return hooks_of(self.task)
 
     @property
-    def all_rows(self) -> Sequence[Any]:
+    def all_rows(self) -> Rows:
         """Training rows, then eval rows."""
         return View([self.rows, self.eval_rows])
 

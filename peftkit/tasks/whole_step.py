@@ -140,7 +140,7 @@ class WholeStepTask(RunHooks, Task):
     def row_values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the values (rows, K) on which the losses of other rows depend."""
 
-    def before_step(self, rows: Rows, run: Run) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Rows, run: Run) -> Sequence[Rows]:
         """Compute the values of all rows of the step, without gradients."""
         self._step = WholeStep(self, rows, run, self.row_batch, self.row_values)
         return [rows]

@@ -243,7 +243,7 @@ def _seal(folder: Path, facts: Mapping[str, object]) -> None:
         fsync_dir(inner)
 
 
-def _verified_manifest(folder: Path) -> dict[str, Any]:
+def _verified_manifest(folder: Path) -> dict[str, object]:
     """Return a folder's manifest after hashing every file in it."""
     manifest = _read_manifest(folder)
     for name, (size, digest) in _listed_files(folder, manifest).items():
@@ -261,7 +261,7 @@ def _invalid(folder: Path, reason: str) -> CheckpointError:
     return CheckpointError(f"{folder} is not a valid checkpoint", found=reason)
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def _read_manifest(folder: Path) -> dict[str, object]:
     if not (folder / MANIFEST).exists():
         raise _invalid(folder, f"{MANIFEST} is missing: the folder was never complete")
     try:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -55,7 +54,7 @@ IN_BLOCKS: Mapping[Activations, str] = {
 }
 
 
-def lines_of(event: Event) -> tuple[str, list[dict[str, Any]]]:
+def lines_of(event: Event) -> tuple[str, list[dict[str, object]]]:
     """Return the file of an event, and its lines; none for events that are only printed.
 
     metrics.jsonl: {"event": "StepDone", "step": 1, ...} for each event. samples.jsonl: step,

@@ -55,7 +55,7 @@ def _of_bitsandbytes(
     return optimizer
 
 
-def parameter_groups(parameters: Parameters, config: TrainConfig) -> list[dict[str, Any]]:
+def parameter_groups(parameters: Parameters, config: TrainConfig) -> list[dict[str, object]]:
     """Split parameters by learning rate (LoRA+ for lora_B) and by weight decay (matrices only)."""
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
@@ -239,7 +239,7 @@ def _empty_state(
     parameter: nn.Parameter,
     gindex: int,
     pindex: int,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return a parameter's initial optimizer state."""
     if isinstance(optimizer, AdamW):
         return {

@@ -51,7 +51,7 @@ UNBOUND = {
 Identity = Mapping[str, Any]
 
 
-def identity_of(run: Run, identity: Identity) -> dict[str, Any]:
+def identity_of(run: Run, identity: Identity) -> dict[str, object]:
     """Return all values that determine the weights of a run, as plain JSON.
 
     Args:
@@ -110,7 +110,7 @@ HASHED_BYTES = 1 << 30
 """Largest file whose content is compared; of larger ones, size and time."""
 
 
-def bound_settings(recipe: Recipe) -> dict[str, dict[str, Any]]:
+def bound_settings(recipe: Recipe) -> dict[str, dict[str, object]]:
     """Return the settings of a recipe that determine its weights, as plain JSON by section."""
     settings = {}
     for section in type(recipe).model_fields:

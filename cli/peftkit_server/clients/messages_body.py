@@ -123,7 +123,7 @@ class _Tool(NullIsUnset):
     input_schema: dict[str, Any]
     strict: bool | None = None
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
         optional: dict[str, Any] = {"description": self.description, "strict": self.strict}
         function |= {name: value for name, value in optional.items() if value is not None}
@@ -217,7 +217,7 @@ class CountBody(NullIsUnset):
             fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.type == "enabled"}
         return validated({**fields, **self._sampling()}, ChatBody)
 
-    def _sampling(self) -> dict[str, Any]:
+    def _sampling(self) -> dict[str, object]:
         """Return the fields that affect the completion alone."""
         return {}
 
@@ -233,6 +233,6 @@ class MessagesBody(CountBody):
     top_k: Annotated[int, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
 
-    def _sampling(self) -> dict[str, Any]:
+    def _sampling(self) -> dict[str, object]:
         same = {"max_tokens", "stream", "temperature", "top_k", "top_p"}
         return {"stop": self.stop_sequences, **self.model_dump(include=same)}

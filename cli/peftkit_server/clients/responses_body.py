@@ -94,7 +94,7 @@ class _Tool(NullIsUnset):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         function = self.model_dump(exclude={"type"}, exclude_none=True)
         return {"type": "function", "function": function}
 
@@ -103,7 +103,7 @@ class _NamedTool(NullIsUnset):
     type: Literal["function"]
     name: str
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         return {"type": "function", "function": {"name": self.name}}
 
 
@@ -112,7 +112,7 @@ class _AllowedTools(NullIsUnset):
     mode: Literal["auto", "required"]
     tools: Annotated[list[_NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         tools = [tool.plain() for tool in self.tools]
         return {"type": self.type, "allowed_tools": {"mode": self.mode, "tools": tools}}
 
@@ -129,7 +129,7 @@ class _TextFormat(NullIsUnset):
         check_schema(self.type, self.schema_, "schema")
         return self
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         if self.type != "json_schema":
             return {"type": self.type}
         fields = self.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)

@@ -143,7 +143,7 @@ class _Service:
             "usage": _usage(number),
         }
 
-    def rerank(self, data: bytes) -> dict[str, Any]:
+    def rerank(self, data: bytes) -> dict[str, object]:
         body = read_body(data, RerankBody)
         number = self._counted(body.model, body.pairs)
         scores = self._predictor.rank(body.pairs)
@@ -153,7 +153,7 @@ class _Service:
             results.append({"index": index, "relevance_score": scores[index], **document})
         return {"object": "list", "results": results, "usage": _usage(number)}
 
-    def score(self, data: bytes) -> dict[str, Any]:
+    def score(self, data: bytes) -> dict[str, object]:
         body = read_body(data, ScoreBody)
         number = self._counted(body.model, body.pairs)
         scores = self._predictor.rank(body.pairs)
@@ -167,7 +167,7 @@ class _Service:
             "usage": _usage(number),
         }
 
-    def classify(self, data: bytes) -> dict[str, Any]:
+    def classify(self, data: bytes) -> dict[str, object]:
         body = read_body(data, ClassifyBody)
         number = self._counted(body.model, body.texts)
         answers: list[dict[str, Any]] = []
@@ -192,7 +192,7 @@ class _Service:
                 param="model",
             )
 
-    def _described(self) -> dict[str, Any]:
+    def _described(self) -> dict[str, object]:
         return {
             "id": self._name,
             "object": "model",

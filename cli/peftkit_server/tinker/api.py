@@ -138,7 +138,7 @@ class _Api:
             context = await self._context(request)
             place = {name: context.fields.get(name) for name in ("model_id", "seq_id")}
 
-            def prepare(model: Any) -> Callable[[], Any]:
+            def prepare(model: Any) -> Callable[[], object]:
                 return of(checked(context.fields, kind), model)
 
             return await self._submitted(request, place, context, prepare)
@@ -205,7 +205,7 @@ class _Api:
         return await self._threads.call(read, request)  # parsing does not block the event loop
 
 
-def _page(request: Request, name: str, items: list[Any]) -> dict[str, Any]:
+def _page(request: Request, name: str, items: list[Any]) -> dict[str, object]:
     numbers = {}
     for key, default in (("offset", 0), ("limit", 100)):
         text = request.query_params.get(key, str(default))

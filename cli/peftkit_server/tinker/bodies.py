@@ -318,7 +318,7 @@ def check_metadata(metadata: Mapping[str, object], limits: Limits) -> None:
         )
 
 
-def fields_of(data: bytes) -> dict[str, Any]:
+def fields_of(data: bytes) -> dict[str, object]:
     """Return the fields of a JSON body.
 
     Raises:

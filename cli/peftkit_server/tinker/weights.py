@@ -147,7 +147,7 @@ class Weights:
         self._store.discard(documents, lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
-def described(saved: dict[str, Any]) -> dict[str, Any]:
+def described(saved: dict[str, Any]) -> dict[str, object]:
     """Return weights as an entry of Tinker's checkpoint lists."""
     return {
         "checkpoint_id": f"{saved['use']}/{saved['name']}",

@@ -146,7 +146,7 @@ class _Api:
         graded = partial(self._graded, request.state.owner, body)
         return JSONResponse(await self._graders.call(graded, request))
 
-    def _graded(self, owner: str, body: GraderRun) -> dict[str, Any]:
+    def _graded(self, owner: str, body: GraderRun) -> dict[str, object]:
         """Return the grade of an answer in OpenAI's format."""
         began = time.monotonic()
         try:

@@ -24,7 +24,7 @@ class Hyperparameters(Strict):
     batch_size: Auto | Annotated[int, Field(ge=1, le=256)] | None = None
     learning_rate_multiplier: Auto | Annotated[float, Field(gt=0, le=1e4)] | None = None
 
-    def set(self) -> dict[str, Any]:
+    def set(self) -> dict[str, object]:
         """Return the hyperparameters that the client set."""
         return {name: value for name, value in self if value not in (None, "auto")}
 
@@ -115,7 +115,7 @@ class JobBody(Strict):
         return (section and section.hyperparameters) or self.hyperparameters or Hyperparameters()
 
     @property
-    def grader(self) -> dict[str, Any] | None:
+    def grader(self) -> dict[str, object] | None:
         """The client's grader; None: the method has none."""
         section = self.method.reinforcement if self.method else None
         return section.grader if section else None
@@ -127,7 +127,7 @@ class JobBody(Strict):
         base, suffix = (re.sub(r"[^\w.-]", "-", text) for text in (base, self.suffix or ""))
         return f"ft:{base}:local:{suffix}:{id[-8:]}"
 
-    def as_job(self, id: str, seed: int) -> dict[str, Any]:
+    def as_job(self, id: str, seed: int) -> dict[str, object]:
         """Return the new job as clients receive it.
 
         Args:

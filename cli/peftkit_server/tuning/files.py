@@ -116,7 +116,7 @@ class Files:
 
     def _put(
         self, id: str, digest: str, size: int, name: str, purpose: str, owner: str
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Store the document of a file that is on the disk."""
         body = {
             "sha256": digest,

@@ -45,7 +45,7 @@ MAX_REPLY = 1 << 16
 class ProcessCode(UserCode):
     """Loads functions like `UserCode`; a call runs in a process, which ends at its time limit."""
 
-    def load(self, use: str, seconds: float | None = None) -> Callable[..., Any]:
+    def load(self, use: str, seconds: float | None = None) -> Callable[..., object]:
         """Return a function that calls one of the user's functions in a process."""
         return partial(_call, file_of(use), use.rpartition(":")[2], seconds or 60.0)
 

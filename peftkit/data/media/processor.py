@@ -189,7 +189,7 @@ class MediaProcessor:
                 fix="Remove the marks from the row's texts, or change the chat template.",
             )
 
-    def read(self, media: Sequence[Media]) -> list[tuple[type[Media], Any]]:
+    def read(self, media: Sequence[Media]) -> list[tuple[type[Media], object]]:
         """Decode media for the processor; raises DataError if one cannot be read."""
         return [(type(one), one.read(self.limits)) for one in media]
 
@@ -312,7 +312,7 @@ class MediaTemplate:
         """Return a text in which the processor's marks replace peftkit's."""
         return ANY_MARK.sub(lambda mark: self._marks[MARKS[mark[1]]], text)
 
-    def _written(self, message: Message) -> dict[str, Any]:
+    def _written(self, message: Message) -> dict[str, object]:
         content = message.get("content")
         if not isinstance(content, str):
             return dict(message)

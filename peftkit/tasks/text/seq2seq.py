@@ -381,7 +381,7 @@ def decoder_start(model: Any, task: str) -> int:
 
 
 @contextmanager
-def generation_config_aside(model: Any) -> Iterator[Any]:
+def generation_config_aside(model: Any) -> Iterator[object]:
     """Replace the model's generation config, which `generate` would mix in, and yield it."""
     from transformers import GenerationConfig
 
