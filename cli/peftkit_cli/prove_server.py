@@ -12,6 +12,7 @@ from http.client import HTTPException
 from typing import Any
 
 from peftkit.errors import ConfigError, RunError, first_few
+from peftkit.files.strict_json import Json, JsonMap
 from peftkit.proof.judge import Proof, Seen, Verdict, judge, with_rendered
 
 MAX_REQUESTS, NUM_TOP = 40, 5
@@ -28,7 +29,7 @@ class Server:
         self.key, self.end, self.left = key, time.monotonic() + seconds, MAX_REQUESTS
         self.model = ""
 
-    def request(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, Any] | None:
+    def request(self, path: str, body: Mapping[str, object] | None = None) -> Json | None:
         """Return a response; None if the server refuses the request.
 
         Raises:
@@ -61,7 +62,7 @@ class Server:
             raise RunError(f"cannot read from {self.url}", found=str(error), fix=fix) from error
         return found if isinstance(found, dict) and "error" not in found else None
 
-    def choices(self, path: str, body: Mapping[str, object]) -> list[dict[str, Any]]:
+    def choices(self, path: str, body: Mapping[str, object]) -> list[Json]:
         """Return the choices of a completion in order, [] if the request is refused."""
         response = self.request(path, {"temperature": 0, "max_tokens": 1, **body}) or {}
         choices = response.get("choices") or []
@@ -144,7 +145,7 @@ BY_TOKENS = next(iter(METHODS))
 """The method that sends token ids, and sees no template."""
 
 
-def _sent(server: Server, proof: Proof, number: int, body: Mapping[str, object]) -> dict[str, Any]:
+def _sent(server: Server, proof: Proof, number: int, body: Mapping[str, object]) -> Json:
     """Return the answer to a prompt in the form that clients send; {} if it is refused."""
     prompt = proof.prompts[number]
     if prompt.messages:
@@ -194,7 +195,7 @@ def _rendered(server: Server, proof: Proof) -> dict[int, tuple[list[Seen], int |
     return found
 
 
-def _tops(choice: Mapping[str, Any]) -> list[Tops]:
+def _tops(choice: JsonMap) -> list[Tops]:
     """Return the likeliest tokens of each position of a response, in any of its formats."""
     log_probs = choice.get("logprobs") or {}
     if content := log_probs.get("content"):

@@ -10,12 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from peftkit.errors import PeftkitError, RunError
+from peftkit.files.strict_json import Json
 from peftkit.inference.sampling import Chosen
 from peftkit_server.generation import Generation, Output, call_fields
 from peftkit_server.refusals import RequestError, error_fields
@@ -23,7 +23,7 @@ from peftkit_server.threads import disconnected
 
 OutputQueue = asyncio.Queue[tuple[int, Output | Exception]]
 """Outputs of the completions of one request, each with the index of its completion."""
-Event = dict[str, Any] | None
+Event = Json | None
 """A server-sent event; `type`, if any, is also its name. None: the end of OpenAI's streams."""
 
 
@@ -141,7 +141,7 @@ class OpenAIReply(Reply):
         return [self._object([choice], True) for choice in choices if self.is_chat]
 
     def take(self, index: int, output: Output) -> list[Event]:
-        deltas: list[tuple[dict[str, Any], Output]] = []
+        deltas: list[tuple[Json, Output]] = []
         if output.text or output.chosen:
             deltas.append(({"content": output.text}, Output(output.text, output.chosen)))
         if output.thought:
@@ -218,9 +218,9 @@ class OpenAIReply(Reply):
         }
 
 
-def message(answer: Output) -> dict[str, Any]:
+def message(answer: Output) -> Json:
     """Return a whole completion as a message; its content is null if it has calls and no text."""
-    fields: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    fields: Json = {"role": "assistant", "content": answer.text}
     if answer.thought:
         fields["reasoning_content"] = answer.thought
     if answer.calls:

@@ -6,10 +6,10 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from peftkit.data.chat_template import own_template
 from peftkit.data.generation import prompt_ids, stop_ids
 from peftkit.data.style import Style
+from peftkit.files.strict_json import Json, JsonMap
 from peftkit.forward.row_lengths import context_length
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.calls import CallStyle
@@ -331,7 +332,7 @@ class ChatService:
             raise unknown_token("the prompt", unknown[0], size, param="prompt")
         return prompt
 
-    def _described(self, name: str) -> dict[str, Any]:
+    def _described(self, name: str) -> Json:
         base = self._bank.base
         described = {
             "id": name,
@@ -346,7 +347,7 @@ class ChatService:
         return described if is_base else {**described, "parent": BARE}
 
 
-def template_variables(body: ChatBody, tokenizer: object, style: Style) -> Mapping[str, Any] | None:
+def template_variables(body: ChatBody, tokenizer: object, style: Style) -> JsonMap | None:
     """Return the variables of a request for the chat template; None: as in training.
 
     Raises:
@@ -356,7 +357,7 @@ def template_variables(body: ChatBody, tokenizer: object, style: Style) -> Mappi
         return body.chat_template_kwargs
     effort = body.reasoning_effort
     template = (style.chat_template or own_template(tokenizer)) if style.kind == "chat" else ""
-    variables: dict[str, Any] = {}
+    variables: Json = {}
     if re.search(r"\benable_thinking\b", template):
         variables["enable_thinking"] = effort != "none"
     if re.search(r"\breasoning_effort\b", template):

@@ -12,12 +12,12 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from peftkit.errors import install_extra
+from peftkit.files.strict_json import JsonMap
 from peftkit.inference.sampling import Constraint
 from peftkit_server.limits import DEFAULTS, Limits
 from peftkit_server.refusals import RequestError
@@ -67,7 +67,7 @@ class Grammars:
         self._limits = limits
         self._guidance_tokenizer: Any = None  # slow to build: created on first use
 
-    def of_json(self, schema: Mapping[str, Any], param: str = "response_format") -> Constraint:
+    def of_json(self, schema: JsonMap, param: str = "response_format") -> Constraint:
         """Return the constraint of one completion to a JSON schema.
 
         Args:
@@ -103,7 +103,7 @@ class Grammars:
         return Constraint(matcher, self._vocab_size)
 
 
-def schema_text(schema: Mapping[str, Any]) -> str:
+def schema_text(schema: JsonMap) -> str:
     """Return a JSON schema for llguidance, with bounded white space."""
     return json.dumps({"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **schema})
 

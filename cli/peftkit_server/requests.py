@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from peftkit.files.strict_json import Json
 from peftkit.inference.call_formats import CallFormat
 from peftkit.inference.sampling import Penalties
 from peftkit_server.refusals import RequestError
@@ -197,7 +198,7 @@ class Body(_Unsupported, SamplingFields):
 class _JsonSchema(Strict):
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: Json = Field(alias="schema")
     strict: bool | None = None
 
 
@@ -257,7 +258,7 @@ class ChatBody(Body):
         form = self.response_format.json_schema
         if form is None:
             return {"type": "object"}
-        schema: dict[str, Any] = closed(form.schema_) if form.strict else form.schema_
+        schema: Json = closed(form.schema_) if form.strict else form.schema_
         return schema
 
     @property
@@ -270,7 +271,7 @@ class ChatBody(Body):
         """Whether the conversation has tool calls."""
         return any(message.tool_calls for message in self.messages)
 
-    def conversation(self, form: CallFormat | None = None) -> list[dict[str, Any]]:
+    def conversation(self, form: CallFormat | None = None) -> list[Json]:
         """Return the messages in the format of chat templates.
 
         Args:

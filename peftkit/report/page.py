@@ -19,9 +19,9 @@ from typing import Any
 from peftkit.events import EvalDone, Event, Listener, Notice, RunStopped, Sampled, Saved, StepDone
 from peftkit.figures import count, duration, loss_name, short, size
 from peftkit.files.disk import write_text
+from peftkit.files.strict_json import Json
 from peftkit.report.chart import charts, code, histogram, paragraph, render_chart, table, text
 from peftkit.report.history import (
-    Fields,
     History,
     as_texts,
     differing,
@@ -234,7 +234,7 @@ def _cell(value: object) -> str:
 def _samples(run: History) -> str:
     """Return completions of the same prompts before, during and after training."""
     steps = _evenly_spaced(sorted({line["step"] for line in run.samples}))
-    prompts: dict[str, list[Fields]] = {}
+    prompts: dict[str, list[Json]] = {}
     for line in sorted(run.samples, key=lambda line: int(line["step"])):
         if line["step"] in steps:
             prompts.setdefault(str(line["prompt"]), []).append(line)

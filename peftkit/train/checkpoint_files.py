@@ -25,7 +25,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from peftkit.errors import CheckpointError, DiskFullError, OutputError, RunError
 from peftkit.events import Listener, Notice
@@ -38,6 +37,7 @@ from peftkit.files.disk import (
     write_json,
     write_text,
 )
+from peftkit.files.strict_json import JsonMap
 
 FOLDER, LATEST = "checkpoints", "latest"
 SCHEMA = 1
@@ -68,7 +68,7 @@ class Checkpoint:
 
     step: int
     folder: Path
-    manifest: Mapping[str, Any]
+    manifest: JsonMap
 
 
 class Checkpoints:
@@ -275,7 +275,7 @@ def _read_manifest(folder: Path) -> dict[str, object]:
     return manifest
 
 
-def _listed_files(folder: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
+def _listed_files(folder: Path, manifest: JsonMap) -> dict[str, tuple[int, str]]:
     """Return name -> (bytes, sha256) of the files in a manifest whose hash is right."""
     try:
         return {n: (int(f["bytes"]), str(f["sha256"])) for n, f in manifest["files"].items()}

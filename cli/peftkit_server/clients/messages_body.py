@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from peftkit.files.strict_json import Json
 from peftkit_server.requests import MAX_TOKENS, ChatBody, StopText
 from peftkit_server.tool_fields import MAX_TOOLS, closed
 from peftkit_server.validation import NullIsUnset, validated
@@ -46,7 +47,7 @@ class _ToolUse(NullIsUnset):
     type: Literal["tool_use"]
     id: Annotated[str, Field(min_length=1)]
     name: str
-    input: dict[str, Any]
+    input: Json
 
 
 class _ToolResult(NullIsUnset):
@@ -88,12 +89,12 @@ class _Message(NullIsUnset):
                 raise ValueError(f"messages of the role {self.role} have no {block.type} blocks")
         return self
 
-    def turns(self) -> list[dict[str, Any]]:
+    def turns(self) -> list[Json]:
         """Return the message as turns of a chat: the results of tools come first."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         blocks = self.content
-        turns: list[dict[str, Any]] = [
+        turns: list[Json] = [
             {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
             for block in blocks
             if isinstance(block, _ToolResult)
@@ -102,14 +103,14 @@ class _Message(NullIsUnset):
         thoughts = [block.thinking for block in blocks if isinstance(block, _Thinking)]
         calls = [_call(block) for block in blocks if isinstance(block, _ToolUse)]
         if texts or not turns:
-            turn: dict[str, Any] = {"role": self.role, "content": "".join(texts)}
+            turn: Json = {"role": self.role, "content": "".join(texts)}
             if thoughts:
                 turn["reasoning_content"] = "".join(thoughts)
             turns.append(turn | ({"tool_calls": calls} if calls else {}))
         return turns
 
 
-def _call(block: _ToolUse) -> dict[str, Any]:
+def _call(block: _ToolUse) -> Json:
     arguments = json.dumps(block.input, ensure_ascii=False)
     function = {"name": block.name, "arguments": arguments}
     return {"id": block.id, "type": "function", "function": function}
@@ -120,12 +121,12 @@ class _Tool(NullIsUnset):
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: Json
     strict: bool | None = None
 
     def plain(self) -> dict[str, object]:
-        function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
-        optional: dict[str, Any] = {"description": self.description, "strict": self.strict}
+        function: Json = {"name": self.name, "parameters": self.input_schema}
+        optional: Json = {"description": self.description, "strict": self.strict}
         function |= {name: value for name, value in optional.items() if value is not None}
         return {"type": "function", "function": function}
 
@@ -154,7 +155,7 @@ class _Thoughts(NullIsUnset):
 
 class _Format(NullIsUnset):
     type: Literal["json_schema"]
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[Json, Field(alias="schema")]
 
 
 class _OutputConfig(NullIsUnset):
@@ -201,7 +202,7 @@ class CountBody(NullIsUnset):
         system = _text(self.system)
         turns = [{"role": "system", "content": system}] if system else []
         choice, output = self.tool_choice, self.output_config or _OutputConfig()
-        fields: dict[str, Any] = {
+        fields: Json = {
             "model": self.model,
             "messages": [*turns, *(turn for each in self.messages for turn in each.turns())],
             "tools": [tool.plain() for tool in self.tools or ()] or None,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import Any
 
 from peftkit.errors import PeftkitError
+from peftkit.files.strict_json import Json
 from peftkit.inference.call_formats import Call
 from peftkit_server.answers import Event, Reply
 from peftkit_server.generation import Output, call_fields
@@ -26,7 +26,7 @@ DELTAS = {"text": "text_delta", "thinking": "thinking_delta"}
 """Type of the delta of each block with text."""
 
 
-def message_error(error: PeftkitError) -> dict[str, Any]:
+def message_error(error: PeftkitError) -> Json:
     """Return an error in Anthropic's format."""
     status = status_of(error)
     kind = ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
@@ -41,9 +41,9 @@ class MessagesReply(Reply):
     """
 
     def __init__(self, model: str) -> None:
-        self._blocks: list[dict[str, Any]] = []
+        self._blocks: list[Json] = []
         self._is_open, self._texts = False, [""]
-        self._message: dict[str, Any] = {
+        self._message: Json = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
@@ -72,7 +72,7 @@ class MessagesReply(Reply):
     def failed(self, error: PeftkitError) -> list[Event]:
         return [message_error(error)]
 
-    def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Output], num_prompt: int) -> Json:
         self.start(num_prompt)
         self.take(0, *answers)
         return self._message

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from peftkit.files.strict_json import Json
 from peftkit_server.requests import MAX_TOKENS, ChatBody
 from peftkit_server.tool_fields import MAX_TOOLS
 from peftkit_server.validation import NullIsUnset, check_schema, validated
@@ -91,7 +92,7 @@ class _Tool(NullIsUnset):
     type: Literal["function"]
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Json | None = None
     strict: bool | None = None
 
     def plain(self) -> dict[str, object]:
@@ -121,7 +122,7 @@ class _TextFormat(NullIsUnset):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[Json | None, Field(alias="schema")] = None
     strict: bool | None = None
 
     @model_validator(mode="after")
@@ -192,17 +193,17 @@ class ResponsesBody(NullIsUnset):
         | None
     ) = None
     max_tool_calls: Any = None
-    metadata: dict[str, Any] | None = None
+    metadata: Json | None = None
     prompt_cache_key: Any = None
     safety_identifier: Any = None
     user: Any = None
 
-    def turns(self) -> list[dict[str, Any]]:
+    def turns(self) -> list[Json]:
         """Return the input as messages of a chat, without the instructions."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
-        turns: list[dict[str, Any]] = []
-        thought: dict[str, Any] = {}
+        turns: list[Json] = []
+        thought: Json = {}
         for item in self.input:
             if isinstance(item, _Reasoning):
                 text = "".join(part.text for part in item.content or ())

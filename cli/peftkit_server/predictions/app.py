@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,6 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from peftkit.errors import PeftkitError
+from peftkit.files.strict_json import Json
 from peftkit_server.access import Gate
 from peftkit_server.body import DiskRoom, bounded_body, declared_bytes, uploaded_form
 from peftkit_server.limits import Limits
@@ -129,7 +129,7 @@ class _Service:
             return PlainTextResponse(f"{text}\n")
         return JSONResponse({"text": text})
 
-    def embed(self, data: bytes) -> dict[str, Any]:
+    def embed(self, data: bytes) -> Json:
         body = read_body(data, EmbeddingsBody)
         number = self._counted(body.model, body.texts)
         vectors = self._predictor.embed(body.texts, body.dimensions)
@@ -147,7 +147,7 @@ class _Service:
         body = read_body(data, RerankBody)
         number = self._counted(body.model, body.pairs)
         scores = self._predictor.rank(body.pairs)
-        results: list[dict[str, Any]] = []
+        results: list[Json] = []
         for index in sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]:
             document = {"document": {"text": body.pairs[index][1]}} if body.return_documents else {}
             results.append({"index": index, "relevance_score": scores[index], **document})
@@ -170,7 +170,7 @@ class _Service:
     def classify(self, data: bytes) -> dict[str, object]:
         body = read_body(data, ClassifyBody)
         number = self._counted(body.model, body.texts)
-        answers: list[dict[str, Any]] = []
+        answers: list[Json] = []
         for index, classes in enumerate(self._predictor.classify(body.texts)):
             label, score = next(iter(classes.items()))
             listed = [{"label": name, "score": value} for name, value in classes.items()]

@@ -18,6 +18,7 @@ from starlette.routing import BaseRoute, Route
 from peftkit.data.generation import prompt_ids, stop_ids
 from peftkit.data.style import Style
 from peftkit.errors import PeftkitError, RunError
+from peftkit.files.strict_json import Json
 from peftkit.inference.engine import Request as EngineRequest
 from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.tasks.rewards.grading import Answered, Grading
@@ -125,9 +126,9 @@ class _Api:
         id = request.path_params["id"]
         return JSONResponse(self._jobs.change(id, request.state.owner, action))
 
-    def _job(self, request: Request) -> dict[str, Any]:
+    def _job(self, request: Request) -> Json:
         job = self._jobs.get(request.path_params["id"], request.state.owner)
-        response: dict[str, Any] = job["response"]
+        response: Json = job["response"]
         return response
 
     # Graders.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from peftkit.files.strict_json import Json
 from peftkit_server.validation import Strict
 
 Count = Annotated[int, Field(ge=1)]
@@ -50,7 +51,7 @@ class _Dpo(Strict):
 
 
 class _Reinforcement(Strict):
-    grader: dict[str, Any]
+    grader: Json
     hyperparameters: _OfReinforcement | None = None
 
 
@@ -135,7 +136,7 @@ class JobBody(Strict):
         """
         values = self.all_hyperparameters.model_dump(exclude={"reasoning_effort"})
         hyperparameters = {name: "auto" if v is None else v for name, v in values.items()}
-        section: dict[str, Any] = {"hyperparameters": hyperparameters}
+        section: Json = {"hyperparameters": hyperparameters}
         if self.grader:
             section["grader"] = self.grader
         return {
@@ -164,11 +165,11 @@ class JobBody(Strict):
 class GraderBody(Strict):
     """Request body for validating a grader."""
 
-    grader: dict[str, Any]
+    grader: Json
 
 
 class GraderRun(GraderBody):
     """Request body for running a grader on one answer."""
 
     model_sample: str
-    item: dict[str, Any] = Field(default_factory=dict)
+    item: Json = Field(default_factory=dict)

@@ -6,12 +6,13 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from peftkit.files.disk import replacing, sha256_of, write_bytes_atomic
+from peftkit.files.strict_json import Json
 from peftkit_server.body import DiskRoom, declared_bytes, uploaded_form
 from peftkit_server.multipart import Form
 from peftkit_server.quotas import FILE
@@ -82,7 +83,7 @@ class Files:
     def path(self, id: str) -> Path:
         return self.folder / f"{id}.jsonl"
 
-    def get(self, id: str, owner: str, param: str | None = None) -> dict[str, Any]:
+    def get(self, id: str, owner: str, param: str | None = None) -> Json:
         """Return a file's document, as clients receive it.
 
         Raises:
@@ -142,7 +143,7 @@ class Files:
             if size > upload.size:
                 await self._threads.result(lambda: self._quotas.grow(upload, size), owner)
 
-        def stored(form: Form, stack: ExitStack) -> dict[str, Any]:
+        def stored(form: Form, stack: ExitStack) -> Json:
             stack.close()  # syncs the file to the disk
             fields = sha256_of(path), form.num_bytes, form.filename or "", PURPOSE, owner
             return self._quotas.settle(upload, lambda: self._put(id, *fields))

@@ -12,6 +12,7 @@ from peftkit.config.schema import Config, from_dict
 from peftkit.defaults import BATCHES, PREFERENCE_RATE, Defaults, defaults_for
 from peftkit.errors import ConfigError
 from peftkit.files.disk import write_text
+from peftkit.files.strict_json import Json, JsonMap
 from peftkit.forward.row_lengths import context_length
 from peftkit.recipe import Recipe
 from peftkit.tasks.rewards.graders import AnyGrader, Grader
@@ -70,9 +71,7 @@ def _check_entries(value: object) -> None:
         _check_entries(each)
 
 
-def _grader_settings(
-    fields: Mapping[str, object], training: Training, folder: Path
-) -> dict[str, Any]:
+def _grader_settings(fields: Mapping[str, object], training: Training, folder: Path) -> Json:
     settings = {name: value for name, value in fields.items() if value is not None}
     kind, graders = settings.get("type"), settings.get("graders")
     if kind == "multi" and isinstance(graders, Mapping):
@@ -124,7 +123,7 @@ def recipe_of(
     num_rows: int,
     start: Path | None,
     out: Path,
-) -> tuple[Recipe, dict[str, Any]]:
+) -> tuple[Recipe, Json]:
     """Return a job's recipe, and its hyperparameters with "auto" resolved.
 
     Args:
@@ -170,9 +169,9 @@ def recipe_of(
     return from_dict(Recipe, settings, "the job"), hyperparameters
 
 
-def _resolved(body: JobBody, defaults: Defaults) -> dict[str, Any]:
+def _resolved(body: JobBody, defaults: Defaults) -> Json:
     """Return the hyperparameters with "auto" replaced by defaults."""
-    auto: dict[str, Any] = {
+    auto: Json = {
         "n_epochs": defaults.epochs,
         "batch_size": defaults.batch_size,
         "learning_rate_multiplier": 1.0,
@@ -184,9 +183,7 @@ def _resolved(body: JobBody, defaults: Defaults) -> dict[str, Any]:
     return auto | body.all_hyperparameters.set()
 
 
-def _task(
-    kind: str, hyperparameters: Mapping[str, Any], grader: Grader | None, limit: int | None
-) -> dict[str, Any]:
+def _task(kind: str, hyperparameters: JsonMap, grader: Grader | None, limit: int | None) -> Json:
     if kind == "supervised":
         return {"type": "causal_lm"}
     if kind == "dpo":
