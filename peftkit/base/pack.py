@@ -14,7 +14,6 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -120,8 +119,7 @@ def folder_arguments(request: BaseRequest) -> LoaderArguments:
         BaseError: The folder holds no weights that can be read without running code.
     """
     location = request.location
-    if location.is_local:
-        check_weights(Path(location.source))
+    check_weights(location)
     kwargs = loader_arguments(location) | {"config": request.config, "use_safetensors": True}
     kwargs["dtype"] = "auto" if request.dtype == torch.float16 else request.dtype
     return getattr(transformers, request.purpose.auto_class), location.source, kwargs
