@@ -104,14 +104,16 @@ def _recipe_of(recipe: Path | None, run_folder: Path | None) -> Path:
 
 
 def _load(path: Path, overrides: list[str] | tuple[str, ...]) -> Recipe:
+    from peftkit_cli.about import check_recipe_exists
+
+    if path.suffix not in {".yaml", ".yml"} or not path.is_file():
+        check_recipe_exists(path)  # before the imports below, which take seconds
     from peftkit.recipe import load
 
     try:
         return load(path, overrides)
     except ConfigError:
-        from peftkit_cli.about import check_recipe_exists
-
-        check_recipe_exists(path)  # names the other kind of file
+        check_recipe_exists(path)  # names the program that the YAML is for
         raise
 
 
