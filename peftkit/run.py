@@ -37,7 +37,7 @@ from peftkit.recipe import Recipe, check_settings
 from peftkit.record import RunRecord, facts_writer, metrics_before_training, save_result
 from peftkit.settings import BaseConfig, DriftConfig
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.run_hooks import Reference, RunHooks, hooks_of
+from peftkit.tasks.run_hooks import Reference, RunHooks
 from peftkit.train.checkpoint_files import Checkpoints, versions
 from peftkit.train.loop import train
 from peftkit.train.metrics import check_services
@@ -257,7 +257,8 @@ def prepare(
         style=None if data.names_style else style,
         on_event=on_event,
     )
-    _give_references(hooks_of(task), recipe.base, plan, base, adapter, continued)
+    if isinstance(task, RunHooks):
+        _give_references(task, recipe.base, plan, base, adapter, continued)
     loader = task.rows
     rows, eval_rows = loader.load_splits(loader.data)
     new_style = loader.style

@@ -137,10 +137,10 @@ def _one(run: History) -> str:
     head = f'<h1>{text(run.name)} <span class="state {state.replace(" ", "-")}">{state}</span></h1>'
     sections = [
         ("Curves", _curves([run])),
-        ("Labels", labels_section(run.labels)),
-        ("Tasks", _scores(run)),
-        ("Samples", _samples(run)),
-        ("Completions and their rewards", _answers(run)),
+        ("Labels", labels_section(run.labels) if run.labels else ""),
+        ("Tasks", _scores(run) if run.scores else ""),
+        ("Samples", _samples(run) if run.samples else ""),
+        ("Completions and their rewards", _answers(run) if run.answers else ""),
         ("Data", _tables(run, of_files=True) + _lengths(run) + _row_of_the_loss(run)),
         ("Base and adapter", _tables(run, of_files=False) + computed_by),
         ("Recipe", code(run.facts.recipe_yaml)),
