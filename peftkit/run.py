@@ -286,17 +286,12 @@ def _new_adapter(
     if method.initializer:  # it reads training rows, or the weights before quantisation
         from peftkit.methods.data_init import initial_values
 
+        newest = (
+            Checkpoints(train.output_dir, keep=1).newest_valid(ignore).folder if resume else None
+        )
+        read = settings, recipe.base, recipe.data
         method, starts = initial_values(
-            method,
-            base,
-            settings,
-            recipe.base,
-            recipe.data,
-            seed=train.seed,
-            checkpoint=Checkpoints(train.output_dir, keep=1).newest_valid(ignore).folder
-            if resume
-            else None,
-            on_event=on_event,
+            method, base, *read, seed=train.seed, checkpoint=newest, on_event=on_event
         )
     return attach(base.model, method, starts=starts, fresh=not resume, seed=train.seed)
 

@@ -246,10 +246,7 @@ def _matrix(
     numbers = numpy.arange(rows, dtype=numpy.int64)[:, None]
     try:
         moved = source.processor.process(
-            weights=numbers,
-            name=tensor.name,
-            tensor_key_mapping=source.names,
-            parsed_parameters={},
+            weights=numbers, name=tensor.name, tensor_key_mapping=source.names, parsed_parameters={}
         ).weights
     except (ValueError, KeyError, IndexError, TypeError):
         return None

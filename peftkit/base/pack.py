@@ -48,10 +48,7 @@ VOLATILE = {
 
 
 def fingerprint(
-    model: nn.Module,
-    *,
-    without: Collection[str] = (),
-    samples: Mapping[int, bytes] | None = None,
+    model: nn.Module, *, without: Collection[str] = (), samples: Mapping[int, bytes] | None = None
 ) -> str:
     """Return "sha256:..." of a model's config and of a fixed sample of each of its tensors.
 

@@ -54,11 +54,7 @@ class Config(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     def __init__(self, **values: object) -> None:
@@ -180,10 +176,7 @@ def _items(value: object) -> Iterator[Any]:
 
 def json_schema(cls: type[Config]) -> Json:
     """Return the JSON schema that editors use to complete and check a recipe."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **cls.model_json_schema(),
-    }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema()}
 
 
 def _read(path: Path) -> str:

@@ -80,9 +80,7 @@ def style_with_system(tokenizer: object, style: Style, system: str) -> Style:
     bare, changed = replace(style, system=None), replace(style, system=system or None)
     if system and prompt_ids(tokenizer, "Hello", bare) == prompt_ids(tokenizer, "Hello", changed):
         raise DataError(
-            summary,
-            found="The chat template omits it.",
-            fix="Write it into the first message.",
+            summary, found="The chat template omits it.", fix="Write it into the first message."
         )
     return changed
 

@@ -144,11 +144,7 @@ class Turns:
         return token, both[1:]
 
     def _written(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-        *,
-        generation: bool,
+        self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool
     ) -> str:
         def written(turns: Sequence[Message]) -> str:
             where = "a conversation with replies"

@@ -338,11 +338,7 @@ def _style(file: AdapterFile) -> Style | None:
 
 
 def _card(
-    merged: Merged,
-    file: AdapterFile,
-    purpose: Purpose,
-    from_quantized: bool,
-    hub_id: str | None,
+    merged: Merged, file: AdapterFile, purpose: Purpose, from_quantized: bool, hub_id: str | None
 ) -> Card:
     notes = [f"The adapter {file.folder.name} ({file.method.type}), merged into its base."]
     if from_quantized:

@@ -65,10 +65,7 @@ class LoRAFormat(PeftFormat[LoRA]):
         return fields | peft_scales(ranks, scalings, rslora=method.rslora)
 
     def with_missing(
-        self,
-        fields: Mapping[str, object],
-        modules: Modules,
-        tensors: Mapping[str, Tensor],
+        self, fields: Mapping[str, object], modules: Modules, tensors: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
         """Add the initial values that PEFT's PiSSA and OLoRA subtract, computed from the base."""
         if fields.get("init_lora_weights") not in SUBTRACTED:

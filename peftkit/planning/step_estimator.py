@@ -26,13 +26,7 @@ from peftkit.execution.plan import Activations, activation_modes, plan_of
 from peftkit.figures import dtype_name
 from peftkit.forward.blocks import Blocks
 from peftkit.planning.counter import Counter
-from peftkit.planning.step import (
-    DatalessStep,
-    StepCount,
-    packed_model,
-    skeleton_of,
-    with_method,
-)
+from peftkit.planning.step import DatalessStep, StepCount, packed_model, skeleton_of, with_method
 from peftkit.quant.layers import COPY_SHARE, packed_tensors
 from peftkit.recipe import Recipe
 

@@ -109,12 +109,7 @@ class RunHooks:
         return None
 
     def completion_metrics(
-        self,
-        model: nn.Module,
-        rows: Rows,
-        *,
-        run_code: bool = False,
-        on_event: Listener = ignore,
+        self, model: nn.Module, rows: Rows, *, run_code: bool = False, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return the metrics of greedy completions, for `peftkit eval`.
 

@@ -57,13 +57,7 @@ class MediaProcessor:
     """
 
     def __init__(
-        self,
-        processor: Any,
-        settings: Any,
-        needed: type[Media],
-        limits: Limits,
-        *,
-        patch_size: int,
+        self, processor: Any, settings: Any, needed: type[Media], limits: Limits, *, patch_size: int
     ) -> None:
         self.processor, self.limits, self._patch_size = processor, limits, patch_size
         self.takes_suffix = "suffix" in inspect.signature(type(processor).__call__).parameters

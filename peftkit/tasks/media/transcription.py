@@ -23,13 +23,7 @@ from peftkit.events import Listener, ignore
 from peftkit.files.disk import read_json, write_json
 from peftkit.forward.loss import in_dtype_of, unwrapped
 from peftkit.tasks.base import Task
-from peftkit.tasks.media.speech import (
-    Hearing,
-    SpeechConfig,
-    SpeechEncoder,
-    SpeechRow,
-    Utterance,
-)
+from peftkit.tasks.media.speech import Hearing, SpeechConfig, SpeechEncoder, SpeechRow, Utterance
 from peftkit.tasks.metrics import error_rates, normalizer_of, transcript_metrics
 from peftkit.tasks.text.seq2seq import EncoderDecoder
 

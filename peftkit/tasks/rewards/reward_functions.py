@@ -73,7 +73,7 @@ class RewardTerm(Config):
             if (self.use == name) is not (getattr(self, key) is not None):
                 raise ConfigError(
                     f"the reward {self.use} "
-                    + (f"needs {key}." if self.use == name else f"has no setting {key}."),
+                    + (f"needs {key}." if self.use == name else f"has no setting {key}.")
                 )
         if self.pattern is not None:
             try:
