@@ -149,8 +149,9 @@ class RowLoader:
         check_dropped(rows, self.data, self.encoder.reasons)
         if number := rows.counts["off_prompt"]:
             self.on_event(Notice(off_prompt(rows.where, number)))
-        if self.num_embeddings is not None:
-            check_tokens(rows, self.num_embeddings, self.tokenizer, self.encoder.placeholders)
+        limit = self.num_embeddings
+        if limit is not None and rows.highest_token >= limit:
+            check_tokens(rows, limit, self.tokenizer, self.encoder.placeholders)
         self.encoder.check(rows)
         if self.check_first is not None:
             self.check_first(rows[0])
@@ -345,8 +346,6 @@ def check_tokens(
     Raises:
         DataError: Names the first such row and token.
     """
-    if rows.highest_token < limit:
-        return
     for row in rows:
         ids = {*getattr(row, "input_ids", ()), *getattr(row, "labels", ())}.difference(placeholders)
         if (token := max(ids, default=0)) >= limit:
