@@ -198,7 +198,7 @@ def attach(
         modules[path] = (
             method.wrap(base, first) if is_linear else method.wrap_experts(base, path_sites)
         )
-    if fresh:
+    if fresh and (method.initializer or starts is not None):
         _check_starts(method, modules, starts)
     method.share(modules)
     modules |= full

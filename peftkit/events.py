@@ -225,7 +225,7 @@ def logs_json() -> bool:
     return os.environ.get(LOG_FORMAT) == "json"
 
 
-def as_line(event: str, fields: Mapping[str, Any]) -> str:
+def as_line(event: str, fields: Mapping[str, object]) -> str:
     """Return an event as a line of JSON: its name, the time in seconds, and its fields."""
     line = {"event": event, "time": round(time.time(), 3), **fields}
     return json.dumps(plain(line), default=str, ensure_ascii=False) + "\n"

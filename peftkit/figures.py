@@ -106,3 +106,8 @@ def not_better(name: str, lowest: float) -> str:
 def short(value: float | None) -> str:
     """Format a loss or a score with four digits; "-" for None."""
     return "-" if value is None else f"{value:.4g}"
+
+
+def dtype_name(dtype: object) -> str:
+    """Return "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")

@@ -80,7 +80,7 @@ LAUNCH = "accelerate launch --num_processes {} -m peftkit_cli train RECIPE.yaml"
 LEAVE_ONE = "Leave one of them out."
 
 
-def check_settings(recipe: Any, processes: int | None = None) -> None:
+def check_settings(recipe: object, processes: int | None = None) -> None:
     """Check that the settings of a recipe go together.
 
     Args:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,9 +28,9 @@ from peftkit.data.rows.lazy import tokens_of_each
 from peftkit.events import Event, Listener, Notice, RunStarted, Saved, Table, ignore, to_all
 from peftkit.execution.plan import ExecutionPlan, compute_dtype
 from peftkit.execution.state import Result
-from peftkit.figures import loss_name, metric, metric_name
+from peftkit.figures import dtype_name, loss_name, metric, metric_name
 from peftkit.files.disk import sha256_of, write_text
-from peftkit.formats.folders import CARD, PROOF, TENSORS, forget_overwritten
+from peftkit.formats.folders import CARD, OVERWRITTEN, PROOF, TENSORS
 from peftkit.formats.peft.folder import AdapterFolder
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.peft.targets import refused_by_peft
@@ -80,14 +81,14 @@ class RunRecord:
         """The folder that the run writes to."""
         return self.recipe.train.output_dir
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the settings and inputs that a resumed run must match, as plain JSON."""
         recipe = self.recipe
         return {
             "base": {
                 **recipe.base.model_dump(mode="json", exclude={"store", "placement"}),
                 "fingerprint": self.base.fingerprint,
-                "computes_in": str(compute_dtype(self.base.model)).removeprefix("torch."),
+                "computes_in": dtype_name(compute_dtype(self.base.model)),
             },
             "method": recipe.method.model_dump(mode="json"),
             "data": recipe.data.model_dump(mode="json"),
@@ -132,7 +133,7 @@ class RunRecord:
             plan=self.plan.as_dict(),
         )
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Return the content of run.json, which peftkit.report.history reads as `RunFacts`."""
         recipe, base = self.recipe, self.base
         row = self.train[0]
@@ -190,7 +191,7 @@ class RunRecord:
         return render_card(card)
 
 
-def rows_in_words(rows: Sequence[Any]) -> str:
+def rows_in_words(rows: Sequence[object]) -> str:
     """Return "180 rows", or "180 rows, packed into 6"."""
     documents = getattr(rows, "document_lengths", None)
     if documents is None:
@@ -198,7 +199,7 @@ def rows_in_words(rows: Sequence[Any]) -> str:
     return f"{len(documents):,} rows, packed into {len(rows):,}"
 
 
-def length_histogram(rows: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+def length_histogram(rows: Sequence[object]) -> tuple[tuple[int, int], ...]:
     """Return (lower edge, number of documents) for equal bins of document lengths."""
     lengths: Tensor | None = getattr(rows, "document_lengths", None)  # of packed documents
     if lengths is None:
@@ -231,12 +232,13 @@ def save_result(record: RunRecord, result: Result, *, on_event: Listener = ignor
     With a sharded base all processes must call this; the main process writes.
     """
     weights = record.adapter_folder()
-    result = _with_best(record.recipe, result, weights, on_event)
+    if record.recipe.train.keep_best:
+        result = _with_best(record.recipe, result, weights, on_event)
     if not result.is_main:
         return _with_metrics(record, result, ignore)
     folder = record.folder
     weights.save(folder)
-    forget_overwritten(folder)
+    shutil.rmtree(folder / OVERWRITTEN, ignore_errors=True)  # see `set_aside`
     if warning := refused_by_peft(record.adapter):
         on_event(Notice(warning))
     result = _with_metrics(record, result, on_event)
@@ -270,12 +272,12 @@ def _write_proof(record: RunRecord, folder: Path, on_event: Listener) -> None:
 def _with_best(
     recipe: Recipe, result: Result, weights: AdapterFolder, on_event: Listener
 ) -> Result:
-    """Load the best checkpoint's weights if train.keep_best is set."""
+    """Load the best checkpoint's weights."""
     best, drift = result.best_step, recipe.train.drift
-    if recipe.train.keep_best and best is None and drift is not None and drift.limit is not None:
+    if best is None and drift is not None and drift.limit is not None:
         text = f"No evaluation was within train.drift.limit, {drift.limit:g} nats per token"
         on_event(Notice(f"{text}: the adapter has the weights of the last step, {result.step}."))
-    if not recipe.train.keep_best or result.best_checkpoint is None or best is None:
+    if result.best_checkpoint is None or best is None:
         return result
     metric = recipe.train.best_metric
     of_loss = f", {result.metrics['best_eval_loss']:.4g}" if metric == "loss" else ""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from peftkit.adapter import Adapter, attach, check_fits
 from peftkit.base.load import Base, open_base
@@ -27,21 +27,26 @@ from peftkit.execution.signals import (
     stopping_immediately,
 )
 from peftkit.execution.state import Result
-from peftkit.execution.world import World, joined_ranks
-from peftkit.figures import size
+from peftkit.execution.world import Rows, World, joined_ranks
+from peftkit.figures import dtype_name, size
 from peftkit.files.disk import check_folder
 from peftkit.formats.card import adapter_table, small_reach
 from peftkit.model.blocks import is_sharded, is_streamed
 from peftkit.planning.resolve import resolve_plan
 from peftkit.recipe import Recipe, check_settings
 from peftkit.record import RunRecord, facts_writer, metrics_before_training, save_result
-from peftkit.settings import BaseConfig
+from peftkit.settings import BaseConfig, DriftConfig
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.run_hooks import Reference, RunHooks, hooks_of
+from peftkit.tasks.run_hooks import Reference, RunHooks
 from peftkit.train.checkpoint_files import Checkpoints, versions
 from peftkit.train.loop import train
 from peftkit.train.metrics import check_services
 from peftkit.train.start import locked, new_run, prepare_output, removed_if_empty
+
+if TYPE_CHECKING:
+    from peftkit.evaluation.drift import Drift
+    from peftkit.evaluation.text_watch import Metric, TextWatch
+    from peftkit.formats.open_adapter import Continued
 
 
 def run(
@@ -50,7 +55,7 @@ def run(
     resume: bool | Literal["auto"] = False,
     overwrite: bool = False,
     allow_changes: Sequence[str] = (),
-    metrics: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, Metric] | None = None,
     base: Base | None = None,
     on_event: Listener = ignore,
 ) -> Result:
@@ -90,7 +95,8 @@ def run(
         world.check_equal_across_ranks(
             recipe=flat(recipe.model_dump(mode="json")), version=versions(), command=command
         )
-        world.check_shared(folder)
+        if world.world_size > 1:
+            world.check_shared(folder)
         stack.enter_context(locked(folder))
         if is_new:
             stack.enter_context(removed_if_empty(folder))
@@ -100,7 +106,10 @@ def run(
             record = prepare(recipe, base=base, resume=resume, world=world, on_event=recorder)
             _warn_if_short(record, world.world_size, recorder)
             record = replace(record, events=early_events)
-            watch, drift = _watch(record, metrics, on_event), _drift(record, on_event)
+            config = recipe.train
+            watches = metrics or config.sample_every or config.eval_generate
+            watch = _watch(record, metrics, on_event) if watches else None
+            drift = _drift(record, config.drift, on_event) if config.drift else None
             base_metrics = {} if resume else metrics_before_training(record, recorder)
         with stop_requests(message=STOPPING) as stop:
             training = new_run(
@@ -211,7 +220,7 @@ def prepare(
         base = open_base(recipe.base, settings.purpose, plan, world=world, on_event=on_event)
         if world is not None:
             world.check_equal_across_ranks(base={"fingerprint": base.fingerprint})
-    dtype = str(compute_dtype(base.model)).removeprefix("torch.")
+    dtype = dtype_name(compute_dtype(base.model))
     plan = plan or plan_of(
         recipe.train,
         base.device.type,
@@ -219,7 +228,17 @@ def prepare(
         placement="stream" if is_streamed(base.model) else "device",
         dtype=dtype,
     )
-    adapter, continued = _adapter(recipe, settings, base, resume, on_event)
+    continued = None
+    if recipe.method.start_from:
+        from peftkit.formats.open_adapter import continue_adapter
+
+        method, packing = recipe.method, recipe.base.quantize
+        continued = continue_adapter(
+            base, method, packing, auto_class=settings.auto_class, on_event=on_event
+        )
+    adapter = (
+        continued.adapter if continued else _new_adapter(recipe, settings, base, resume, on_event)
+    )
     on_event(adapter_table(adapter))
     if plan.is_sharded:
         base = _sharded(base, plan, on_event)
@@ -238,7 +257,8 @@ def prepare(
         style=None if data.names_style else style,
         on_event=on_event,
     )
-    _give_references(hooks_of(task), recipe.base, plan, base, adapter, continued)
+    if isinstance(task, RunHooks):
+        _give_references(task, recipe.base, plan, base, adapter, continued)
     loader = task.rows
     rows, eval_rows = loader.load_splits(loader.data)
     new_style = loader.style
@@ -251,47 +271,29 @@ def prepare(
     return RunRecord(recipe, plan, base, adapter, task, settings, rows, eval_rows, continued)
 
 
-def _adapter(
+def _new_adapter(
     recipe: Recipe, settings: TaskConfig, base: Base, resume: bool, on_event: Listener
-) -> tuple[Adapter, Any]:
-    """Attach the adapter; return it and, if the recipe continues an adapter, its initial state."""
-    if recipe.method.start_from:
-        from peftkit.formats.open_adapter import continue_adapter
-
-        continued = continue_adapter(
-            base,
-            recipe.method,
-            recipe.base.quantize,
-            auto_class=settings.auto_class,
-            on_event=on_event,
-        )
-        return continued.adapter, continued
-    update: dict[str, Any] = {
-        "train_fully": tuple(dict.fromkeys((*recipe.method.train_fully, *base.head)))
-    }
+) -> Adapter:
+    """Attach the adapter of a recipe that continues none."""
+    fully = tuple(dict.fromkeys((*recipe.method.train_fully, *base.head)))
+    method, starts = recipe.method.model_copy(update={"train_fully": fully}), None
     if recipe.base.new_tokens:
         from peftkit.base.new_tokens import add_tokens, token_rows
 
-        ids = add_tokens(base, recipe.base.new_tokens)
-        update["token_rows"] = token_rows(base.model, ids)
-    method, starts, seed = recipe.method.model_copy(update=update), None, recipe.train.seed
+        rows = token_rows(base.model, add_tokens(base, recipe.base.new_tokens))
+        method = method.model_copy(update={"token_rows": rows})
+    train = recipe.train
     if method.initializer:  # it reads training rows, or the weights before quantisation
         from peftkit.methods.data_init import initial_values
 
-        checkpoint = None
-        if resume:
-            checkpoint = Checkpoints(recipe.train.output_dir, keep=1).newest_valid(ignore).folder
-        method, starts = initial_values(
-            method,
-            base,
-            settings,
-            recipe.base,
-            recipe.data,
-            seed=seed,
-            checkpoint=checkpoint,
-            on_event=on_event,
+        newest = (
+            Checkpoints(train.output_dir, keep=1).newest_valid(ignore).folder if resume else None
         )
-    return attach(base.model, method, starts=starts, fresh=not resume, seed=seed), None
+        read = settings, recipe.base, recipe.data
+        method, starts = initial_values(
+            method, base, *read, seed=train.seed, checkpoint=newest, on_event=on_event
+        )
+    return attach(base.model, method, starts=starts, fresh=not resume, seed=train.seed)
 
 
 def _sharded(base: Base, plan: ExecutionPlan, on_event: Listener) -> Base:
@@ -312,7 +314,7 @@ def _give_references(
     plan: ExecutionPlan,
     base: Base,
     adapter: Adapter,
-    continued: Any,
+    continued: Continued | None,
 ) -> None:
     """Pass the reference model and the task's further adapters to its hooks."""
     names = ("quantize", "double_quant", "quantize_embeddings", "quantize_towers")
@@ -326,20 +328,24 @@ def _give_references(
         hooks.add_adapter(folder, read_side_adapter(folder, base))
 
 
-def _before(adapter: Adapter, continued: Any) -> Callable[[], AbstractContextManager[None]]:
+def _before(
+    adapter: Adapter, continued: Continued | None
+) -> Callable[[], AbstractContextManager[None]]:
     """Return a factory of contexts with the model as it was before training."""
     return (
         adapter.disabled if continued is None else partial(adapter.swapped_state, continued.start)
     )
 
 
-def _digest(rows: Sequence[Any]) -> str:
+def _digest(rows: Rows) -> str:
     """Return the number of rows, and a hash of the first and the last one."""
     return f"{len(rows)} rows, {fingerprint([rows[n] for n in (0, -1) if len(rows)])}"
 
 
-def _watch(record: RunRecord, metrics: Mapping[str, Any] | None, on_event: Listener) -> Any:
-    """Return the generator of samples and completions during training; None if not requested."""
+def _watch(
+    record: RunRecord, metrics: Mapping[str, Metric] | None, on_event: Listener
+) -> TextWatch:
+    """Return the generator of samples and completions during training."""
     config = record.recipe.train
     if metrics and not config.eval_generate:
         raise ConfigError(
@@ -347,8 +353,6 @@ def _watch(record: RunRecord, metrics: Mapping[str, Any] | None, on_event: Liste
             found="train.eval_generate is not set.",
             fix="Set the number of eval rows to generate for: --set train.eval_generate=64",
         )
-    if not (config.sample_every or config.eval_generate):
-        return None
     from peftkit.evaluation.text_watch import TextWatch
     from peftkit.tasks.completions import CompletingTask
 
@@ -356,10 +360,8 @@ def _watch(record: RunRecord, metrics: Mapping[str, Any] | None, on_event: Liste
     return TextWatch(record.base, record.task, record.eval, config, metrics, on_event)
 
 
-def _drift(record: RunRecord, on_event: Listener) -> Any:
-    """Return what measures train.drift; None if not requested."""
-    if (config := record.recipe.train.drift) is None:
-        return None
+def _drift(record: RunRecord, config: DriftConfig, on_event: Listener) -> Drift:
+    """Return what measures train.drift."""
     from peftkit.evaluation.drift import Drift
     from peftkit.tasks.completions import CompletingTask
     from peftkit.tasks.tokens import TokenTask
@@ -367,5 +369,12 @@ def _drift(record: RunRecord, on_event: Listener) -> Any:
     base, before, task = record.base, _before(record.adapter, record.continued), record.task
     assert isinstance(task, TokenTask)  # see check_settings
     assert isinstance(task, CompletingTask)
-    more: Any = {"forget_layout": task.layout.forget, "prompt_format": task.prompt_format}
-    return Drift(base.model, base.tokenizer, before, config, **more, on_event=on_event)
+    return Drift(
+        base.model,
+        base.tokenizer,
+        before,
+        config,
+        forget_layout=task.layout.forget,
+        prompt_format=task.prompt_format,
+        on_event=on_event,
+    )

@@ -162,7 +162,7 @@ def _documents(window: int | None) -> Case:
     spans = varlen.spans_of([range(*pair) for pair in pairwise(bounds)], total)
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        here = varlen.Spans(*(part.to(query.device) for part in spans[:6]), spans.longest)
+        here = varlen.Spans._make(part.to(query.device) for part in spans)
         out = varlen.spans_attention(
             query, key, value, here, is_causal=True, scale=0.125, window=window
         )
@@ -216,11 +216,11 @@ def _packed_lines(job: Job, dtype: torch.dtype) -> Iterator[Line]:
                 worst = max(worst, difference(case, job.device, dtype))
         yield f"{title}: products of {ROWS} rows", name, *judged(worst, LIMITS[dtype])
     for kind, block in TYPES.items():
-        rows = torch.randint(256, (64, 2 * block.num_bytes), generator=generator).byte()
+        codes = torch.randint(256, (64, 2 * block.num_bytes), generator=generator).byte()
         shape = (64, 2 * block.values)
         found, expected = (
             unpack_gguf(each, kind, shape, dtype).cpu().double().nan_to_num()
-            for each in (rows.to(job.device), rows)
+            for each in (codes.to(job.device), codes)
         )
         share = float((found != expected).double().mean())
         yield f"{kind} blocks: values that differ", name, *judged(share, 0)

@@ -9,7 +9,7 @@ import re
 import runpy
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -246,7 +246,7 @@ def env(as_json: Json = False) -> None:
         typer.echo(f"{name + ':':{width}}{value}")
 
 
-def environment() -> dict[str, Any]:
+def environment() -> dict[str, object]:
     """Return versions, processor and accelerators, for a bug report."""
     from importlib.metadata import distributions
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 from peftkit.data.style import Style
 from peftkit.errors import ConfigError
+from peftkit.files.strict_json import Json, JsonMap
 from peftkit.inference.call_formats import Call
 from peftkit.inference.calls import CallStyle, Reader
 from peftkit.tasks.user_code import UserCode, called, tool_schemas
@@ -30,7 +30,7 @@ class ChatTools:
         ConfigError: A function cannot be loaded, or cannot be a tool.
     """
 
-    def __init__(self, tokenizer: Any, uses: Sequence[str], *, confirm: bool) -> None:
+    def __init__(self, tokenizer: object, uses: Sequence[str], *, confirm: bool) -> None:
         self._tokenizer, self._confirm = tokenizer, confirm
         code = UserCode()
         functions = [code.load(use) for use in uses]
@@ -41,7 +41,7 @@ class ChatTools:
         self._styles: dict[Style, CallStyle] = {}
 
     @cached_property
-    def schemas(self) -> list[Mapping[str, Any]]:
+    def schemas(self) -> list[JsonMap]:
         """Schemas of the tools, for chat templates."""
         return tool_schemas(self._functions)
 
@@ -55,17 +55,15 @@ class ChatTools:
         """Return a reader of the answer to a prompt."""
         return self.style(style).reader(prompt, self.schemas)
 
-    def message(
-        self, style: Style, text: str, thought: str, calls: Sequence[Call]
-    ) -> dict[str, Any]:
+    def message(self, style: Style, text: str, thought: str, calls: Sequence[Call]) -> Json:
         """Return an answer as a message for the chat template."""
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+        message: Json = {"role": "assistant", "content": text}
         if calls:
             pairs = [(call.id or f"call{n:05}", call) for n, call in enumerate(calls)]
             message = self.style(style).form.message(text, pairs)
         return message | ({"reasoning_content": thought} if thought else {})
 
-    def replies(self, message: Mapping[str, Any], calls: Sequence[Call]) -> list[dict[str, Any]]:
+    def replies(self, message: JsonMap, calls: Sequence[Call]) -> list[dict[str, object]]:
         """Print the calls of a message, run them if the user allows it, and return the replies."""
         ids = [call["id"] for call in message.get("tool_calls", ())]
         replies = []

@@ -19,6 +19,7 @@ from peftkit.data.media.files import KINDS, Media
 from peftkit.data.style import Style
 from peftkit.errors import DataError, PeftkitError, did_you_mean
 from peftkit.evaluation.predict import media_task
+from peftkit.files.strict_json import Json
 from peftkit.formats.open_adapter import Opened
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.call_formats import Call
@@ -87,7 +88,7 @@ class Conversation:
         *,
         system: str | None = None,
         tools: ChatTools | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> None:
         """Start a conversation.
 
@@ -103,7 +104,7 @@ class Conversation:
         self._tools = tools
         self.base, self.voices = source.base, voices_of(source)
         self._settings = settings
-        self._histories: dict[str, list[dict[str, Any]]] = {name: [] for name in self.voices}
+        self._histories: dict[str, list[Json]] = {name: [] for name in self.voices}
         reads_media = isinstance(source, Opened) and source.task.prompt_media
         self._media_task = media_task(source) if reads_media else None  # type: ignore[arg-type]
         self._media: list[Media] = []
@@ -121,7 +122,7 @@ class Conversation:
             note(f"System prompt, as in training: {prompt}")
 
     @property
-    def history(self) -> list[dict[str, Any]]:
+    def history(self) -> list[Json]:
         """The messages of the current voice so far."""
         return self._histories[self.current]
 
@@ -266,7 +267,7 @@ class Conversation:
             note("A conversation with images, audio or videos cannot be saved.")
             return
         style, path = self.voices[self.current].style, Path(name).expanduser()
-        row: dict[str, Any] = {"messages": style.opened(self.history)}
+        row: Json = {"messages": style.opened(self.history)}
         if self._tools is not None:
             row["tools"] = self._tools.schemas
         try:
@@ -293,7 +294,7 @@ class Conversation:
         self._media.append(medium)
         note(f"Attached {name} ({size}) to the next message.")
 
-    def _user_message(self, text: str) -> dict[str, Any]:
+    def _user_message(self, text: str) -> dict[str, object]:
         """Return the user's message with the attached media."""
         if not self._media:
             return {"role": "user", "content": text}
@@ -301,7 +302,7 @@ class Conversation:
         content = "".join(medium.mark for medium in media) + text
         return {"role": "user", "content": content, "media": media}
 
-    def prompt(self, messages: Sequence[dict[str, Any]], style: Style) -> Any:
+    def prompt(self, messages: Sequence[Json], style: Style) -> Any:
         """Return the token ids of a prompt; for a media task, all model inputs."""
         prompt: Any = list(messages) if style.kind == "chat" else messages[-1]["content"]
         if self._media_task is None:
@@ -373,7 +374,7 @@ class Conversation:
 class _Answer(NamedTuple):
     """An answer as a message for the chat template, and its tool calls."""
 
-    message: dict[str, Any]
+    message: Json
     calls: list[Call]
 
 

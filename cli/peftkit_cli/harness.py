@@ -7,7 +7,7 @@ object: the scores equal a run of the harness with PEFT and the same adapter.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from peftkit.data.generation import template_of
 from peftkit.errors import ConfigError, did_you_mean, install_extra
 from peftkit.events import Listener, Notice, Stage, Table, ignore
+from peftkit.files.strict_json import JsonMap
 from peftkit.formats.open_adapter import Opened, require_causal
 
 
@@ -126,7 +127,7 @@ def with_template(opened: Opened, on_event: Listener = ignore) -> Any:
     return tokenizer
 
 
-def scores_of(base: Mapping[str, Any], adapter: Mapping[str, Any]) -> list[Score]:
+def scores_of(base: JsonMap, adapter: JsonMap) -> list[Score]:
     """Return the scores of two results of the harness, in its order."""
     scores = []
     for task, figures in adapter["results"].items():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from peftkit.errors import AdapterError, BaseError, PeftkitError, neighbours
+from peftkit.figures import dtype_name
 from peftkit.formats.folders import CONFIG, TENSORS
 from peftkit_cli.arguments import Json, note
 
@@ -98,7 +99,7 @@ def inspect(what: str, as_json: Json = False) -> None:
         note(reason)
 
 
-def adapter_facts(folder: Path) -> tuple[dict[str, Any], list[Group]]:
+def adapter_facts(folder: Path) -> tuple[dict[str, object], list[Group]]:
     """Return facts from the config and the tensor header of an adapter."""
     from peftkit.formats.guard import check_safetensors
     from peftkit.formats.peft.load import read_adapter
@@ -153,7 +154,7 @@ def grouped(weights: Iterable[tuple[str, str, str, int]]) -> list[Group]:
     ]
 
 
-def model_facts(name: str) -> tuple[dict[str, Any], list[Group], list[MethodFacts]]:
+def model_facts(name: str) -> tuple[dict[str, object], list[Group], list[MethodFacts]]:
     """Build a model without weights; return its facts, weights by role, and methods."""
     from peftkit.model.blocks import blocks
     from peftkit.model.places import find_places
@@ -166,7 +167,7 @@ def model_facts(name: str) -> tuple[dict[str, Any], list[Group], list[MethodFact
         "name": name,
         "architecture": type(model).__name__,
         "num_parameters": sum(parameter.numel() for parameter in parameters),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.dtype),
         "num_blocks": len(blocks(model)),
         "num_weights": len(find_places(model)),
     }

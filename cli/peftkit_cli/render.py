@@ -255,7 +255,11 @@ def show_table(console: Console, table: events.Table, *, brief: bool = False) ->
     """
     if brief and table.summary:
         console.print(Text(table.summary), soft_wrap=True)
-        return
+    else:
+        _show_grid(console, table)
+
+
+def _show_grid(console: Console, table: events.Table) -> None:
     if table.title:  # separate: rich wraps titles to the width of the grid
         console.print(Text(table.title, style="bold"), soft_wrap=not console.is_terminal)
     grid = Grid(box=box.SIMPLE_HEAD, show_edge=False, show_header=any(table.columns))

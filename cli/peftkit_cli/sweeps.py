@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from peftkit.adapter import check_fits
 from peftkit.base.load import Base, open_base
@@ -34,6 +34,7 @@ from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.signals import Interrupted, stopping_immediately
 from peftkit.figures import duration, loss_name, metric_name, score_of, short
 from peftkit.files.disk import LOCKS, new_folder, read_json, writable_folder, write_json, write_text
+from peftkit.files.strict_json import Json, JsonMap
 from peftkit.formats.folders import ADAPTER_FILES, CONFIG, RECORDS, SWEEP
 from peftkit.planning.resolve import resolve_plan
 from peftkit.recipe import Recipe, check_settings, load
@@ -58,7 +59,7 @@ class Member:
 
     name: str
     recipe: Recipe
-    settings: Mapping[str, Any]
+    settings: JsonMap
 
     @property
     def folder(self) -> Path:
@@ -79,7 +80,7 @@ class Outcome:
     """
 
     name: str
-    settings: Mapping[str, Any]
+    settings: JsonMap
     folder: str
     state: Literal["waiting", "done", "failed"] = "waiting"
     steps: int = 0
@@ -348,7 +349,7 @@ def _keys(mappings: Iterable[Mapping[str, object]]) -> list[str]:
     return list(dict.fromkeys(key for mapping in mappings for key in mapping))
 
 
-def _over_seeds(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+def _over_seeds(outcomes: Sequence[Outcome]) -> list[Json]:
     """Return the mean and the standard deviation of members that differ in train.seed only.
 
     Returns:
@@ -363,7 +364,7 @@ def _over_seeds(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     for settings, group in groups.items():
         if len(group) < 2:
             continue
-        entry: dict[str, Any] = {"settings": json.loads(settings), "num_seeds": len(group)}
+        entry: Json = {"settings": json.loads(settings), "num_seeds": len(group)}
         for name in ("eval_loss", *group[0].metrics):
             values = [o.eval_loss if name == "eval_loss" else o.metrics.get(name) for o in group]
             numbers = [value for value in values if value is not None]

@@ -143,7 +143,7 @@ def evaluate(
 
 def _measured(
     opened: Opened, data: Path, run_code: bool, compare: bool, row_style: bool
-) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+) -> tuple[dict[str, dict[str, object]], dict[str, dict[str, object]]]:
     """Return the metrics of "adapter" and, with `compare`, of "base"; and of each label."""
     from peftkit.evaluation.evaluate import evaluate as measure
     from peftkit.evaluation.evaluate import trained_length

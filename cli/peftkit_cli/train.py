@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from peftkit.errors import ConfigError, neighbours
-from peftkit_cli.about import check_recipe_exists
 from peftkit_cli.arguments import Overrides, Overwrite, Quiet, ResumeOrAuto, note
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def train(
         metrics (MODULE:FUNCTION): Metric of completion and reference, averaged over the answers of
             train.eval_generate. Repeatable.
     """
-    file = _recipe_file(recipe, run_folder)
+    file = recipe if recipe and not run_folder else _recipe_of(recipe, run_folder)
     overrides = list(overrides or ())
     if out is not None:  # quoted, because YAML would read a name such as 2024 or "a: b" differently
         overrides.append(f"train.output_dir={json.dumps(str(out), ensure_ascii=False)}")
@@ -86,17 +85,14 @@ def check(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False)
         check_recipe(settings, on_event=on_event)
 
 
-def _recipe_file(recipe: Path | None, run_folder: Path | None) -> Path:
-    """Return the path of the recipe, given directly or as the folder of a run."""
-    if (recipe is None) == (run_folder is None):
+def _recipe_of(recipe: Path | None, run_folder: Path | None) -> Path:
+    """Return the path of a run's recipe."""
+    if recipe is not None or run_folder is None:
         raise ConfigError(
             "peftkit train needs either a recipe or --from RUN.",
             found="Both are given." if recipe else "Neither is given.",
             fix="Use peftkit train RECIPE.yaml, or peftkit train --from RUN --out DIR.",
         )
-    if run_folder is None:
-        assert recipe is not None
-        return recipe
     file = run_folder / "recipe.yaml"
     if not file.is_file():
         raise ConfigError(
@@ -108,10 +104,17 @@ def _recipe_file(recipe: Path | None, run_folder: Path | None) -> Path:
 
 
 def _load(path: Path, overrides: list[str] | tuple[str, ...]) -> Recipe:
-    check_recipe_exists(path)
+    from peftkit_cli.about import check_recipe_exists
+
+    if path.suffix not in {".yaml", ".yml"} or not path.is_file():
+        check_recipe_exists(path)  # before the imports below, which take seconds
     from peftkit.recipe import load
 
-    return load(path, overrides)
+    try:
+        return load(path, overrides)
+    except ConfigError:
+        check_recipe_exists(path)  # names the program that the YAML is for
+        raise
 
 
 def _function(name: str) -> Callable[[str, str], float]:

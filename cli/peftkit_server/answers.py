@@ -10,18 +10,18 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 from starlette.responses import Response, StreamingResponse
 
 from peftkit.errors import PeftkitError, RunError
+from peftkit.files.strict_json import Json
 from peftkit.inference.sampling import Chosen
 from peftkit_server.generation import Generation, Output, call_fields
 from peftkit_server.refusals import error_fields
 
 OutputQueue = asyncio.Queue[tuple[int, Output | Exception]]
 """Outputs of the completions of one request, each with the index of its completion."""
-Event = dict[str, Any] | None
+Event = Json | None
 """A server-sent event; `type`, if any, is also its name. None: the end of OpenAI's streams."""
 
 
@@ -45,7 +45,7 @@ class Reply(ABC):
         """Return the events of an error after the stream has begun."""
 
     @abstractmethod
-    def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, object]:
         """Return the response with whole completions."""
 
     def streamed(
@@ -117,7 +117,7 @@ class OpenAIReply(Reply):
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, object]:
         choices = [
             self._choice(index, "message", message(answer), answer)
             for index, answer in enumerate(answers)
@@ -130,7 +130,7 @@ class OpenAIReply(Reply):
         return [self._object([choice], True) for choice in choices if self.is_chat]
 
     def take(self, index: int, output: Output) -> list[Event]:
-        deltas: list[tuple[dict[str, Any], Output]] = []
+        deltas: list[tuple[Json, Output]] = []
         if output.text or output.chosen:
             deltas.append(({"content": output.text}, Output(output.text, output.chosen)))
         if output.thought:
@@ -155,8 +155,8 @@ class OpenAIReply(Reply):
         return [error_fields(error)]
 
     def _choice(
-        self, index: int, key: str, turn: Mapping[str, Any], output: Output
-    ) -> dict[str, Any]:
+        self, index: int, key: str, turn: Mapping[str, object], output: Output
+    ) -> dict[str, object]:
         content = {key: dict(turn)} if self.is_chat else {"text": output.text}
         has_log_probs = self.num_top is not None and output.chosen
         log_probs = self._log_probs(output.chosen) if has_log_probs else None
@@ -165,7 +165,7 @@ class OpenAIReply(Reply):
             reason = "tool_calls"
         return {"index": index, **content, "logprobs": log_probs, "finish_reason": reason}
 
-    def _log_probs(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
+    def _log_probs(self, chosen: Sequence[Chosen]) -> dict[str, object]:
         if self.is_chat:
             content = [
                 self._token(token.token, token.log_prob)
@@ -184,7 +184,7 @@ class OpenAIReply(Reply):
             "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)),
         }
 
-    def _token(self, token: int, log_prob: float) -> dict[str, Any]:
+    def _token(self, token: int, log_prob: float) -> dict[str, object]:
         data = self.token_bytes(token)
         return {
             "token": self.token_text(token),
@@ -192,7 +192,7 @@ class OpenAIReply(Reply):
             "bytes": None if data is None else [*data],
         }
 
-    def _object(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
+    def _object(self, choices: list[dict[str, object]], is_chunk: bool) -> dict[str, object]:
         prefix, kind = (
             ("chatcmpl", "chat.completion") if self.is_chat else ("cmpl", "text_completion")
         )
@@ -207,9 +207,9 @@ class OpenAIReply(Reply):
         }
 
 
-def message(answer: Output) -> dict[str, Any]:
+def message(answer: Output) -> Json:
     """Return a whole completion as a message; its content is null if it has calls and no text."""
-    fields: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    fields: Json = {"role": "assistant", "content": answer.text}
     if answer.thought:
         fields["reasoning_content"] = answer.thought
     if answer.calls:

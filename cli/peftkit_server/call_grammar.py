@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from peftkit.data.chat import special_texts
+from peftkit.files.strict_json import JsonMap
 from peftkit.inference.calls import PROBE, PROBE_ID, CallStyle, written_probe
 
-NO_ARGUMENTS: Mapping[str, Any] = {
+NO_ARGUMENTS: JsonMap = {
     "type": "object",
     "properties": {},
     "additionalProperties": False,
@@ -32,7 +33,7 @@ class _Separators:
     item: str
     key: str
 
-    def rule(self, schema: Mapping[str, Any]) -> str:
+    def rule(self, schema: Mapping[str, object]) -> str:
         """Return the rule of JSON with a schema."""
         spaces = {
             "whitespace_flexible": False,
@@ -54,7 +55,7 @@ class _JsonCall:
     tail: str
     separators: _Separators
 
-    def rules(self, tool: Mapping[str, Any], quoted: _Quoted) -> list[str]:
+    def rules(self, tool: JsonMap, quoted: _Quoted) -> list[str]:
         function = tool["function"]
         schema = {"type": "object", **(function.get("parameters") or NO_ARGUMENTS)}
         before, after = quoted(self.head + function["name"] + self.between), quoted(self.tail)
@@ -75,10 +76,10 @@ class _KeyedCall:
     close: str
     tail: str
 
-    def rules(self, tool: Mapping[str, Any], quoted: _Quoted) -> list[str]:
+    def rules(self, tool: JsonMap, quoted: _Quoted) -> list[str]:
         function = tool["function"]
         schema = function.get("parameters") or NO_ARGUMENTS
-        properties: Mapping[str, Any] = schema.get("properties") or {}
+        properties: JsonMap = schema.get("properties") or {}
         parts = [quoted(self.head + function["name"])]
         for key, value in properties.items():
             begin = quoted(self.opens + key + self.between)
@@ -116,7 +117,7 @@ class _Quoted:
 
 
 def call_grammar(
-    calls: CallStyle, tokenizer: Any, tools: Sequence[Mapping[str, Any]], *, thinks: bool
+    calls: CallStyle, tokenizer: object, tools: Sequence[Mapping[str, object]], *, thinks: bool
 ) -> str | None:
     """Return the grammar of one call to any of the tools; None: the call format has no grammar.
 

@@ -33,7 +33,7 @@ class AnswerCalls:
         self,
         style: CallStyle,
         prompt: Sequence[int],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, object]],
         *,
         is_single: bool,
     ) -> None:

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 from peftkit.base.new_tokens import style_over
 from peftkit.data.style import Style
 from peftkit.errors import AdapterError, did_you_mean
+from peftkit.files.strict_json import Json
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.peft.load import read_adapter
 from peftkit.inference.bank import AdapterBank
@@ -113,7 +113,7 @@ class Models:
             )
         self._discard(self._published(name, owner))
 
-    def _discard(self, model: dict[str, Any]) -> None:
+    def _discard(self, model: Json) -> None:
         assert self._store is not None
         documents = [(KIND, model["name"]), (WEIGHTS, model["name"])]
         self._store.discard(documents, partial(_remove, Path(model["folder"])))
@@ -194,7 +194,7 @@ class Models:
                 continue
             del self._loaded[inner]
 
-    def _published(self, name: str, owner: str) -> dict[str, Any]:
+    def _published(self, name: str, owner: str) -> Json:
         self.sweep()
         model = self._store.get(KIND, name, owner) if self._store else None
         if model is not None:
@@ -251,6 +251,6 @@ def _remove(folder: Path) -> None:
             folder.parent.parent.rmdir()
 
 
-def _style_of(folder: Path, tokenizer: Any) -> Style:
+def _style_of(folder: Path, tokenizer: object) -> Style:
     recorded = read_adapter(adapter_folder(folder)).provenance.prompt_style
     return style_over(folder, recorded, tokenizer)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from peftkit.files.strict_json import Json
 from peftkit.inference.call_formats import CallFormat
 from peftkit.inference.sampling import Penalties
 from peftkit_server.refusals import RequestError
@@ -60,7 +61,7 @@ class _Message(NullIsUnset):
             raise ValueError("content is missing")
         return self
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         """Return the message in the format of chat templates, without its calls."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
@@ -75,7 +76,7 @@ class _StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-def _refuse(value: Any) -> Any:
+def _refuse(value: object) -> Any:
     if value is not None:
         raise ValueError("unsupported")
     return value
@@ -174,7 +175,7 @@ class Body(_Unsupported, SamplingFields):
         return 1
 
     @property
-    def schema_of_answer(self) -> dict[str, Any] | None:
+    def schema_of_answer(self) -> dict[str, object] | None:
         """The JSON schema of the completion, if any."""
         return None
 
@@ -197,7 +198,7 @@ class Body(_Unsupported, SamplingFields):
 class _JsonSchema(Strict):
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: Json = Field(alias="schema")
     strict: bool | None = None
 
 
@@ -251,13 +252,13 @@ class ChatBody(Body):
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property
-    def schema_of_answer(self) -> dict[str, Any] | None:
+    def schema_of_answer(self) -> dict[str, object] | None:
         if self.response_format is None or self.response_format.type == "text":
             return None
         form = self.response_format.json_schema
         if form is None:
             return {"type": "object"}
-        schema: dict[str, Any] = closed(form.schema_) if form.strict else form.schema_
+        schema: Json = closed(form.schema_) if form.strict else form.schema_
         return schema
 
     @property
@@ -270,7 +271,7 @@ class ChatBody(Body):
         """Whether the conversation has tool calls."""
         return any(message.tool_calls for message in self.messages)
 
-    def conversation(self, form: CallFormat | None = None) -> list[dict[str, Any]]:
+    def conversation(self, form: CallFormat | None = None) -> list[Json]:
         """Return the messages in the format of chat templates.
 
         Args:

@@ -17,6 +17,7 @@ from typing import Any
 
 from peftkit.errors import OutputError
 from peftkit.files.disk import is_disk_full
+from peftkit.files.strict_json import Json
 
 FILE = "server.sqlite"
 SCHEMA = """
@@ -134,9 +135,7 @@ class Store:
                     self._run("ROLLBACK")
                 raise
 
-    def put(
-        self, kind: str, id: str, body: dict[str, Any], *, owner: str = "", parent: str = ""
-    ) -> None:
+    def put(self, kind: str, id: str, body: Json, *, owner: str = "", parent: str = "") -> None:
         """Write a document; replace an older one of the same kind and id."""
         values = kind, id, owner, parent, json.dumps(body)
         self._run(
@@ -147,7 +146,7 @@ class Store:
             (*values, _digest(*values)),
         )
 
-    def get(self, kind: str, id: str, owner: str | None = None) -> dict[str, Any] | None:
+    def get(self, kind: str, id: str, owner: str | None = None) -> Json | None:
         """Return a document; None: it does not exist, or has another owner.
 
         Args:
@@ -157,10 +156,10 @@ class Store:
         rows = self._run(query, (kind, id))
         if not rows or owner not in (None, rows[0][1]):
             return None
-        body: dict[str, Any] = json.loads(rows[0][0])
+        body: Json = json.loads(rows[0][0])
         return body
 
-    def existing(self, kind: str, id: str) -> dict[str, Any]:
+    def existing(self, kind: str, id: str) -> Json:
         """Return a document that exists, of any owner."""
         document = self.get(kind, id)
         assert document is not None
@@ -171,9 +170,7 @@ class Store:
         query = "SELECT owner FROM documents WHERE kind = ? AND id = ?"
         return str(self._run(query, (kind, id))[0][0])
 
-    def all(
-        self, kind: str, owner: str | None = None, parent: str | None = None
-    ) -> list[dict[str, Any]]:
+    def all(self, kind: str, owner: str | None = None, parent: str | None = None) -> list[Json]:
         """Return documents of a kind, oldest first."""
         query, values = "SELECT body FROM documents WHERE kind = ?", [kind]
         for column, value in (("owner", owner), ("parent", parent)):
@@ -222,18 +219,18 @@ class Store:
         else:
             remove()
 
-    def append(self, parent: str, body: dict[str, Any]) -> None:
+    def append(self, parent: str, body: Json) -> None:
         """Add an entry to the journal of a document."""
         values = parent, json.dumps(body)
         query = "INSERT INTO entries (parent, body, digest) VALUES (?, ?, ?)"
         self._run(query, (*values, _digest(*values)))
 
-    def entries(self, parent: str) -> list[dict[str, Any]]:
+    def entries(self, parent: str) -> list[Json]:
         """Return the journal of a document, oldest entry first."""
         query = "SELECT body FROM entries WHERE parent = ? ORDER BY number"
         return [json.loads(body) for (body,) in self._run(query, (parent,))]
 
-    def _run(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
+    def _run(self, query: str, values: Sequence[object] = ()) -> list[Any]:
         """Return the rows of a query."""
         try:
             with self.lock:

@@ -97,7 +97,7 @@ def unknown_token(where: str, token: int, size: int, param: str | None = None) -
     )
 
 
-def token_answers(model: str, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
+def token_answers(model: str, answers: Sequence[Output], num_prompt: int) -> dict[str, object]:
     """Return the response: token ids of each completion, with its end token, and log-probabilities.
 
     Log-probabilities are natural logarithms of softmax(logits / temperature), before top_p and
@@ -112,7 +112,7 @@ def token_answers(model: str, answers: Sequence[Output], num_prompt: int) -> dic
     }
 
 
-def _choice(index: int, answer: Output) -> dict[str, Any]:
+def _choice(index: int, answer: Output) -> dict[str, object]:
     content = [
         {"token": f"token_id:{token.token}", "token_id": token.token, "logprob": token.log_prob}
         for token in answer.chosen

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from peftkit.files.strict_json import Json
 from peftkit.inference.call_formats import Call, CallFormat
 from peftkit_server.validation import Strict
 
@@ -64,12 +65,12 @@ class _Function(BaseModel):
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Json | None = None
     strict: bool | None = None
 
     @field_validator("parameters")
     @classmethod
-    def _are_a_schema(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _are_a_schema(cls, schema: Json | None) -> Json | None:
         try:
             _Schema.model_validate(schema or {})
         except ValidationError as problem:
@@ -84,13 +85,13 @@ class Tool(Strict):
     type: Literal["function"]
     function: _Function
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> Json:
         """Return the tool in the format of chat templates."""
         function = self.function.model_dump(exclude_none=True, exclude={"strict"})
         parameters = self.function.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": {**function, "parameters": parameters}}
 
-    def forced(self) -> dict[str, Any]:
+    def forced(self) -> Json:
         """Return the tool for the grammar of a forced call: `strict` closes its objects."""
         tool = self.plain()
         if self.function.strict:
@@ -98,7 +99,7 @@ class Tool(Strict):
         return tool
 
 
-def closed(schema: Any) -> Any:
+def closed(schema: object) -> Any:
     """Return a `strict` JSON schema whose objects have no keys but their properties.
 
     Parts of `allOf` stay open: each of them describes the same object.
@@ -155,8 +156,8 @@ class ToolUse(Strict):
         is_single: Whether a completion ends after one call.
     """
 
-    offered: list[dict[str, Any]]
-    forced: list[dict[str, Any]]
+    offered: list[Json]
+    forced: list[Json]
     is_named: bool
     is_single: bool
 
@@ -201,8 +202,8 @@ def _chosen(names: Sequence[str], choice: ToolChoice | None) -> tuple[Sequence[s
 
 
 def with_calls(
-    turns: Sequence[dict[str, Any]], calls: Sequence[Sequence[ToolCall]], form: CallFormat | None
-) -> list[dict[str, Any]]:
+    turns: Sequence[Json], calls: Sequence[Sequence[ToolCall]], form: CallFormat | None
+) -> list[Json]:
     """Return a conversation with its calls and tool messages in the format of a chat template.
 
     Args:
@@ -214,7 +215,7 @@ def with_calls(
         ValueError: A tool message refers to no earlier call, or the template has no call format.
     """
     functions: dict[str, tuple[str, str]] = {}  # by the client's call id: template id and name
-    messages: list[dict[str, Any]] = []
+    messages: list[Json] = []
     for number, (turn, turn_calls) in enumerate(zip(turns, calls, strict=True)):
         if turn_calls:
             if form is None:

@@ -60,7 +60,7 @@ def read_body(data: bytes, kind: type[B]) -> B:
     return validated(fields, kind)
 
 
-def validated(fields: Any, kind: type[B]) -> B:
+def validated(fields: object, kind: type[B]) -> B:
     """Return the fields of a request as a body.
 
     Raises:

@@ -22,11 +22,12 @@ from peftkit.base.pack import (
     kept_in_float32,
 )
 from peftkit.base.pretrained import download_progress, explained, published, quiet
-from peftkit.base.purpose import Purpose, head_modules
+from peftkit.base.purpose import Purpose
 from peftkit.base.request import BaseRequest
 from peftkit.config.lazy import LazyTable
 from peftkit.errors import BaseError, first_few
 from peftkit.events import Listener, Notice, ignore
+from peftkit.model.places import head_modules
 from peftkit.quant.layers import Packing
 from peftkit.quant.quantize import quantize_model, tower_paths
 from peftkit.quant.weights import adopt_bitsandbytes
@@ -147,7 +148,7 @@ def load_model(
     with quiet(), explained(location):
         arguments = folder_arguments(request) if loader is None else loader.arguments()
         cls, source, kwargs = arguments
-        kwargs |= {} if location.is_local else download_progress(on_event)
+        kwargs |= download_progress(location, on_event)
         if device.type != "cpu" or loader is None:  # bitsandbytes moves itself to a GPU
             kwargs["device_map"] = {"": str(device)}
         try:
@@ -207,13 +208,10 @@ def _new_head(name: str, model: Any, purpose: Purpose, info: Mapping[str, Any]) 
     ]
     if problems:
         fix = "These weights would be random. Download it again, or use another model."
-        if all(problem.split()[1].startswith(head) for problem in problems) and head:
+        if head and all(problem.split()[1].startswith(head) for problem in problems):
             fix = "Its head has other labels. Set task.fresh_head: true to initialise a new one."
-        raise BaseError(
-            f"{name} is not a complete {type(model).__name__}.",
-            found=first_few(problems, 5),
-            fix=fix,
-        )
+        kind = type(model).__name__
+        raise BaseError(f"{name} is not a complete {kind}.", found=first_few(problems, 5), fix=fix)
     if purpose.head:
         renew(model, fresh)
         if purpose.head.word_ids:

@@ -74,7 +74,7 @@ class Source:
         return LazyTensor(partial(_processed, name, *more))
 
 
-def open_gguf(path: Path, model: nn.Module) -> tuple[dict[str, LazyTensor], list[Any] | None]:
+def open_gguf(path: Path, model: nn.Module) -> tuple[dict[str, LazyTensor], list[object] | None]:
     """Return the lazy float32 tensors of a GGUF file.
 
     Args:
@@ -158,7 +158,7 @@ class Blocks(NamedTuple):
         return True
 
 
-def settings_of(location: Location, config: Any, auto_class: str) -> Json | None:
+def settings_of(location: Location, config: object, auto_class: str) -> Json | None:
     """Return the `quantization_config` of a GGUF file, or None if it has no blocks.
 
     Its entry `types` maps the names of parameters that stay in blocks to their kinds.
@@ -246,10 +246,7 @@ def _matrix(
     numbers = numpy.arange(rows, dtype=numpy.int64)[:, None]
     try:
         moved = source.processor.process(
-            weights=numbers,
-            name=tensor.name,
-            tensor_key_mapping=source.names,
-            parsed_parameters={},
+            weights=numbers, name=tensor.name, tensor_key_mapping=source.names, parsed_parameters={}
         ).weights
     except (ValueError, KeyError, IndexError, TypeError):
         return None
@@ -287,7 +284,7 @@ def parsed_once(location: Location) -> Iterator[None]:
         yield
 
 
-def _conversions(architecture: str, config: Any) -> list[Any] | None:
+def _conversions(architecture: str, config: object) -> list[object] | None:
     """Return transformers' conversions of an architecture that it loads tensor by tensor."""
     if importlib.util.find_spec("transformers.integrations.gguf") is None:  # before 5.2
         return None

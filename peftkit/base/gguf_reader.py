@@ -69,7 +69,7 @@ class ArrayReader(gguf.GGUFReader):
 
 
 @contextmanager
-def fast_reading() -> Iterator[Callable[[Any], ArrayReader]]:
+def fast_reading() -> Iterator[Callable[[object], ArrayReader]]:
     """Let transformers read each GGUF file once within the context, by `ArrayReader`.
 
     The context also caches the map of names, the parsed keys and, across processes, the converted
@@ -98,7 +98,7 @@ def fast_reading() -> Iterator[Callable[[Any], ArrayReader]]:
         keys = checkpoints[str(path)]
         return {**keys, "config": copy.deepcopy(keys["config"])}  # callers change it
 
-    def convert(architecture: str, keys: dict[str, object]) -> tuple[tokenizers.Tokenizer, Any]:
+    def convert(architecture: str, keys: dict[str, object]) -> tuple[tokenizers.Tokenizer, object]:
         reader = next(iter(parsed.values()))
         return _convert_or_open(plain["convert_gguf_tokenizer"], reader, architecture, keys)
 

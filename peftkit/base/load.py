@@ -29,7 +29,7 @@ from peftkit.base.skeleton import weight_bytes
 from peftkit.config.schema import from_dict
 from peftkit.errors import BaseError
 from peftkit.events import Listener, Notice, Stage, ignore
-from peftkit.execution.environment import as_current, free_now, select_device
+from peftkit.execution.environment import Environment, as_current, free_now, select_device
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.world import World
 from peftkit.quant.audit import Audit, audit
@@ -241,25 +241,33 @@ def _placed(
             fix="Set base.quantize to nf4, fp4 or int8, or base.placement: device.",
         )
     if placement == "auto" and environment.on_gpu:
-        size = weight_bytes(request.config, request.settings, request.purpose, request.dtype)
-        can_stream = can_stream and environment.kind == "cuda"
-        place = place_weights(size, environment.usable, can_stream=lambda: can_stream)
-        if not place.fits and may_use_cpu:
-            on_event(Notice(f"The base runs on the CPU. {place.notice}"))
-            dtype = compute_dtype(request.settings, CPU)
-            return replace(request, device=CPU, dtype=dtype), None
-        if not place.fits:
-            raise BaseError(
-                "the base does not fit the GPU.",
-                found=place.notice,
-                fix="Set base.quantize: nf4 and base.placement: auto; peftkit plan MODEL shows "
-                "the longest rows that fit.",
-            )
-        if place.notice:
-            on_event(Notice(place.notice))
-        placement = place.placement
+        return _placed_by_size(request, environment, may_use_cpu, on_event)
     if placement == "stream":
         return replace(request, device=CPU, packs_on=device), device
+    return request, None
+
+
+def _placed_by_size(
+    request: BaseRequest, environment: Environment, may_use_cpu: bool, on_event: Listener
+) -> tuple[BaseRequest, torch.device | None]:
+    size = weight_bytes(request.config, request.settings, request.purpose, request.dtype)
+    can_stream = environment.kind == "cuda" and is_packed(request.config, request.settings)
+    place = place_weights(size, environment.usable, can_stream=lambda: can_stream)
+    if not place.fits and may_use_cpu:
+        on_event(Notice(f"The base runs on the CPU. {place.notice}"))
+        dtype = compute_dtype(request.settings, CPU)
+        return replace(request, device=CPU, dtype=dtype), None
+    if not place.fits:
+        raise BaseError(
+            "the base does not fit the GPU.",
+            found=place.notice,
+            fix="Set base.quantize: nf4 and base.placement: auto; peftkit plan MODEL shows "
+            "the longest rows that fit.",
+        )
+    if place.notice:
+        on_event(Notice(place.notice))
+    if place.placement == "stream":
+        return replace(request, device=CPU, packs_on=request.device), request.device
     return request, None
 
 

@@ -185,29 +185,31 @@ def gguf_of(model: str) -> Path | None:
 
 def _local(path: Path) -> Location:
     name = os.path.abspath(path)
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise BaseError(
-                f"{path} is not a base model.",
-                found="It is a file without the extension .gguf.",
-                fix="Use the folder that holds config.json and the safetensors files.",
-            )
+    if (path / "config.json").exists() and not (path / "adapter_config.json").exists():
+        return Location(name, name)
+    if path.is_file() and path.suffix == ".gguf":
         return Location(name, os.path.dirname(name), gguf=path.name)
+    raise _not_a_base(path)
+
+
+def _not_a_base(path: Path) -> BaseError:
+    problem = f"{path} is not a base model."
+    if path.is_file():
+        return BaseError(
+            problem,
+            found="It is a file without the extension .gguf.",
+            fix="Use the folder that holds config.json and the safetensors files.",
+        )
     if (path / "adapter_config.json").exists():
-        raise BaseError(
-            f"{path} is not a base model.",
+        return BaseError(
+            problem,
             found="It is an adapter.",
             fix="Use its base here, and the adapter where the command takes one; see: "
             f"peftkit inspect {path}",
         )
-    if not (path / "config.json").exists():
-        inside = [str(p) for p in (*sorted(path.glob("*.gguf")), *_models_in(path))]
-        raise BaseError(
-            f"{path} is not a base model.",
-            found="It has no config.json.",
-            fix=f"In it: {first_few(inside, 8, ', ')}" if inside else suggest(str(path)),
-        )
-    return Location(name, name)
+    inside = [str(p) for p in (*sorted(path.glob("*.gguf")), *_models_in(path))]
+    fix = f"In it: {first_few(inside, 8, ', ')}" if inside else suggest(str(path))
+    return BaseError(problem, found="It has no config.json.", fix=fix)
 
 
 def _models_in(folder: Path) -> Iterable[Path]:

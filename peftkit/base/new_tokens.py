@@ -138,7 +138,7 @@ def adopt_tokenizer(
     return bool(ids or template or eos)
 
 
-def style_over(folder: Path, recorded: Style | None, tokenizer: Any) -> Style:
+def style_over(folder: Path, recorded: Style | None, tokenizer: object) -> Style:
     """Return an adapter's prompt style over a tokenizer that other adapters share.
 
     Args:
@@ -178,7 +178,7 @@ def saved_tokens(folder: Path) -> dict[int, AddedToken]:
     return dict(tokenizer.added_tokens_decoder)
 
 
-def unknown_tokens(folder: Path, tokenizer: Any) -> dict[int, AddedToken]:
+def unknown_tokens(folder: Path, tokenizer: object) -> dict[int, AddedToken]:
     """Return the tokens of a folder's tokenizer that another tokenizer lacks, by id.
 
     Raises:
@@ -213,7 +213,7 @@ def own_of(folder: Path, base: str, revision: str | None = None) -> Own:
     return own_over(folder, load_tokenizer(locate(base, revision), ignore))
 
 
-def own_over(folder: Path, tokenizer: Any) -> Own:
+def own_over(folder: Path, tokenizer: object) -> Own:
     """Compare the tokenizer in an adapter's folder with another; see `own_of`."""
     if tokenizer is None:
         return Own()
@@ -233,7 +233,7 @@ def _format_over(folder: Path, tokenizer: Any, tokens: Sequence[str] = ()) -> tu
 
 
 def notify_split_tokens(
-    folders: Mapping[str, Path], tokenizer: Any, on_event: Listener = ignore
+    folders: Mapping[str, Path], tokenizer: object, on_event: Listener = ignore
 ) -> None:
     """Emit a notice for each adapter whose tokenizer differs from the shared one.
 

@@ -14,7 +14,6 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -26,10 +25,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from peftkit.base.pretrained import check_weights, loader_arguments, without_quantization
-from peftkit.base.purpose import head_modules
 from peftkit.base.request import BaseRequest
 from peftkit.events import Listener, Progress
 from peftkit.kernels.device import trim_malloc
+from peftkit.model.places import head_modules
 from peftkit.quant.layers import Job, Packing, pack
 from peftkit.quant.quantize import (
     install_packed,
@@ -49,10 +48,7 @@ VOLATILE = {
 
 
 def fingerprint(
-    model: nn.Module,
-    *,
-    without: Collection[str] = (),
-    samples: Mapping[int, bytes] | None = None,
+    model: nn.Module, *, without: Collection[str] = (), samples: Mapping[int, bytes] | None = None
 ) -> str:
     """Return "sha256:..." of a model's config and of a fixed sample of each of its tensors.
 
@@ -120,8 +116,7 @@ def folder_arguments(request: BaseRequest) -> LoaderArguments:
         BaseError: The folder holds no weights that can be read without running code.
     """
     location = request.location
-    if location.is_local:
-        check_weights(Path(location.source))
+    check_weights(location)
     kwargs = loader_arguments(location) | {"config": request.config, "use_safetensors": True}
     kwargs["dtype"] = "auto" if request.dtype == torch.float16 else request.dtype
     return getattr(transformers, request.purpose.auto_class), location.source, kwargs
@@ -302,7 +297,7 @@ class PackingConfig(QuantizationConfigMixin):
     def __deepcopy__(self, memo: dict[int, object]) -> PackingConfig:
         return self
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return {"quant_method": self.method}
 
 

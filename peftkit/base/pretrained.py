@@ -78,8 +78,12 @@ def reachable(location: Location) -> Location:
     if location.is_local or is_hub_reachable():
         return location
     folder = snapshot(location)
-    if folder is not None:
-        return replace(location, source=str(folder), revision=folder.name)
+    if folder is None:
+        raise _not_found(location)
+    return replace(location, source=str(folder), revision=folder.name)
+
+
+def _not_found(location: Location) -> BaseError:
     packaged = KNOWN.get(location.name)
     short = next((n for n, k in KNOWN.items() if k.hub_id == location.name), None)
     if packaged is not None:
@@ -88,7 +92,7 @@ def reachable(location: Location) -> Location:
         fix = f"Try its short name, whose copy does not come from the hub: {short}"
     else:
         fix = suggest(location.name)
-    raise BaseError(
+    return BaseError(
         f"there is no base model {location.name!r} on this machine.",
         found="There is no such file or folder, and the hub cannot be reached.",
         fix=fix,
@@ -215,7 +219,7 @@ def published(config: Any) -> PublishedCheckpoint | None:
     return None
 
 
-def published_codes(config: Any, settings: BaseConfig) -> PublishedCheckpoint | None:
+def published_codes(config: object, settings: BaseConfig) -> PublishedCheckpoint | None:
     """Return the quantisation of a checkpoint if the base keeps the codes of its files."""
     if settings.quantize != "none":
         return None
@@ -223,7 +227,7 @@ def published_codes(config: Any, settings: BaseConfig) -> PublishedCheckpoint | 
     return checkpoint if checkpoint is not None and checkpoint.has_codes else None
 
 
-def is_packed(config: Any, settings: BaseConfig) -> bool:
+def is_packed(config: object, settings: BaseConfig) -> bool:
     """Return whether a base's weights are packed, by its recipe or in its files."""
     return settings.quantize != "none" or published_codes(config, settings) is not None
 
@@ -236,7 +240,7 @@ def without_quantization(config: Any) -> Any:
     return dense
 
 
-def loader_arguments(location: Location) -> dict[str, Any]:
+def loader_arguments(location: Location) -> dict[str, object]:
     """Return arguments for transformers' loaders that prevent them from running remote code."""
     if location.gguf and importlib.util.find_spec("gguf") is None:
         raise BaseError(
@@ -245,7 +249,7 @@ def loader_arguments(location: Location) -> dict[str, Any]:
             fix='pip install "gguf>=0.18"',
         )
     # trust_remote_code: the default None would prompt at the terminal
-    arguments: dict[str, Any] = {"trust_remote_code": False}
+    arguments: dict[str, object] = {"trust_remote_code": False}
     if location.gguf:
         arguments["gguf_file"] = location.gguf
     elif not location.is_local:
@@ -314,13 +318,14 @@ def pad_within(tokenizer: Any, num_rows: int, on_event: Listener) -> None:
     on_event(Notice(f"{text}{tokenizer.pad_token} is used, which is masked."))
 
 
-def check_weights(folder: Path) -> None:
-    """Check that a folder has weights that can be read without running code.
+def check_weights(location: Location) -> None:
+    """Check that a local base has weights that can be read without running code.
 
     Raises:
         BaseError: It has no safetensors files.
     """
-    if any(folder.glob("*.safetensors")):
+    folder = Path(location.source)
+    if not location.is_local or any(folder.glob("*.safetensors")):
         return
     pickles = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt*")))
     raise BaseError(
@@ -332,13 +337,17 @@ def check_weights(folder: Path) -> None:
     )
 
 
-def download_progress(on_event: Listener) -> dict[str, Any]:
-    """Return the argument that makes transformers emit download progress as events.
+def download_progress(location: Location, on_event: Listener) -> dict[str, object]:
+    """Return the arguments that make transformers emit download progress as events, if it can.
 
     huggingface_hub resumes interrupted downloads and skips cached files.
     """
-    if "tqdm_class" not in inspect.signature(hub.cached_files).parameters:  # older ones cannot
+    if location.is_local or "tqdm_class" not in inspect.signature(hub.cached_files).parameters:
         return {}
+    return {"tqdm_class": _bar(on_event)}
+
+
+def _bar(on_event: Listener) -> type[tqdm]:
     most = 0
 
     class Bar(tqdm):
@@ -356,4 +365,4 @@ def download_progress(on_event: Listener) -> dict[str, Any]:
                 on_event(Progress("Downloading the base", most, int(self.total), "B"))
             return True
 
-    return {"tqdm_class": Bar}
+    return Bar

@@ -133,7 +133,7 @@ class UnreadVideos(PushToHubMixin):
     def __init__(self, settings: dict[str, object]) -> None:
         self.settings = settings
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return dict(self.settings)
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from torch import nn
-
 from peftkit.files.strict_json import JsonMap
 
 if TYPE_CHECKING:
@@ -42,14 +40,3 @@ class Purpose:
 
 
 CAUSAL_LM = Purpose()
-
-
-def head_modules(model: nn.Module) -> tuple[str, ...]:
-    """Return the paths of a model's head: the modules outside of its backbone."""
-    return tuple(
-        name
-        for name, child in model.named_children()
-        if child is not model.base_model
-        and not any(isinstance(module, nn.ModuleList) for module in child.modules())
-        and any(True for _ in child.parameters())
-    )

@@ -31,7 +31,6 @@ from torch.distributed.fsdp import (
 
 from peftkit.base.build import LoadedModel, build
 from peftkit.base.pretrained import files_of
-from peftkit.base.purpose import head_modules
 from peftkit.base.request import BaseRequest
 from peftkit.base.skeleton import WeightFootprint, packed_skeleton
 from peftkit.base.store import folder_of, keep, open_stored
@@ -42,6 +41,7 @@ from peftkit.execution.world import World
 from peftkit.files import disk
 from peftkit.files.tensors import DTYPES, open_tensors
 from peftkit.model.blocks import SHARDED, recomputable_blocks
+from peftkit.model.places import head_modules
 from peftkit.quant.layers import packed_tensors
 
 SHARDS_PACKED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)

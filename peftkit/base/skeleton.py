@@ -23,7 +23,8 @@ from peftkit.base.pretrained import (
     reachable,
     without_quantization,
 )
-from peftkit.base.purpose import CAUSAL_LM, Purpose, head_modules
+from peftkit.base.purpose import CAUSAL_LM, Purpose
+from peftkit.model.places import head_modules
 from peftkit.quant.layers import Job, Packing, empty_packed
 from peftkit.quant.quantize import (
     has_plain_forward,
@@ -83,13 +84,13 @@ def read_config(model: str, revision: str | None, purpose: Purpose) -> Any:
     return config
 
 
-def find_config(model: str, revision: str | None, purpose: Purpose) -> tuple[Location, Any]:
+def find_config(model: str, revision: str | None, purpose: Purpose) -> tuple[Location, object]:
     """Locate a model, and read its config."""
     location = reachable(locate(model, revision))
     return location, config_for(location, purpose)
 
 
-def on_meta(config: Any, purpose: Purpose, dtype: torch.dtype | None = None) -> nn.Module:
+def on_meta(config: object, purpose: Purpose, dtype: torch.dtype | None = None) -> nn.Module:
     """Build a model on the meta device, by default in the config's dtype."""
     cls = getattr(transformers, purpose.auto_class)
     config = without_quantization(config)
@@ -130,7 +131,7 @@ def untraced() -> Iterator[None]:
 
 
 def packed_skeleton(
-    config: Any,
+    config: object,
     settings: BaseConfig,
     purpose: Purpose,
     dtype: torch.dtype,
@@ -186,7 +187,7 @@ class WeightFootprint:
         return self.resident + self.passing
 
 
-def weight_bytes(config: Any, settings: BaseConfig, purpose: Purpose, dtype: torch.dtype) -> int:
+def weight_bytes(config: object, settings: BaseConfig, purpose: Purpose, dtype: torch.dtype) -> int:
     """Return the bytes of a base's weights as stored, with their scales."""
     model = _tied(config, purpose, dtype)
     sizes = {id(parameter): parameter.nbytes for parameter in model.parameters()}
@@ -198,7 +199,7 @@ def weight_bytes(config: Any, settings: BaseConfig, purpose: Purpose, dtype: tor
     return sum(sizes.values())
 
 
-def _tied(config: Any, purpose: Purpose, dtype: torch.dtype) -> Any:
+def _tied(config: object, purpose: Purpose, dtype: torch.dtype) -> Any:
     model: Any = on_meta(config, purpose, dtype)
     model.tie_weights()
     return model
@@ -206,7 +207,7 @@ def _tied(config: Any, purpose: Purpose, dtype: torch.dtype) -> Any:
 
 def _packed_weights(
     model: nn.Module,
-    config: Any,
+    config: object,
     settings: BaseConfig,
     purpose: Purpose,
     dtype: torch.dtype,

@@ -26,7 +26,7 @@ from peftkit.base.request import BaseRequest
 from peftkit.base.skeleton import packed_skeleton, weight_bytes
 from peftkit.errors import BaseError, OutputError, PeftkitError
 from peftkit.events import Listener, Notice
-from peftkit.figures import size
+from peftkit.figures import dtype_name, size
 from peftkit.files import disk
 from peftkit.files.disk import cache_folder, new_folder
 from peftkit.files.strict_json import Json
@@ -266,7 +266,7 @@ def _form(request: BaseRequest) -> Json:
         "double_quant": settings.double_quant,
         "quantize_towers": settings.quantize_towers,
         **({"embeddings": embeddings} if embeddings != "none" else {}),
-        "dtype": str(request.dtype).removeprefix("torch."),
+        "dtype": dtype_name(request.dtype),
     }
 
 

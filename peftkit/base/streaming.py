@@ -264,7 +264,7 @@ def _streamed_places(model: nn.Module) -> list[tuple[nn.Module, list[Place]]]:
     return [(block, places) for block, places in blocks if places]
 
 
-def _expert_places(block: nn.Module) -> list[list[tuple[Any, Packing]]]:
+def _expert_places(block: nn.Module) -> list[list[tuple[object, Packing]]]:
     """Return the places of a block's stacks whose experts are fetched individually, by module."""
     of_modules = []
     for module in block.modules():

@@ -91,7 +91,7 @@ class DeviceBuffer:
         self._there[unit.key] = flat, None
         return flat
 
-    def expect(self, unit: Unit, keep: Sequence[Any] = ()) -> None:
+    def expect(self, unit: Unit, keep: Sequence[object] = ()) -> None:
         """Start copying a unit to the device unless it is there.
 
         Evict the oldest units not in `keep`.
@@ -123,7 +123,7 @@ class CopyStream:
         self._worker: ThreadPoolExecutor | None = None
         self._slots: list[tuple[Tensor, Any]] = []
 
-    def send(self, unit: Unit) -> tuple[Tensor, Any]:
+    def send(self, unit: Unit) -> tuple[Tensor, object]:
         """Start copying a unit; return its bytes (N,) on the device and the event to wait for."""
         flat = torch.empty(unit.num_bytes, dtype=torch.uint8, device=self.device)
         if self._stream is None:

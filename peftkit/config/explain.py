@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from peftkit.config.lazy import LazyTable
+from peftkit.config.lazy import LazyTable, options_of
 from peftkit.config.strict_yaml import Key, Problem, SourceLocation
 from peftkit.errors import did_you_mean
 from peftkit.files.strict_json import JsonMap
@@ -93,16 +93,6 @@ def problems_of(
         location = next(locations[key[:n]] for n in range(len(key), -1, -1) if key[:n] in locations)
         problems.append(Problem(location, key, _message(root, group)))
     return problems
-
-
-def options_of(declared: object) -> tuple[Any, ...]:
-    """Return the alternatives of a declared type, flattened: `int | None` gives (int, NoneType)."""
-    origin = get_origin(declared)
-    if origin is Annotated:
-        return options_of(get_args(declared)[0])
-    if origin in (Union, types.UnionType):
-        return tuple(option for arg in get_args(declared) for option in options_of(arg))
-    return (declared,)
 
 
 def sections_of(field: FieldInfo) -> list[type[BaseModel]]:

@@ -1,4 +1,4 @@
-"""Lazy tables: classes and functions that are imported on first use.
+"""Lazy tables, whose classes and functions are imported on first use, and alternatives of types.
 
 Other packages add entries to a table with entry points in their pyproject.toml:
 
@@ -8,11 +8,12 @@ Other packages add entries to a table with entry points in their pyproject.toml:
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Annotated, Any, TypeVar, Union
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -134,3 +135,13 @@ class LazyTable(LazyMap[type[T]]):
             package = _package(self.plugins[name])
             raise ConfigError(f"{name!r} of {self._group} is not a config", found=package)
         return kind.model_validate(value)
+
+
+def options_of(declared: object) -> tuple[Any, ...]:
+    """Return the alternatives of a declared type, flattened: `int | None` gives (int, NoneType)."""
+    origin = get_origin(declared)
+    if origin is Annotated:
+        return options_of(get_args(declared)[0])
+    if origin in (Union, types.UnionType):
+        return tuple(option for arg in get_args(declared) for option in options_of(arg))
+    return (declared,)

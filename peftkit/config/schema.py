@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from peftkit.config.explain import options_of, problems_of
+from peftkit.config.lazy import options_of
 from peftkit.config.strict_yaml import (
     Key,
     ParsedYaml,
@@ -54,17 +54,15 @@ class Config(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     def __init__(self, **values: object) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
+            from peftkit.config.explain import problems_of
+
             name = type(self).__name__
             problems = problems_of(type(self), error, values, {(): SourceLocation("")})
             raise _config_error(f"{name}(...)", problems) from None
@@ -178,10 +176,7 @@ def _items(value: object) -> Iterator[Any]:
 
 def json_schema(cls: type[Config]) -> Json:
     """Return the JSON schema that editors use to complete and check a recipe."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **cls.model_json_schema(),
-    }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema()}
 
 
 def _read(path: Path) -> str:
@@ -246,6 +241,8 @@ def _validated(cls: type[C], source: str, parsed: ParsedYaml) -> C:
     try:
         config = cls.model_validate(parsed.data)
     except ValidationError as error:
+        from peftkit.config.explain import problems_of
+
         problems += problems_of(cls, error, parsed.data, parsed.locations)
     if problems or config is None:
         problems.sort(key=lambda problem: problem.location.order)

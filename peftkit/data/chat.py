@@ -138,7 +138,7 @@ class Chat:
         tools, source, variables = conversation.tools, conversation.source, conversation.variables
         return self.render(messages, tools, source, generation=generation, variables=variables)
 
-    def _as_read(self, message: Message) -> dict[str, Any]:
+    def _as_read(self, message: Message) -> dict[str, object]:
         """Return a message with the role and the field of reasoning that the template reads."""
         turn = dict(message)
         if turn["role"] == "developer" and "developer" not in self._text:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from peftkit.errors import BaseError, DataError, did_you_mean
 from peftkit.files import disk
@@ -43,7 +42,7 @@ CHATML = """\
 
 
 def choose_template(
-    tokenizer: Any, choice: str | None, variables: Mapping[str, object] | None = None
+    tokenizer: object, choice: str | None, variables: Mapping[str, object] | None = None
 ) -> str | None:
     """Return the template of `data.chat_template`; None: the tokenizer's template, if any.
 
@@ -54,7 +53,7 @@ def choose_template(
     Raises:
         DataError: The file does not exist, or the template does not read one of the variables.
     """
-    template = _named_template(choice)
+    template = None if choice is None else _named_template(choice)
     if not variables:
         return template
     text = own_template(tokenizer) if template is None else template
@@ -72,7 +71,7 @@ def choose_template(
     return "".join(lines) + text
 
 
-def own_template(tokenizer: Any) -> str:
+def own_template(tokenizer: object) -> str:
     """Return the text of a tokenizer's or processor's template, "" if it has none."""
     for owner in (tokenizer, getattr(tokenizer, "tokenizer", None)):
         if template := getattr(owner, "chat_template", None):
@@ -131,9 +130,7 @@ def read_tokenizer_config(path: Path) -> Json:
     return config
 
 
-def _named_template(choice: str | None) -> str | None:
-    if choice is None:
-        return None
+def _named_template(choice: str) -> str:
     if choice == "chatml":
         return CHATML
     path = Path(choice).expanduser()

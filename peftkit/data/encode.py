@@ -281,18 +281,21 @@ def agreed_style(
         DataError: The styles differ.
     """
     if first is not None and replace(first, system=style.system) != style:
-        others = "the adapter was trained on" if of_adapter else "the other rows have"
-        suffix = " with another chat template" * (first.kind == style.kind)
-        fix = "Give rows of one format, or set data.format and data.chat_template."
-        if of_adapter:
-            fix = (
-                "Give rows in that style, or set data.format or data.chat_template to change it. "
-                "peftkit eval --row-style evaluates rows in their own style."
-            )
-        raise DataError(
-            f"Cannot use {where} here.",
-            found=f"Its rows have the prompt style '{style.kind}', "
-            f"{others} '{first.kind}'{suffix}.",
-            fix=fix,
-        )
+        raise _other_style(first, style, where, of_adapter)
     return style if first is None or first.system == style.system else replace(style, system=None)
+
+
+def _other_style(first: Style, style: Style, where: str, of_adapter: bool) -> DataError:
+    others = "the adapter was trained on" if of_adapter else "the other rows have"
+    suffix = " with another chat template" * (first.kind == style.kind)
+    fix = "Give rows of one format, or set data.format and data.chat_template."
+    if of_adapter:
+        fix = (
+            "Give rows in that style, or set data.format or data.chat_template to change it. "
+            "peftkit eval --row-style evaluates rows in their own style."
+        )
+    return DataError(
+        f"Cannot use {where} here.",
+        found=f"Its rows have the prompt style '{style.kind}', {others} '{first.kind}'{suffix}.",
+        fix=fix,
+    )

@@ -108,7 +108,7 @@ def conversation_of(
             messages, target_turns = [system, *messages], [turn + 1 for turn in target_turns]
         elif messages[0] != system:
             raise WrongField("system", "the messages begin with another system turn")
-    tools = parse_tools(fields.get("tools"), "tools")
+    tools = parse_tools(fields["tools"], "tools") if "tools" in fields else []
     variables = fields.get("chat_template_kwargs") or {}
     if not isinstance(variables, Mapping):
         problem = f"expected an object with variables, found {kind_of(variables)}"

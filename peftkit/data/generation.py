@@ -57,14 +57,14 @@ def prompt_ids(
     return with_bos(tokenizer, text, limit)
 
 
-def template_of(tokenizer: Any, style: Style) -> str | None:
+def template_of(tokenizer: object, style: Style) -> str | None:
     """Return the chat template of a style; None: the tokenizer's template."""
     if style.kind != "chat" or not style.system:
         return style.chat_template
     return with_system(style.chat_template or own_template(tokenizer), style.system)
 
 
-def style_with_system(tokenizer: Any, style: Style, system: str) -> Style:
+def style_with_system(tokenizer: object, style: Style, system: str) -> Style:
     """Return a style with another system prompt; "": without one.
 
     Raises:
@@ -80,9 +80,7 @@ def style_with_system(tokenizer: Any, style: Style, system: str) -> Style:
     bare, changed = replace(style, system=None), replace(style, system=system or None)
     if system and prompt_ids(tokenizer, "Hello", bare) == prompt_ids(tokenizer, "Hello", changed):
         raise DataError(
-            summary,
-            found="The chat template omits it.",
-            fix="Write it into the first message.",
+            summary, found="The chat template omits it.", fix="Write it into the first message."
         )
     return changed
 

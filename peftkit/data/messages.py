@@ -13,9 +13,10 @@ from typing import Any
 
 from peftkit.data.readers import DECODER
 from peftkit.errors import did_you_mean
+from peftkit.files.strict_json import Json, JsonMap
 
-Message = Mapping[str, Any]
-Tool = Mapping[str, Any]
+Message = JsonMap
+Tool = JsonMap
 """A function that the assistant may call: {"type": "function", "function": {name, ...}}."""
 MAX_CHARACTERS = 10_000_000
 """Limit for one text: a tokenizer needs about a second per million characters."""
@@ -183,7 +184,7 @@ def _message(turn: object, path: str) -> tuple[Message, bool]:
         hint = did_you_mean(name, _ROLES)
         raise WrongField(f"{path}.{role_key}", f"unknown role '{name}'. {hint}".rstrip())
     handled = {role_key, text_key, "tool_calls", "function_call", *MARKS, *_REASONING}
-    message: dict[str, Any] = {"role": role}
+    message: Json = {"role": role}
     if reasoning := _reasoning(turn, role, text_key, path):
         message["reasoning_content"] = reasoning
     calls = turn.get("tool_calls")
@@ -284,10 +285,13 @@ def _is_target(turn: Mapping[str, object], role: str, path: str) -> bool:
 
 def _content(turn: Mapping[str, object], key: str, path: str) -> str:
     value = turn.get(key)
-    if not isinstance(value, list):
-        return text_of(turn, key, path)
+    return _joined(value, path) if isinstance(value, list) else text_of(turn, key, path)
+
+
+def _joined(content: Sequence[object], path: str) -> str:
+    """Return the text of a list of {"type": "text", "text": ...}, without reasoning."""
     parts = []
-    for number, part in enumerate(value):
+    for number, part in enumerate(content):
         where = f"{path}[{number}]"
         if not isinstance(part, Mapping):
             raise WrongField(where, f"expected an object, found {kind_of(part)}")

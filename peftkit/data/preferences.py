@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from peftkit.data.examples import (
     CONTEXT,
@@ -315,7 +314,7 @@ def _refuse_empty(messages: Sequence[Message], targets: Sequence[int], side: str
         raise WrongField(side, "empty")
 
 
-def _as_list(value: object) -> list[Any]:
+def _as_list(value: object) -> list[object]:
     """Return an answer, a text or a message, as messages; a text is the assistant's."""
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]

@@ -243,7 +243,7 @@ def _parsed(line: str, where: str) -> Any:
     return value
 
 
-def _decode(text: str, at: int, where: str, *, skip_lines: bool = False) -> tuple[Any, int]:
+def _decode(text: str, at: int, where: str, *, skip_lines: bool = False) -> tuple[object, int]:
     """Decode one JSON value at an offset; `skip_lines` if `where` lacks the line."""
     try:
         return DECODER.raw_decode(text, at)

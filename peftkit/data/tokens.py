@@ -43,7 +43,7 @@ def tokens(tokenizer: Any, text: str, limit: int | None = None) -> list[int]:
     return ids
 
 
-def with_bos(tokenizer: Any, text: str, limit: int | None = None) -> list[int]:
+def with_bos(tokenizer: object, text: str, limit: int | None = None) -> list[int]:
     """Return the tokens of the beginning of a document, with bos if the tokenizer adds it.
 
     Args and errors are as in `tokens`.
@@ -96,7 +96,7 @@ def continuation(tokenizer: Any, head: str, tail: str, source: str) -> list[int]
 
 
 def segmentwise(
-    tokenizer: Any, text: str, spans: Sequence[Span], special: re.Pattern[str], source: str
+    tokenizer: object, text: str, spans: Sequence[Span], special: re.Pattern[str], source: str
 ) -> tuple[list[int], list[bool]]:
     """Tokenise context and targets separately, each as the continuation of the previous segment.
 

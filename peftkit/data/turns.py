@@ -144,11 +144,7 @@ class Turns:
         return token, both[1:]
 
     def _written(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-        *,
-        generation: bool,
+        self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool
     ) -> str:
         def written(turns: Sequence[Message]) -> str:
             where = "a conversation with replies"
@@ -163,7 +159,7 @@ class Turns:
 
 def _answer(
     content: str, calls: Sequence[tuple[str, str]], thought: str | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
@@ -173,7 +169,7 @@ def _answer(
     return message if thought is None else message | {"reasoning_content": thought}
 
 
-def _with_text_arguments(message: Message) -> dict[str, Any]:
+def _with_text_arguments(message: Message) -> dict[str, object]:
     if "tool_calls" not in message:
         return dict(message)
     calls = [

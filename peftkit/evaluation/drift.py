@@ -146,7 +146,7 @@ class Drift:
             yield
         yield
 
-    def _inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+    def _inputs(self, batch: dict[str, Tensor]) -> dict[str, object]:
         return accepted(self._model, {"input_ids": batch["input_ids"], "use_cache": False})
 
     def _rise(self, batch: dict[str, Tensor], start: int) -> tuple[Tensor, Tensor]:
@@ -185,7 +185,7 @@ def _file(name: str) -> Sequence[str]:
         raise DataError(f"Cannot read train.drift.on {name}.", found=str(error), fix=fix) from None
 
 
-def text_rows(tokenizer: Any, texts: Sequence[str], limit: int) -> list[Row]:
+def text_rows(tokenizer: object, texts: Sequence[str], limit: int) -> list[Row]:
     """Return texts as rows of at most 256 tokens whose targets are all tokens but the first.
 
     Args:

@@ -63,7 +63,7 @@ def predict(opened: Opened, texts: Sequence[str | tuple[str, str]]) -> list[dict
 
 def predict_file(
     opened: Opened, data: str | Path, *, on_event: Listener = ignore
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Return each row of a file with its prediction, score or embedding.
 
     Raises:

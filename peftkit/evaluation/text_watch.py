@@ -75,7 +75,7 @@ class TextWatch:
                 self._on_event(Notice(text))
         return means
 
-    def _documents(self, number: int) -> list[tuple[Any, Any]]:
+    def _documents(self, number: int) -> list[tuple[object, object]]:
         """Return the first documents of the eval rows with an answer, each with its row."""
         pairs = list[tuple[Any, Any]]()
         for row in self._rows:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from peftkit.figures import dtype_name
 from peftkit.settings import TrainConfig
 
 Activations = Literal["keep", "selective", "recompute", "offload"]
@@ -88,7 +89,7 @@ class ExecutionPlan:
         autocast = ""
         if device != "meta" and torch.is_autocast_enabled(device):
             autocast = "fp16" if torch.get_autocast_dtype(device) == torch.float16 else "bf16"
-        dtype = str(compute_dtype(model)).removeprefix("torch.")
+        dtype = dtype_name(compute_dtype(model))
         return cls(device=device, dtype=dtype, autocast=autocast)
 
     @property

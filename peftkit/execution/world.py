@@ -178,8 +178,6 @@ class World:
         Raises:
             OutputError: They do not, or the folder is not writable.
         """
-        if self.world_size == 1:
-            return
         probe = folder / f".{self.all_gather(secrets.token_hex(8))[0]}"
         if self.is_main:
             writable_folder(folder)

@@ -150,10 +150,7 @@ def check_vacant(
 
 
 def upload(
-    files: Mapping[str, Path],
-    url: str,
-    last: tuple[str, bytes],
-    is_same: Callable[[bytes], bool],
+    files: Mapping[str, Path], url: str, last: tuple[str, bytes], is_same: Callable[[bytes], bool]
 ) -> None:
     """Upload files to a folder, and then an object that marks it as complete.
 
@@ -199,12 +196,7 @@ _FOLDERS = "Use s3://, gs://, az:// or hf://, or a .gguf file."
 
 
 def _download(
-    fs: Any,
-    path: str,
-    info: Mapping[str, Any],
-    target: Path,
-    message: str,
-    error: Kind,
+    fs: Any, path: str, info: Mapping[str, Any], target: Path, message: str, error: Kind
 ) -> None:
     """Write an object to a file, complete or not at all."""
     size = info.get("size")

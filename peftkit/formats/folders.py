@@ -184,8 +184,3 @@ def copy_files(source: Path, folder: Path, names: Iterable[str] = TOKENIZER_FILE
 def _move(path: Path, folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.replace(path, folder / path.name)
-
-
-def forget_overwritten(folder: Path) -> None:
-    """Delete the adapter that `set_aside` kept, after the new one is saved."""
-    shutil.rmtree(folder / OVERWRITTEN, ignore_errors=True)

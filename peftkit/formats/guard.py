@@ -49,19 +49,16 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
 )
 
 
-def instead_of_pickle(name: str) -> str:
-    """Return advice for a pickle: a command that reads only its tensors."""
-    return (
-        "A pickle can run code when it is read, so it is not opened: use safetensors. This line, "
-        "run in the folder, converts the tensors without running code:\n"
-        'python -c "import torch; from safetensors.torch import save_file; '
-        f"save_file(torch.load('{name}', weights_only=True), 'adapter_model.safetensors')\""
-    )
-
-
+INSTEAD_OF_PICKLE = (
+    "A pickle can run code when it is read, so it is not opened: use safetensors. This line, "
+    "run in the folder, converts the tensors without running code:\n"
+    'python -c "import torch; from safetensors.torch import save_file; '
+    "save_file(torch.load('{}', weights_only=True), 'adapter_model.safetensors')\""
+)
+"""Advice for a pickle, by its name: a command that reads only its tensors."""
 _FIXES = {
-    PICKLE: instead_of_pickle("adapter_model.bin"),
-    TORCH_ARCHIVE: instead_of_pickle("adapter_model.bin"),
+    PICKLE: INSTEAD_OF_PICKLE.format("adapter_model.bin"),
+    TORCH_ARCHIVE: INSTEAD_OF_PICKLE.format("adapter_model.bin"),
     LFS_POINTER: "The file itself was not downloaded: run 'git lfs pull', or download it again.",
     WEB_PAGE: "It is the error page of a failed download: download it again (logged in?).",
 }

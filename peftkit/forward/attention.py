@@ -276,7 +276,7 @@ def registered(
 
 
 @contextmanager
-def _trained_with(model: Any, attention: TrainingAttention) -> Iterator[None]:
+def _trained_with(model: nn.Module, attention: TrainingAttention) -> Iterator[None]:
     outer = _original.get(model)
     _original[model] = _implementations(model.config)
     try:

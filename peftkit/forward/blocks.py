@@ -336,7 +336,7 @@ def _recomputed(recompute: _Recompute, module: nn.Module, x: Any, *args: Any, **
         return recompute(run, x)
     inputs = [x]
 
-    def of_recipe(module: Any, *tensors: Tensor) -> Any:
+    def of_recipe(module: nn.Module, *tensors: Tensor) -> Any:
         if inputs:  # in the forward pass; checkpointing pairs what both passes save, by its order
             return type(module).forward(module, inputs.pop())
         with torch.no_grad():

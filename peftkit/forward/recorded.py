@@ -220,7 +220,7 @@ def unrecorded(cause: str) -> Fallback:
     )
 
 
-def why_not_captured(model: Any) -> str:
+def why_not_captured(model: nn.Module) -> str:
     """Return why no pass of a model can be captured as a CUDA graph, or ""."""
     if is_sharded(model) or is_streamed(model):
         return "Its blocks wait for other processes or host memory; no graph captures that."

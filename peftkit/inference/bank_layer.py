@@ -312,7 +312,7 @@ def _are_joined(
     return is_noise(sizes, noise_of(moved, [together]))
 
 
-def _inputs(model: Any, ids: Tensor) -> Mapping[str, Tensor]:
+def _inputs(model: nn.Module, ids: Tensor) -> Mapping[str, Tensor]:
     """Return each linear layer's input in one forward pass, flattened to vectors, on the CPU."""
     inputs: dict[str, Tensor] = {}
 

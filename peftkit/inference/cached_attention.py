@@ -449,7 +449,7 @@ class _Layer(CacheLayerMixin):
 
 
 @contextmanager
-def cached_attention(model: Any, attention: CachedAttention) -> Iterator[None]:
+def cached_attention(model: nn.Module, attention: CachedAttention) -> Iterator[None]:
     """Use this attention in a model within the context."""
     scaled = [m for m in model.modules() if getattr(m, "attn_temperature_tuning", None)]
     attention.scaled = {layer for layer in scaled if not getattr(layer, "use_rope", True)}

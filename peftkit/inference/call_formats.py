@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from peftkit.files.strict_json import Json, JsonMap
+
 
 class Call(NamedTuple):
     """A tool call; `id` is set if the model wrote one."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: Json
     id: str | None = None
 
 
@@ -56,7 +58,7 @@ class CallFormat:
     skips: tuple[str, ...] = ()
     as_text: bool = False
 
-    def message(self, text: str, calls: Sequence[tuple[str, Call]]) -> dict[str, Any]:
+    def message(self, text: str, calls: Sequence[tuple[str, Call]]) -> Json:
         """Return an answer with calls as a message for the chat template.
 
         Args:
@@ -210,11 +212,9 @@ NO_CALLS = CallFormat("none", (), None, lambda _: [])
 """Format for templates without tool calls: an answer is text and reasoning."""
 
 
-def typed(call: Call, tools: Sequence[Mapping[str, Any]]) -> Call:
+def typed(call: Call, tools: Sequence[JsonMap]) -> Call:
     """Return a call whose arguments have the types of the tool's schema."""
-    schema: Mapping[str, Any] = next(
-        (t["function"] for t in tools if t["function"]["name"] == call.name), {}
-    )
+    schema: JsonMap = next((t["function"] for t in tools if t["function"]["name"] == call.name), {})
     properties = (schema.get("parameters") or {}).get("properties") or {}
     arguments = {key: _of_type(value, properties.get(key)) for key, value in call.arguments.items()}
     return call._replace(arguments=arguments)

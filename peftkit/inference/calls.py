@@ -17,6 +17,7 @@ from peftkit.data.chat import Chat, special_texts
 from peftkit.data.generation import stop_ids
 from peftkit.data.style import Style
 from peftkit.errors import ConfigError
+from peftkit.files.strict_json import JsonMap
 from peftkit.inference.call_formats import (
     FORMATS,
     NO_CALLS,
@@ -30,7 +31,7 @@ from peftkit.inference.call_formats import (
 )
 from peftkit.inference.generate import decoded, num_held
 
-Render = Callable[[Sequence[Mapping[str, Any]]], str]
+Render = Callable[[Sequence[JsonMap]], str]
 """Writes a conversation with a chat template."""
 
 
@@ -45,7 +46,7 @@ class AnswerPiece(NamedTuple):
 PROBE_ID = "abcdefghi"  # nine letters and digits, as Mistral's templates require
 PROBE = Call("peftkit_probe", {"city": "Lima", "days": 3, "deep": {"a": [1, 2]}, "on": True})
 _TYPES = {"city": "string", "days": "integer", "deep": "object", "on": "boolean"}
-PROBE_TOOL: Mapping[str, Any] = {
+PROBE_TOOL: JsonMap = {
     "type": "function",
     "function": {
         "name": PROBE.name,
@@ -116,7 +117,7 @@ class Reader:
     def __init__(
         self,
         form: CallFormat | None,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[JsonMap] = (),
         *,
         thinks: bool = False,
     ) -> None:

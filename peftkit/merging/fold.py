@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from peftkit.adapter import Adapter
 from peftkit.errors import MergeError, RunError
 from peftkit.events import Listener, Notice, Stage
+from peftkit.figures import dtype_name
 from peftkit.files import disk
 from peftkit.files.tensors import non_finite
 from peftkit.formats.open_adapter import Opened
@@ -82,7 +83,7 @@ class Tally:
         if not math.isfinite(self.update):
             raise too_large_values()
         if not math.isfinite(self.rounding):
-            dtype = str(stored.dtype).removeprefix("torch.")
+            dtype = dtype_name(stored.dtype)
             kind = "the types of the base's file" if self.instead else dtype
             raise MergeError(
                 f"the merged weights are too large for {kind}",

@@ -33,7 +33,7 @@ from peftkit.events import Listener, Notice, Saved, Stage, Table, ignore
 from peftkit.execution.environment import free_now
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.plan import compute_dtype
-from peftkit.figures import size
+from peftkit.figures import dtype_name, size
 from peftkit.files.disk import new_folder
 from peftkit.formats.card import Card, write_card
 from peftkit.formats.find_adapter import adapter_folder
@@ -217,7 +217,7 @@ def _trained_over(file: AdapterFile) -> torch.dtype | None:
     if file.provenance.loading.get("quantize_for", "none") == "none":
         return None
     plan = file.provenance.plan or {}
-    return {str(d).removeprefix("torch."): d for d in DTYPES.values()}.get(str(plan.get("dtype")))
+    return {dtype_name(d): d for d in DTYPES.values()}.get(str(plan.get("dtype")))
 
 
 @torch.no_grad()
@@ -338,11 +338,7 @@ def _style(file: AdapterFile) -> Style | None:
 
 
 def _card(
-    merged: Merged,
-    file: AdapterFile,
-    purpose: Purpose,
-    from_quantized: bool,
-    hub_id: str | None,
+    merged: Merged, file: AdapterFile, purpose: Purpose, from_quantized: bool, hub_id: str | None
 ) -> Card:
     notes = [f"The adapter {file.folder.name} ({file.method.type}), merged into its base."]
     if from_quantized:

@@ -19,6 +19,7 @@ from peftkit.base.load import local_folder
 from peftkit.base.skeleton import hollow
 from peftkit.errors import BaseError, RunError
 from peftkit.events import Listener, Progress, ignore
+from peftkit.figures import dtype_name
 from peftkit.files import disk
 from peftkit.files.strict_json import JsonMap, shown
 from peftkit.files.tensors import (
@@ -244,5 +245,5 @@ def _copy_companions(folder: Path, out: Path, dtype: torch.dtype | None) -> None
             disk.write_bytes_atomic(path.read_bytes(), out / path.name)
     config = (folder / CONFIG).read_bytes()
     if dtype is not None:
-        config = _DTYPE.sub(rb"\1%s\2" % str(dtype).removeprefix("torch.").encode(), config)
+        config = _DTYPE.sub(rb"\1%s\2" % dtype_name(dtype).encode(), config)
     disk.write_bytes_atomic(config, out / CONFIG)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 from peftkit.base.new_tokens import Own, saved_tokens
 from peftkit.data.chat_template import (
@@ -54,7 +53,7 @@ def write_template(style: Style | None, folder: Path) -> None:
     disk.write_text(template, folder / TEMPLATE)
 
 
-def write_format(own: Own, config: Any, folder: Path) -> None:
+def write_format(own: Own, config: object, folder: Path) -> None:
     """Write the chat template and the end token of an adapter's tokenizer into a model's folder.
 
     Args:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from peftkit.errors import TargetError
 from peftkit.kernels.stacked import AdaptedStack, NoProductError
 from peftkit.methods.base import AdapterModule
-from peftkit.methods.lora_init import Options, drawn
+from peftkit.methods.lora_init import Options
+from peftkit.methods.lora_linear import drawn
 from peftkit.model.places import is_transposed, stacked_shape
 from peftkit.model.targets import RowSlice, Site
 

@@ -61,12 +61,7 @@ def _problem_of(group: Any) -> str:
 
 
 def _figures(
-    group: Any,
-    x: Tensor,
-    trained: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    *,
-    alone: bool,
+    group: Any, x: Tensor, trained: Sequence[Tensor], weights: Sequence[Tensor], *, alone: bool
 ) -> list[Tensor]:
     """Return the outputs of all layers, and the gradients of their weighted sum."""
     with torch.enable_grad():

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -65,10 +65,7 @@ class LoRAFormat(PeftFormat[LoRA]):
         return fields | peft_scales(ranks, scalings, rslora=method.rslora)
 
     def with_missing(
-        self,
-        fields: Mapping[str, object],
-        modules: Modules,
-        tensors: Mapping[str, Tensor],
+        self, fields: Mapping[str, object], modules: Modules, tensors: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
         """Add the initial values that PEFT's PiSSA and OLoRA subtract, computed from the base."""
         if fields.get("init_lora_weights") not in SUBTRACTED:
@@ -157,7 +154,7 @@ def _exact_integer(value: float) -> int | float:
     return nearest if math.isclose(value, nearest, rel_tol=1e-9) else value
 
 
-def _majority(values: Mapping[str, object]) -> tuple[Any, Json]:
+def _majority(values: Mapping[str, object]) -> tuple[object, Json]:
     """Return the most common value, and the exceptions by path."""
     common = Counter(values.values()).most_common(1)[0][0]
     return common, {path: value for path, value in values.items() if value != common}

@@ -34,14 +34,6 @@ class Options(NamedTuple):
     constant_in: int
 
 
-def drawn(init: Init, shape: torch.Size, rank: int, generator: torch.Generator) -> Tensor:
-    """Return a random A, drawn on the CPU in float32 and thus equal on all devices."""
-    if init == "gaussian":
-        return torch.empty(shape).normal_(std=1 / rank, generator=generator)
-    bound = 1 / math.sqrt(shape[-1])  # kaiming_uniform_(a=sqrt(5)), like nn.Linear
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-
-
 def of_weight(
     init: Init, weight: Tensor, rank: int, scaling: float, *, exact: bool = False
 ) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ M rows of input; `...` is any leading shape.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
@@ -26,7 +27,7 @@ from torch.nn import functional
 from peftkit.kernels.fused import recipe_of
 from peftkit.kernels.lora import Layer, add_lora, grouped_lora_linear, low_rank
 from peftkit.methods.base import AdapterModule
-from peftkit.methods.lora_init import SUBTRACTED, Options, drawn, of_weight
+from peftkit.methods.lora_init import SUBTRACTED, Init, Options, of_weight
 from peftkit.model.places import find_places, linear_shape
 from peftkit.model.targets import RowSlice, Site
 from peftkit.quant.layers import QuantizedLinear
@@ -36,6 +37,14 @@ SHARING = ({"q", "k", "v"}, {"gate", "up"}, {"in"})  # mixer_in
 """Last segments of roles whose layers read the same input within one module."""
 MAX_MISSES = 2
 """Consecutive changes of input within a group after which its layers are separated."""
+
+
+def drawn(init: Init, shape: torch.Size, rank: int, generator: torch.Generator) -> Tensor:
+    """Return a random A, drawn on the CPU in float32 and thus equal on all devices."""
+    if init == "gaussian":
+        return torch.empty(shape).normal_(std=1 / rank, generator=generator)
+    bound = 1 / math.sqrt(shape[-1])  # kaiming_uniform_(a=sqrt(5)), like nn.Linear
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 class LoRALinear(AdapterModule):

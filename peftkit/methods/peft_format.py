@@ -106,10 +106,7 @@ class PeftFormat(ABC, Generic[M]):
         return fields, tensors
 
     def with_missing(
-        self,
-        fields: Mapping[str, object],
-        modules: Modules,
-        tensors: Mapping[str, Tensor],
+        self, fields: Mapping[str, object], modules: Modules, tensors: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
         """Add the tensors that PEFT computes from the base when it loads a file."""
         return tensors

@@ -318,7 +318,7 @@ class _NeverUpdated(dict[int, bool]):
         return None
 
 
-def read_cache(stack: Any, pairs: Sequence[Pair]) -> tuple[ReadCache, Any]:
+def read_cache(stack: Any, pairs: Sequence[Pair]) -> tuple[ReadCache, object]:
     """Return a cache of the pairs, and the cache object to pass to the stack."""
     decoder_cache = ReadCache(stack.config, pairs)
     if not stack.config.is_encoder_decoder:

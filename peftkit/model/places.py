@@ -369,3 +369,14 @@ def _set_sides_apart(model: nn.Module, places: list[ModelWeight]) -> None:
 def num_virtual(model: nn.Module) -> int:
     """Return the number of virtual tokens that an adapter puts before every row."""
     return sum(int(getattr(module, "num_virtual", 0)) for module in model.modules())
+
+
+def head_modules(model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of a model's head: the modules outside of its backbone."""
+    return tuple(
+        name
+        for name, child in model.named_children()
+        if child is not model.base_model
+        and not any(isinstance(module, nn.ModuleList) for module in child.modules())
+        and any(True for _ in child.parameters())
+    )

@@ -399,7 +399,11 @@ def _measured_cache(model: Any) -> Footprint:
 
 
 def smallest_step(
-    recipe: Recipe, config: Any, environment: Environment, plan: ExecutionPlan, on_event: Listener
+    recipe: Recipe,
+    config: object,
+    environment: Environment,
+    plan: ExecutionPlan,
+    on_event: Listener,
 ) -> int | None:
     """Return the bytes of a recipe's smallest step in a plan, a row of the maximum length.
 

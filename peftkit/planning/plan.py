@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ from peftkit.defaults import anchors_per_step, should_pack
 from peftkit.errors import ConfigError
 from peftkit.execution.environment import gpu_of_size, this_machine
 from peftkit.execution.plan import ExecutionPlan, plan_of
-from peftkit.figures import rough_duration, size
+from peftkit.figures import dtype_name, rough_duration, size
 from peftkit.kernels.device import launch_seconds, local_gpu
 from peftkit.planning.memory import CARDS, LINK, STEP, DeviceEstimate, MemoryEstimator, Strategy
 from peftkit.planning.resolve import as_continued, config_of, encode_first
@@ -102,7 +101,7 @@ class Plan:
     launch_seconds: float
     answers: Mapping[int, int]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Return all fields, and those of the chosen strategy on top."""
         fields = {name: value for name, value in asdict(self).items() if name != "chosen"}
         return {**asdict(self.chosen), **fields, "fits": self.fits}
@@ -189,7 +188,9 @@ def plan_run(
     Raises:
         PeftkitError: The recipe, the model's config or the size is invalid.
     """
-    recipe = as_continued(_recipe(target, overrides))
+    recipe = _recipe(target, overrides)
+    if folder := recipe.method.start_from:
+        recipe = as_continued(recipe, folder)
     environment = this_machine()
     if memory is not None:
         environment = gpu_of_size(parse_size(memory) if isinstance(memory, str) else memory)
@@ -217,7 +218,7 @@ def plan_run(
     return Plan(
         model=recipe.base.model,
         on_gpu=environment.on_gpu,
-        dtype=str(steps.dtype).removeprefix("torch."),
+        dtype=dtype_name(steps.dtype),
         quantize=recipe.base.quantize,
         stored=codes.description if codes is not None else "",
         num_parameters=steps.num_parameters,
@@ -320,7 +321,7 @@ def _recipe(target: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
 
 def _execution(estimator: MemoryEstimator, chosen: Strategy) -> ExecutionPlan:
     """Return the plan of a run with a strategy."""
-    dtype = str(estimator.steps.dtype).removeprefix("torch.")
+    dtype = dtype_name(estimator.steps.dtype)
     device, num_processes = estimator.environment.kind, estimator.environment.world_size
     plan = plan_of(
         estimator.recipe.train, device, num_processes, placement=chosen.placement, dtype=dtype

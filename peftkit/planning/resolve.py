@@ -25,14 +25,17 @@ from peftkit.base.skeleton import (
 )
 from peftkit.data.records import sources_of
 from peftkit.events import Listener, Notice, ignore
-from peftkit.execution.environment import free_for_training, select_device
+from peftkit.execution.environment import Environment, free_for_training, select_device
 from peftkit.execution.plan import ExecutionPlan, Shard, plan_of
 from peftkit.execution.world import World
+from peftkit.figures import dtype_name
 from peftkit.model.blocks import recomputable_blocks
 from peftkit.recipe import Recipe
 
 
-def encode_first(recipe: Recipe, number: int, on_event: Listener = ignore) -> tuple[Any, list[Any]]:
+def encode_first(
+    recipe: Recipe, number: int, on_event: Listener = ignore
+) -> tuple[object, list[object]]:
     """Return a recipe's task without weights, and the first rows of its training data.
 
     The task is created for a model of one block without weights: rows depend on the tokenizer and
@@ -63,8 +66,9 @@ def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
     Raises:
         PeftkitError: The config of the base, or the adapter to continue, cannot be used.
     """
-    recipe = as_continued(recipe)
-    base, train, purpose = recipe.base, recipe.train, recipe.task.plain_purpose
+    if folder := recipe.method.start_from:
+        recipe = as_continued(recipe, folder)
+    base, train = recipe.base, recipe.train
     device = select_device()
     here = free_for_training(device, None if train.memory == "auto" else train.memory * 1e9)
     dtype = compute_dtype(base, device)
@@ -73,15 +77,30 @@ def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
         here.kind,
         here.world_size,
         placement="stream" if base.placement == "stream" else "device",
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
     )
     may_shard = train.shard == "auto" and plan.placement == "device" and here.world_size > 1
-    can_shard = may_shard and recipe.method.wraps_linear_layers
     may_stream = base.placement == "auto" and here.kind == "cuda" and not plan.is_sharded
+    can_shard = may_shard and recipe.method.wraps_linear_layers
     if here.memory is None or not (can_shard or may_stream):
         return plan
+    return _placed(recipe, plan, here, may_shard, may_stream, on_event)
+
+
+def _placed(
+    recipe: Recipe,
+    plan: ExecutionPlan,
+    here: Environment,
+    may_shard: bool,
+    may_stream: bool,
+    on_event: Listener,
+) -> ExecutionPlan:
+    """Return a plan with the placement and the sharding with which the base and a step fit."""
+    base, train, purpose = recipe.base, recipe.train, recipe.task.plain_purpose
+    device = select_device()
+    can_shard = may_shard and recipe.method.wraps_linear_layers
     config = config_of(recipe)
-    weights = weight_bytes(config, base, purpose, dtype)
+    weights = weight_bytes(config, base, purpose, compute_dtype(base, device))
 
     def can_stream() -> bool:
         if not (may_stream and is_packed(config, base)) or train.gradient_checkpointing is False:
@@ -117,8 +136,8 @@ def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
     return replace(plan, placement=place.placement, shard=place.shard)
 
 
-def as_continued(recipe: Recipe) -> Recipe:
-    """Return a recipe with the method of the adapter that it continues, if any.
+def as_continued(recipe: Recipe, folder: str) -> Recipe:
+    """Return a recipe with the method of the adapter in a folder, which it continues.
 
     The few rows of new tokens are omitted, since a plain base lacks them. An adapter on the hub is
     downloaded.
@@ -126,12 +145,10 @@ def as_continued(recipe: Recipe) -> Recipe:
     Raises:
         AdapterError: There is no such adapter.
     """
-    if not recipe.method.start_from:
-        return recipe
     from peftkit.formats.find_adapter import adapter_folder
     from peftkit.formats.peft.load import read_adapter
 
-    method = read_adapter(adapter_folder(recipe.method.start_from)).method
+    method = read_adapter(adapter_folder(folder)).method
     update: dict[str, Any] = {"start_from": None, "token_rows": ()}
     if "dropout" in recipe.method.model_fields_set and hasattr(method, "dropout"):
         update["dropout"] = getattr(recipe.method, "dropout", None)

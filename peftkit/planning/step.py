@@ -22,7 +22,6 @@ from torch.nn import functional
 
 from peftkit.adapter import Adapter, attach, prepared_for_training
 from peftkit.base.heads import ClassHead
-from peftkit.base.purpose import head_modules
 from peftkit.base.skeleton import on_meta, packed_skeleton, untraced
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.forward.attention import training_attention
@@ -30,7 +29,7 @@ from peftkit.forward.blocks import Blocks, input_bytes
 from peftkit.forward.loss import Head, accepted, find_head, token_log_probs, token_loss
 from peftkit.kernels.cross_entropy import ALIGNMENT, rows_of_chunk
 from peftkit.model.modes import begin_training
-from peftkit.model.places import linear_shape, unwrap_adapter
+from peftkit.model.places import head_modules, linear_shape, unwrap_adapter
 from peftkit.planning.counter import GPU_ROUNDING, Counter
 from peftkit.quant.layers import keep_copies
 from peftkit.recipe import Recipe
@@ -109,7 +108,7 @@ def loss_of(
 
 def _inputs(
     model: Any, task: TaskConfig, dtype: torch.dtype, rows: int, length: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     config = model.config
     if task.processor == "image_processor":
         size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
@@ -125,7 +124,7 @@ def _inputs(
     return {"input_ids": ids, "decoder_input_ids": half, "use_cache": False}
 
 
-def _audio(model: Any, dtype: torch.dtype, rows: int) -> dict[str, Any]:
+def _audio(model: Any, dtype: torch.dtype, rows: int) -> dict[str, object]:
     """Return the input of SECONDS of audio: samples, or 100 frames of mel bins per second."""
     if model.main_input_name == "input_values":
         return {"input_values": torch.zeros(rows, SECONDS * 16_000, dtype=dtype)}
@@ -266,21 +265,21 @@ class DatalessStep:
             self.counter.move(gradient, "gradients")
 
 
-def skeleton_of(recipe: Recipe, config: Any, dtype: torch.dtype) -> Any:
+def skeleton_of(recipe: Recipe, config: object, dtype: torch.dtype) -> Any:
     """Build the bare model on the meta device, its weights tied and frozen."""
     model: Any = on_meta(config, recipe.task.plain_purpose, dtype)
     model.tie_weights()
     return model.requires_grad_(False)
 
 
-def with_method(model: Any, recipe: Recipe) -> Adapter:
+def with_method(model: nn.Module, recipe: Recipe) -> Adapter:
     """Attach the method to a model; a classification head is trained fully."""
     head = head_modules(model) if has_class_head(recipe.task) else ()
     fully = tuple(dict.fromkeys((*recipe.method.train_fully, *head)))
     return attach(model, recipe.method.model_copy(update={"train_fully": fully}), fresh=False)
 
 
-def packed_model(recipe: Recipe, config: Any, dtype: torch.dtype) -> Any:
+def packed_model(recipe: Recipe, config: object, dtype: torch.dtype) -> Any:
     """Build the packed model without data.
 
     Call it within FakeTensorMode and a Counter, since some packed layers run once.
@@ -292,7 +291,7 @@ def packed_model(recipe: Recipe, config: Any, dtype: torch.dtype) -> Any:
     return model.requires_grad_(False)
 
 
-def _materialised(model: Any) -> Any:
+def _materialised(model: nn.Module) -> Any:
     """Replace a model's meta tensors by tensors of the active FakeTensorMode, with their ties."""
     new: dict[int, nn.Parameter] = {}
     for module in model.modules():

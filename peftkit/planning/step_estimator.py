@@ -23,15 +23,10 @@ from peftkit.base.request import DTYPES, fast_dtype
 from peftkit.base.skeleton import with_depth
 from peftkit.errors import PeftkitError
 from peftkit.execution.plan import Activations, activation_modes, plan_of
+from peftkit.figures import dtype_name
 from peftkit.forward.blocks import Blocks
 from peftkit.planning.counter import Counter
-from peftkit.planning.step import (
-    DatalessStep,
-    StepCount,
-    packed_model,
-    skeleton_of,
-    with_method,
-)
+from peftkit.planning.step import DatalessStep, StepCount, packed_model, skeleton_of, with_method
 from peftkit.quant.layers import COPY_SHARE, packed_tensors
 from peftkit.recipe import Recipe
 
@@ -66,7 +61,7 @@ _recent: deque[StepEstimator] = deque(maxlen=4)
 
 
 def steps_of(
-    recipe: Recipe, config: Any, device: str, main_memory: int | None = None
+    recipe: Recipe, config: object, device: str, main_memory: int | None = None
 ) -> StepEstimator:
     """Return an estimator for these arguments: a recent one, if its steps are equal."""
     key = _key(recipe, config, device)
@@ -78,7 +73,7 @@ def steps_of(
     return _recent[-1]
 
 
-def _key(recipe: Recipe, config: Any, device: str) -> tuple[Any, ...]:
+def _key(recipe: Recipe, config: object, device: str) -> tuple[Any, ...]:
     """Return all settings that determine the steps of a recipe."""
     base = recipe.base.model_copy(update={"placement": "auto", "store": "auto"})
     return base, recipe.task, recipe.method, recipe.train.group_layers, config, device
@@ -110,7 +105,7 @@ class StepEstimator:
         self._recipe, self._config = recipe, config
         fast = fast_dtype(torch.device("cpu")) if device == "cpu" else torch.bfloat16
         self.dtype = DTYPES.get(recipe.base.dtype) or fast
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         self._plan = plan_of(recipe.train, device, shard="none", dtype=dtype)
         self._steps: dict[int, DatalessStep] = {}
         self._counts: dict[tuple[int, int, int, Activations, bool], StepCount] = {}
@@ -243,7 +238,7 @@ def _depth_with_all_kinds(blocks: list[nn.Module]) -> int:
     return max([FEW, *(first + 1 for first in firsts if first < MOST)])
 
 
-def _stacks_of(model: nn.Module, blocks: list[nn.Module]) -> list[list[Any]]:
+def _stacks_of(model: nn.Module, blocks: list[nn.Module]) -> list[list[object]]:
     """Return the kinds of blocks of each stack, such as an encoder."""
     paths = {module: path for path, module in model.named_modules()}
     stacks: dict[str, list[Any]] = {}
@@ -252,7 +247,7 @@ def _stacks_of(model: nn.Module, blocks: list[nn.Module]) -> list[list[Any]]:
     return list(stacks.values())
 
 
-def _period_after(depth: int, stacks: list[list[Any]]) -> int:
+def _period_after(depth: int, stacks: list[list[object]]) -> int:
     """Return the number of blocks after `depth` whose mix of kinds is closest to all the rest's."""
     period = 1
     for rest in (stack[depth:] for stack in stacks):

@@ -164,7 +164,7 @@ class Verdict:
         likely = "" if self.is_certain else " (likely)"
         return f"proved: {self.kind.replace('_', ' ')}{likely}{share}"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the verdict as JSON."""
         return {**asdict(self), "fix": self.fix}
 

@@ -28,6 +28,7 @@ from peftkit.data.pack import IGNORE, last_answer
 from peftkit.data.style import Style
 from peftkit.errors import AdapterError
 from peftkit.execution.plan import compute_dtype
+from peftkit.figures import dtype_name
 from peftkit.files.disk import sha256_of, write_text
 from peftkit.formats.folders import PROOF, TENSORS
 from peftkit.formats.guard import read_json
@@ -116,7 +117,7 @@ def record(
         base={n: getattr(base, n) for n in ("name", "hub_id", "revision", "fingerprint")},
         adapter=digest,
         precision={
-            "dtype": str(compute_dtype(model)).removeprefix("torch."),
+            "dtype": dtype_name(compute_dtype(model)),
             "quantize": base.audit.quantized_as,
         },
         noise=(_rms(bare, bare_again, likely), _rms(adapted, again, likely)),
@@ -185,7 +186,7 @@ def read_proof(path: str | Path) -> Proof:
     return from_dict(Proof, read_json(file), str(file))
 
 
-def prove(model: Any, proof: Proof | str | Path, *, tokenizer: Any = None) -> Verdict:
+def prove(model: nn.Module, proof: Proof | str | Path, *, tokenizer: object = None) -> Verdict:
     """Return whether a model in memory computes with an adapter.
 
     Args:
@@ -245,7 +246,7 @@ def _observed(proof: Proof, logits_of: Logits) -> list[Seen]:
     return seen
 
 
-def _first(proof: Proof, number: int, logits: Any) -> list[Seen]:
+def _first(proof: Proof, number: int, logits: object) -> list[Seen]:
     """Return the log-probabilities after a prompt."""
     at = next(n for n, position in enumerate(proof.positions) if position.prompt == number)
     return _tokens_at(proof, at, torch.as_tensor(logits)[-1])
@@ -270,7 +271,7 @@ def _rendered(proof: Proof, tokenizer: Any) -> dict[int, list[int]]:
 
 
 def _prompts(
-    tokenizer: Any, style: Style, texts: Sequence[str], rows: Sequence[Any]
+    tokenizer: object, style: Style, texts: Sequence[str], rows: Sequence[object]
 ) -> list[Prompt]:
     """Return the prompts to record, whose ids are the prompts' tokens."""
     chosen: list[Prompt] = []

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from peftkit.errors import first_few
 from peftkit.events import Table
-from peftkit.figures import size
+from peftkit.figures import dtype_name, size
 from peftkit.model.places import FrozenWrapper, ModelWeight, find_places, is_linear, own_table
 from peftkit.quant.layers import Packing, packed_tensors
 from peftkit.quant.quantize import NEVER_PACKED, ROUTER, never_packed
@@ -138,7 +138,7 @@ def audit(model: nn.Module) -> Audit:
     for path, module, name, tensor in _plain_parameters(model):
         place = stacks.get((module, name))
         kind, why = _kind_of(module, name, tensor, place, reasons.get(id(module), ""))
-        stored = str(tensor.dtype).removeprefix("torch.")
+        stored = dtype_name(tensor.dtype)
         label = path if name in ("weight", "bias") else f"{path}.{name}"
         fact = (label, tensor.numel(), tensor.nbytes)
         groups.setdefault((kind, stored, why), []).append(fact)

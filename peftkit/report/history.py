@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ValidationError
 
@@ -24,6 +24,7 @@ from peftkit.errors import DataError, first_few
 from peftkit.events import Table
 from peftkit.figures import recent_mean
 from peftkit.files.disk import trainer_of
+from peftkit.files.strict_json import Json, JsonMap
 
 METRICS, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
 FACTS, TASKS = "run.json", "tasks.json"
@@ -34,8 +35,6 @@ MAX_DEPTH = 4
 SHORT_ANSWER = 120
 """Characters of a reference that a correct completion repeats exactly, such as a label."""
 State = Literal["finished", "running", "stopped", "failed", "not begun"]
-Fields = dict[str, Any]
-"""Fields of an object in one of the files, which are JSON."""
 Curve = dict[int, float]
 """Step to value, in the order of steps."""
 
@@ -51,14 +50,14 @@ class RunFacts(BaseModel):
         command: Command that uses the adapter, with "{folder}" in place of its folder.
     """
 
-    recipe: Fields = {}
+    recipe: Json = {}
     recipe_yaml: str = ""
     tables: tuple[Table, ...] = ()
     notices: tuple[str, ...] = ()
     lengths: dict[str, tuple[tuple[int, int], ...]] = {}
     row_source: str = ""
     row: tuple[tuple[str, str], ...] = ()
-    machine: Fields = {}
+    machine: Json = {}
     command: str = ""
     mergeable: bool = True
 
@@ -85,13 +84,13 @@ class History:
     curves: defaultdict[str, Curve] = field(default_factory=lambda: defaultdict(dict))
     seams: list[int] = field(default_factory=list)
     notices: list[tuple[int, str]] = field(default_factory=list)
-    started: Fields = field(default_factory=dict)
-    end: Fields = field(default_factory=dict)
+    started: Json = field(default_factory=dict)
+    end: Json = field(default_factory=dict)
     facts: RunFacts = field(default_factory=RunFacts)
-    samples: list[Fields] = field(default_factory=list)
-    scores: list[Fields] = field(default_factory=list)
-    answers: dict[int, tuple[Fields, Fields]] = field(default_factory=dict)
-    labels: Fields = field(default_factory=dict)
+    samples: list[Json] = field(default_factory=list)
+    scores: list[Json] = field(default_factory=list)
+    answers: dict[int, tuple[Json, Json]] = field(default_factory=dict)
+    labels: Json = field(default_factory=dict)
     num_tokens: int = 0
     epoch: float = 0.0
     began: float = 0.0
@@ -131,7 +130,7 @@ class History:
         quiet = (time.time() if now is None else now) - self.changed
         return "running" if quiet < max(IDLE_SECONDS, 10 * pause) else "stopped"
 
-    def add(self, line: Mapping[str, Any]) -> None:
+    def add(self, line: JsonMap) -> None:
         """Add an event from a line of metrics.jsonl."""
         event, step = line.get("event"), line.get("step")
         if event == "RunStarted":
@@ -149,12 +148,12 @@ class History:
         elif event in ("RunDone", "RunStopped"):
             self.end = dict(line)
 
-    def _add_values(self, step: int, values: Mapping[str, Any], prefix: str = "") -> None:
+    def _add_values(self, step: int, values: JsonMap, prefix: str = "") -> None:
         for name, value in values.items():
             if isinstance(value, int | float) and math.isfinite(value):  # else a gap
                 self.curves[prefix + name][step] = float(value)
 
-    def _start(self, line: Mapping[str, Any]) -> None:
+    def _start(self, line: JsonMap) -> None:
         """Start a new history, or continue from the step at which the run is resumed."""
         start = line.get("start_step", 0)
         self.started, self.end, self.labels = dict(line), {}, {}
@@ -214,8 +213,8 @@ def is_run(folder: Path) -> bool:
     return (folder / METRICS).is_file()
 
 
-def _best_and_worst(path: Path) -> dict[int, tuple[Fields, Fields]]:
-    answers: dict[int, tuple[Fields, Fields]] = {}
+def _best_and_worst(path: Path) -> dict[int, tuple[Json, Json]]:
+    answers: dict[int, tuple[Json, Json]] = {}
     previous = 0
     for line in _lines(path):
         step, reward = line.get("step", 0), line.get("reward")
@@ -229,7 +228,7 @@ def _best_and_worst(path: Path) -> dict[int, tuple[Fields, Fields]]:
     return answers
 
 
-def _lines(path: Path) -> Iterator[Fields]:
+def _lines(path: Path) -> Iterator[Json]:
     return filter(None, map(_parsed, _read(path).splitlines()))
 
 
@@ -237,7 +236,7 @@ def _read(path: Path) -> bytes:
     return path.read_bytes() if path.is_file() else b""
 
 
-def _parsed(text: str | bytes) -> Fields:
+def _parsed(text: str | bytes) -> Json:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):  # torn, or being written
@@ -275,7 +274,7 @@ def sample_score(completion: str, reference: str | None) -> tuple[int, int] | No
     return int(completion.strip() == reference.strip()), 1
 
 
-def sample_scores(samples: Sequence[Fields]) -> dict[int, str]:
+def sample_scores(samples: Sequence[Json]) -> dict[int, str]:
     """Return the score of each step's samples: "2 of 3 exact, 11 of 12 fields"."""
     by_step = defaultdict[int, list[tuple[int, int]]](list)
     for sample in samples:

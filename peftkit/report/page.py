@@ -19,9 +19,9 @@ from typing import Any
 from peftkit.events import EvalDone, Event, Listener, Notice, RunStopped, Sampled, Saved, StepDone
 from peftkit.figures import count, duration, loss_name, short, size
 from peftkit.files.disk import write_text
+from peftkit.files.strict_json import Json
 from peftkit.report.chart import charts, code, histogram, paragraph, render_chart, table, text
 from peftkit.report.history import (
-    Fields,
     History,
     as_texts,
     differing,
@@ -137,10 +137,10 @@ def _one(run: History) -> str:
     head = f'<h1>{text(run.name)} <span class="state {state.replace(" ", "-")}">{state}</span></h1>'
     sections = [
         ("Curves", _curves([run])),
-        ("Labels", labels_section(run.labels)),
-        ("Tasks", _scores(run)),
-        ("Samples", _samples(run)),
-        ("Completions and their rewards", _answers(run)),
+        ("Labels", labels_section(run.labels) if run.labels else ""),
+        ("Tasks", _scores(run) if run.scores else ""),
+        ("Samples", _samples(run) if run.samples else ""),
+        ("Completions and their rewards", _answers(run) if run.answers else ""),
         ("Data", _tables(run, of_files=True) + _lengths(run) + _row_of_the_loss(run)),
         ("Base and adapter", _tables(run, of_files=False) + computed_by),
         ("Recipe", code(run.facts.recipe_yaml)),
@@ -234,7 +234,7 @@ def _cell(value: object) -> str:
 def _samples(run: History) -> str:
     """Return completions of the same prompts before, during and after training."""
     steps = _evenly_spaced(sorted({line["step"] for line in run.samples}))
-    prompts: dict[str, list[Fields]] = {}
+    prompts: dict[str, list[Json]] = {}
     for line in sorted(run.samples, key=lambda line: int(line["step"])):
         if line["step"] in steps:
             prompts.setdefault(str(line["prompt"]), []).append(line)

@@ -20,7 +20,7 @@ from peftkit.data.rows.lazy import LazyRows, View, tokens_of_each
 from peftkit.data.style import Style
 from peftkit.events import Listener, Progress, ignore
 from peftkit.execution.plan import ExecutionPlan
-from peftkit.execution.world import Part
+from peftkit.execution.world import Part, Rows
 from peftkit.forward.attention import training_attention
 from peftkit.forward.loss import unwrapped
 from peftkit.model.places import num_embeddings
@@ -107,10 +107,10 @@ class Task(ABC):
         return training_attention(unwrapped(model), plan, documents=False)
 
     @abstractmethod
-    def collate(self, rows: Sequence[Any]) -> Mapping[str, Tensor]:
+    def collate(self, rows: Rows) -> Mapping[str, Tensor]:
         """Return rows as a batch, on the CPU."""
 
-    def num_positions(self, rows: Sequence[Any]) -> int:
+    def num_positions(self, rows: Rows) -> int:
         """Return how many tokens the model reads for these rows in one batch, with padding."""
         return len(rows) * padded(*rows)
 
@@ -142,7 +142,7 @@ class Task(ABC):
         return [("", str(self.tokenizer.decode(row.input_ids)))]
 
     def metrics(
-        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+        self, model: nn.Module, rows: Rows, *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return the loss and the task's other metrics; the model is in eval mode."""
         return mean_loss(self, model, rows, on_event)[0]
@@ -182,7 +182,7 @@ def over_batches(
     device = next(model.parameters()).device
     order = tokens_of_each(rows).sort(stable=True).indices  # rows of one length: little padding
 
-    def split(rows: Sequence[Any], size: int) -> list[Part]:
+    def split(rows: Rows, size: int) -> list[Part]:
         return split_micro_batches(rows, len, size, bucket_key=task.bucket_key)
 
     def computed(part: Part) -> tuple[Mapping[str, Tensor], Tensor]:

@@ -29,7 +29,7 @@ class RowTooLarge(RunError):
 
 
 def too_large(
-    row: Any, rows: Rows, fits: Callable[[Any], bool], *, fix: str = TOO_LARGE
+    row: object, rows: Rows, fits: Callable[[object], bool], *, fix: str = TOO_LARGE
 ) -> RowTooLarge:
     """Return the error for a single row that does not fit, with the longest length that fits.
 
@@ -69,7 +69,7 @@ def split_micro_batches(
     num_positions: Callable[[Rows], int],
     max_rows: int,
     max_tokens: int | None = None,
-    bucket_key: Callable[[Any], Any] | None = None,
+    bucket_key: Callable[[Any], object] | None = None,
 ) -> list[Rows]:
     """Return rows in micro-batches of at most `max_rows` and `max_tokens`, padding included.
 

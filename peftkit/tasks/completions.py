@@ -48,7 +48,9 @@ class CompletingTask(Task):
         """How the model reads prompts without media; None: as its tokenizer says."""
         return None
 
-    def answers(self, model: Any, rows: Sequence[Any], **options: Unpack[Options]) -> list[Sample]:
+    def answers(
+        self, model: nn.Module, rows: Sequence[Any], **options: Unpack[Options]
+    ) -> list[Sample]:
         """Return the greedy completion of each row's prompt; a row without targets is a prompt.
 
         Raises:

@@ -10,7 +10,7 @@ from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import nn
 
@@ -117,14 +117,14 @@ class TaskConfig(Config, ABC):
         """The purpose of the base, with its head."""
         return replace(self.plain_purpose, head=self.head)
 
-    def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
+    def write_beside(self, folder: Path, config: object, base: Path | None) -> None:
         """Write the task's further files into a merged model's folder; `base`: its base's."""
         return None
 
     def on(
         self,
         model: nn.Module,
-        processor: Any,
+        processor: object,
         data: DataConfig,
         *,
         style: Style | None = None,

@@ -197,12 +197,14 @@ class OnPolicy:
                     self._add_log_probs(run.model, part, batch)
         return [rollout.rows] * self._updates
 
-    def greedy_metrics(self, prompts: Sequence[Any], run: Run) -> dict[str, float]:
+    def greedy_metrics(self, prompts: Sequence[object], run: Run) -> dict[str, float]:
         """Return the mean rewards of greedy answers; "loss" is the negative reward."""
         means = _means(self._rolled_out(prompts, None, run), run)
         return {"loss": -means["reward"], **means}
 
-    def _rolled_out(self, prompts: Sequence[Any], seeds: Sequence[int] | None, run: Run) -> Rollout:
+    def _rolled_out(
+        self, prompts: Sequence[object], seeds: Sequence[int] | None, run: Run
+    ) -> Rollout:
         """Call `roll_out` in eval mode, and restore the random generators."""
         before = rng.capture(run.world.device)
         try:

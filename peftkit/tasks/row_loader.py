@@ -106,30 +106,30 @@ class RowLoader:
         Raises:
             DataError: Rows cannot be used; or no row, or every row, is held out.
         """
-        sources, share = sources_of(data), data.eval
-        if isinstance(share, str) or share is None:
-            trained = [(self.load(source.path), source.weight) for source in sources]
-            style = self.style
-            held = [self.load(share)] if share else []
-            self.style = style  # keeps the system prompt of the training rows
-        else:
-            trained, held = [], []
-            for source in sources:
-                parts = self.encode(source.path).held_out(share)
-                rows, held_out = map(self.prepare, parts)
-                trained.append((rows, source.weight))
-                held.append(held_out)
-            for use, count in (
-                ("held out", sum(map(len, held))),
-                ("left to train on", sum(len(rows) for rows, _ in trained)),
-            ):
-                if not count:
-                    raise DataError(
-                        f"Cannot hold out the share {share} (data.eval) of {data.train_name}.",
-                        found=f"No row is {use}.",
-                        fix="Set another share, or a file.",
-                    )
-        return weighted(trained), weighted([(rows, 1.0) for rows in held]) if held else []
+        if isinstance(data.eval, float):
+            return self._split(data, data.eval)
+        trained = [(self.load(source.path), source.weight) for source in sources_of(data)]
+        style = self.style
+        held = self.load(data.eval) if data.eval else []
+        self.style = style  # keeps the system prompt of the training rows
+        return weighted(trained), held
+
+    def _split(self, data: DataConfig, share: float) -> tuple[LazyRows, LazyRows]:
+        """Hold out a share of the rows of each source."""
+        trained, held = [], []
+        for source in sources_of(data):
+            parts = self.encode(source.path).held_out(share)
+            rows, held_out = map(self.prepare, parts)
+            trained.append((rows, source.weight))
+            held.append((held_out, 1.0))
+        for use, parts_of_all in (("held out", held), ("left to train on", trained)):
+            if not sum(len(rows) for rows, _ in parts_of_all):
+                raise DataError(
+                    f"Cannot hold out the share {share} (data.eval) of {data.train_name}.",
+                    found=f"No row is {use}.",
+                    fix="Set another share, or a file.",
+                )
+        return weighted(trained), weighted(held)
 
     def check(self, rows: StoredRows) -> None:
         """Refuse a file that cannot be used for training; adopt its prompt style.
@@ -149,8 +149,9 @@ class RowLoader:
         check_dropped(rows, self.data, self.encoder.reasons)
         if number := rows.counts["off_prompt"]:
             self.on_event(Notice(off_prompt(rows.where, number)))
-        if self.num_embeddings is not None:
-            check_tokens(rows, self.num_embeddings, self.tokenizer, self.encoder.placeholders)
+        limit = self.num_embeddings
+        if limit is not None and rows.highest_token >= limit:
+            check_tokens(rows, limit, self.tokenizer, self.encoder.placeholders)
         self.encoder.check(rows)
         if self.check_first is not None:
             self.check_first(rows[0])
@@ -345,8 +346,6 @@ def check_tokens(
     Raises:
         DataError: Names the first such row and token.
     """
-    if rows.highest_token < limit:
-        return
     for row in rows:
         ids = {*getattr(row, "input_ids", ()), *getattr(row, "labels", ())}.difference(placeholders)
         if (token := max(ids, default=0)) >= limit:
@@ -359,7 +358,7 @@ def check_tokens(
             )
 
 
-def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
+def check_vocabulary(model: nn.Module, tokenizer: object) -> None:
     """Refuse a tokenizer whose vocabulary is larger than the model's embedding.
 
     Added tokens do not count: some models replace image tokens before the embedding.

@@ -13,7 +13,7 @@ from peftkit.data.rows.lazy import View
 from peftkit.events import Event, Listener, ignore
 from peftkit.execution.signals import StopRequest
 from peftkit.execution.state import State
-from peftkit.execution.world import Parallel, Part, World
+from peftkit.execution.world import Parallel, Part, Rows, World
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import split_micro_batches
@@ -79,7 +79,7 @@ class RunHooks:
         """
         return None
 
-    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Rows, run: Run) -> Sequence[Rows]:
         """Return the rows of each optimizer step for this process's share of a step's rows.
 
         The default is one step with the same rows. A task may compute values that the losses of
@@ -88,7 +88,7 @@ class RunHooks:
         """
         return [rows]
 
-    def rows_ahead(self, rows: Sequence[Any], run: Run) -> Sequence[Any] | None:
+    def rows_ahead(self, rows: Rows, run: Run) -> Rows | None:
         """Return what `before_step` will make of the next step's rows; None: not yet known."""
         return None
 
@@ -100,7 +100,7 @@ class RunHooks:
         """Return the reason to end the run after a step with these metrics; "": continue."""
         return ""
 
-    def evaluate(self, rows: Sequence[Any], run: Run) -> dict[str, float] | None:
+    def evaluate(self, rows: Rows, run: Run) -> dict[str, float] | None:
         """Return the metrics of an evaluation, "loss" among them; None: the mean of `loss`.
 
         Args:
@@ -109,12 +109,7 @@ class RunHooks:
         return None
 
     def completion_metrics(
-        self,
-        model: nn.Module,
-        rows: Sequence[Any],
-        *,
-        run_code: bool = False,
-        on_event: Listener = ignore,
+        self, model: nn.Module, rows: Rows, *, run_code: bool = False, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return the metrics of greedy completions, for `peftkit eval`.
 
@@ -167,7 +162,7 @@ class Run:
         return hooks_of(self.task)
 
     @property
-    def all_rows(self) -> Sequence[Any]:
+    def all_rows(self) -> Rows:
         """Training rows, then eval rows."""
         return View([self.rows, self.eval_rows])
 
@@ -202,7 +197,7 @@ class Run:
         for listener in self.listeners:
             listener(event)
 
-    def micro_batches(self, rows: Sequence[Any]) -> list[Part]:
+    def micro_batches(self, rows: Rows) -> list[Part]:
         """Return rows in micro-batches."""
         plan, task = self.state.plan, self.task
         return split_micro_batches(

@@ -29,7 +29,7 @@ class UserCode:
     def __init__(self) -> None:
         self._modules: dict[Path, Any] = {}
 
-    def load(self, use: str, seconds: float | None = None) -> Callable[..., Any]:
+    def load(self, use: str, seconds: float | None = None) -> Callable[..., object]:
         """Return a function or class.
 
         Args:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from peftkit.events import Listener, ignore
 from peftkit.execution import rng
-from peftkit.execution.world import Part, World
+from peftkit.execution.world import Part, Rows, World
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import batches_that_fit, on_host, split_micro_batches
 from peftkit.tasks.run_hooks import Run, RunHooks
@@ -44,7 +44,7 @@ class WholeStep:
     def __init__(
         self,
         task: Task,
-        rows: Sequence[Any],
+        rows: Rows,
         run: Run,
         collate: Callable[[Sequence[Any]], dict[str, Tensor]],
         compute: Callable[[nn.Module, Mapping[str, Tensor]], Tensor],
@@ -58,7 +58,7 @@ class WholeStep:
         if not is_trained or run.world.world_size > 1 or len(run.micro_batches(rows)) > 1:
             self._compute_values()
 
-    def batch(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+    def batch(self, rows: Rows) -> dict[str, Tensor]:
         """Return a batch of rows, with their indices if the loss needs other rows."""
         has_padding = self._run.parallel.in_lockstep  # of other steps' rows, with any index
         is_in_step = all(id(row) in self._places for row in rows)
@@ -81,7 +81,7 @@ class WholeStep:
         run, task, device = self._run, self._task, self._run.world.device
         start, states = rng.capture(device), dict[tuple[int, ...], rng.State]()
 
-        def split(rows: Sequence[Any], size: int) -> list[Part]:
+        def split(rows: Rows, size: int) -> list[Part]:
             tokens = run.state.plan.tokens
             return split_micro_batches(rows, task.num_positions, size, tokens, task.bucket_key)
 
@@ -133,24 +133,24 @@ class WholeStepTask(RunHooks, Task):
     _step: WholeStep | None = None
 
     @abstractmethod
-    def row_batch(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+    def row_batch(self, rows: Rows) -> dict[str, Tensor]:
         """Return rows as a batch, without their places in the step."""
 
     @abstractmethod
     def row_values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the values (rows, K) on which the losses of other rows depend."""
 
-    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Rows, run: Run) -> Sequence[Rows]:
         """Compute the values of all rows of the step, without gradients."""
         self._step = WholeStep(self, rows, run, self.row_batch, self.row_values)
         return [rows]
 
-    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+    def collate(self, rows: Rows) -> dict[str, Tensor]:
         """Return `row_batch`, with the indices of the rows if the loss needs other rows."""
         return self.row_batch(rows) if self._step is None else self._step.batch(rows)
 
     def metrics(
-        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+        self, model: nn.Module, rows: Rows, *, on_event: Listener = ignore
     ) -> dict[str, float]:
         self._step = None
         return super().metrics(model, rows, on_event=on_event)

@@ -25,7 +25,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from peftkit.errors import CheckpointError, DiskFullError, OutputError, RunError
 from peftkit.events import Listener, Notice
@@ -38,6 +37,7 @@ from peftkit.files.disk import (
     write_json,
     write_text,
 )
+from peftkit.files.strict_json import JsonMap
 
 FOLDER, LATEST = "checkpoints", "latest"
 SCHEMA = 1
@@ -68,7 +68,7 @@ class Checkpoint:
 
     step: int
     folder: Path
-    manifest: Mapping[str, Any]
+    manifest: JsonMap
 
 
 class Checkpoints:
@@ -140,7 +140,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def writing(
-        self, step: int, facts: Mapping[str, Any], *, best_step: int | None, num_bytes: int
+        self, step: int, facts: Mapping[str, object], *, best_step: int | None, num_bytes: int
     ) -> Iterator[Path]:
         """Yield a folder to write files into; then publish it and delete old checkpoints.
 
@@ -224,7 +224,7 @@ class Checkpoints:
         fsync_dir(self.folder)
 
 
-def _seal(folder: Path, facts: Mapping[str, Any]) -> None:
+def _seal(folder: Path, facts: Mapping[str, object]) -> None:
     """Write the manifest of a folder's files; return when every byte is durable."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in paths:
@@ -243,7 +243,7 @@ def _seal(folder: Path, facts: Mapping[str, Any]) -> None:
         fsync_dir(inner)
 
 
-def _verified_manifest(folder: Path) -> dict[str, Any]:
+def _verified_manifest(folder: Path) -> dict[str, object]:
     """Return a folder's manifest after hashing every file in it."""
     manifest = _read_manifest(folder)
     for name, (size, digest) in _listed_files(folder, manifest).items():
@@ -261,7 +261,7 @@ def _invalid(folder: Path, reason: str) -> CheckpointError:
     return CheckpointError(f"{folder} is not a valid checkpoint", found=reason)
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def _read_manifest(folder: Path) -> dict[str, object]:
     if not (folder / MANIFEST).exists():
         raise _invalid(folder, f"{MANIFEST} is missing: the folder was never complete")
     try:
@@ -275,7 +275,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _listed_files(folder: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
+def _listed_files(folder: Path, manifest: JsonMap) -> dict[str, tuple[int, str]]:
     """Return name -> (bytes, sha256) of the files in a manifest whose hash is right."""
     try:
         return {n: (int(f["bytes"]), str(f["sha256"])) for n, f in manifest["files"].items()}
@@ -283,7 +283,7 @@ def _listed_files(folder: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[
         raise _invalid(folder, f"{MANIFEST} does not list its files") from None
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
+def _digest(manifest: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

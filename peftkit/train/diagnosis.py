@@ -1,22 +1,24 @@
-"""The source of the first non-finite number of a step, and tensors that get no gradient."""
+"""The source of the first non-finite number of a step."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from peftkit.errors import PeftkitError, RunError
+from peftkit.errors import PeftkitError, RunError, first_few
 from peftkit.execution.world import Part, Rows
 from peftkit.files.disk import write_json
 from peftkit.files.tensors import non_finite
 
 DIAGNOSIS = "diagnosis.json"
+_few = partial(first_few, limit=6, separator=", ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,45 +66,6 @@ class NonFiniteError(Exception):
     def __init__(self, diagnosis: Diagnosis) -> None:
         super().__init__(diagnosis.summary())
         self.diagnosis = diagnosis
-
-
-class GradientWatch:
-    """Reports trained tensors whose gradient is zero in ZERO_STEPS steps in a row.
-
-    A of LoRA has a zero gradient in the first step only. Gradients that are not finite end a run at
-    once. The counts stay on the device; `Step` reads `longest` with a step's other figures.
-
-    Attributes:
-        longest: (1,), the largest count.
-        num_steps: The last value read from `longest`.
-    """
-
-    ZERO_STEPS = 8
-
-    def __init__(self, names: Iterable[str], device: torch.device) -> None:
-        self._names, self._is_reported = list(names), False
-        self._counts = torch.zeros(len(self._names), device=device)
-        self.longest, self.num_steps = self._counts[:1], 0.0
-
-    def count(self, norms: Tensor) -> None:
-        """Count a step by the norms of its gradients, (tensors,)."""
-        self._counts = (self._counts + 1) * (norms == 0)
-        self.longest = self._counts.max()[None]
-
-    def report(self) -> str:
-        """Return a warning, once; "" if there is none."""
-        if self._is_reported or self.num_steps < self.ZERO_STEPS:
-            return ""
-        self._is_reported = True
-        counts = zip(self._names, self._counts.tolist(), strict=True)
-        zeros = [name for name, count in counts if count >= self.ZERO_STEPS]
-        return (
-            f"The gradients of {len(zeros)} of {len(self._names)} trained tensors were zero in "
-            f"{self.ZERO_STEPS} steps in a row, so these tensors do not train: {_few(zeros)}. If "
-            "the model does not use their modules for these rows (experts without tokens), leave "
-            "them out of method.targets. Otherwise, code of the model detaches their output or a "
-            "kernel is wrong: try train.compile: false."
-        )
 
 
 def diagnose(
@@ -180,11 +143,6 @@ def _tensors(value: object) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
-
-
-def _few(names: Sequence[str], limit: int = 6) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 def written_error(diagnosis: Diagnosis, folder: Path, rank: str, last: Path | None) -> RunError:

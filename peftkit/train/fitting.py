@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -102,7 +102,7 @@ def saved_by(
         within.append(len(inputs))
         inputs.append(input_bytes(args, more))
 
-    def enter_feed_forward(_: nn.Module, args: tuple[Any, ...]) -> None:
+    def enter_feed_forward(_: nn.Module, args: tuple[object, ...]) -> None:
         x = args[0] if args and not hasattr(args[0], "recipe") else None
         in_feed_forward.append(x.untyped_storage()._cdata if isinstance(x, Tensor) else 0)
         if isinstance(x, Tensor):

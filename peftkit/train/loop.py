@@ -65,7 +65,7 @@ def fit(
     config: TrainConfig | None = None,
     *,
     weights: Weights | None = None,
-    identity: Mapping[str, Any] | None = None,
+    identity: Mapping[str, object] | None = None,
     resume: bool = False,
     overwrite: bool = False,
     allow_changes: Sequence[str] = (),

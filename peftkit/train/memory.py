@@ -56,7 +56,8 @@ def plan_memory_and_compile(run: Run, step: Step) -> None:
     Raises:
         RunError: A single row does not fit, or `train.compile: true` fails.
     """
-    _decide_recording(run, step)
+    if step.plan.records_passes:
+        _record_passes(run, step)
     sample, positions = run.rows, run.task.num_positions
     if len(sample) > SAMPLE:  # evenly by length, with the shortest and the longest row
         by_tokens = tokens_of_each(sample).sort(stable=True).indices
@@ -78,10 +79,8 @@ def plan_memory_and_compile(run: Run, step: Step) -> None:
     compile_blocks(run, step)
 
 
-def _decide_recording(run: Run, step: Step) -> None:
-    """Record passes as CUDA graphs if the plan requires it; a notice tells why they are not."""
-    if not step.plan.records_passes:
-        return
+def _record_passes(run: Run, step: Step) -> None:
+    """Record passes as CUDA graphs; emit the reason if that is not possible."""
     from peftkit.forward.recorded import RecordedPasses, unrecorded, why_not_recorded  # a leaf
 
     task, model = run.task, run.model
@@ -262,8 +261,11 @@ def compile_blocks(run: Run, step: Step) -> None:
         is_eager = step.plan.tiles or step.plan.is_selective
         pays = work >= MIN_WORK.get(step.plan.device, math.inf) and not is_eager
         step.use(replace(step.plan, compile=pays))
-    if not step.plan.compile:
-        return
+    if step.plan.compile:
+        _compile(run, step)
+
+
+def _compile(run: Run, step: Step) -> None:
     from peftkit.train.compiled import why_refused
 
     run.say(Stage("Compiling the model's blocks (without it: --set train.compile=false)"))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +32,6 @@ from peftkit.events import (
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.execution.signals import Interrupted
 from peftkit.forward.attention import TrainingAttention
-from peftkit.forward.blocks import Blocks
 from peftkit.forward.fused import num_fused, why_unfused
 from peftkit.kernels.device import gpu_of, peak_resident_bytes
 from peftkit.kernels.fused import TRITON
@@ -56,7 +54,7 @@ IN_BLOCKS: Mapping[Activations, str] = {
 }
 
 
-def lines_of(event: Event) -> tuple[str, list[dict[str, Any]]]:
+def lines_of(event: Event) -> tuple[str, list[dict[str, object]]]:
     """Return the file of an event, and its lines; none for events that are only printed.
 
     metrics.jsonl: {"event": "StepDone", "step": 1, ...} for each event. samples.jsonl: step,
@@ -182,19 +180,19 @@ def run_started(run: Run, step: Step) -> RunStarted:
         num_trainable=sum(p.numel() for p in step.parameters.values()),
         num_parameters=audit(run.model).num_parameters,
         device=device_name(world.device, world.world_size),
-        paths=_execution_paths(run.model, step.blocks, paths),
+        paths=_execution_paths(run.model, step, paths),
         plan=step.plan.describe(),
     )
 
 
-def _execution_paths(model: nn.Module, blocks: Blocks, task_paths: Mapping[str, str]) -> str:
+def _execution_paths(model: nn.Module, step: Step, task_paths: Mapping[str, str]) -> str:
     """Return "attention: grouped; LoRA: 2 groups of 5 layers; blocks: compiled"."""
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     attention = str(task_paths.get("attention", attention) or "")
     paths = {"attention": attention.removeprefix(PREFIX), **adapter_paths(model)}
-    if fused := num_fused(model):
+    if step.plan.fused_kernels and (fused := num_fused(model)):
         paths["fused"] = f"{fused} norms, gated layers and rotations"
-    if blocks.blocks:
+    if (blocks := step.blocks).blocks:
         compiled = "compiled" if blocks.compiled else "not compiled"
         paths["blocks"] = f"{compiled}{IN_BLOCKS[blocks.activations]}"
     paths |= {name: path for name, path in task_paths.items() if name != "attention"}

@@ -1,16 +1,16 @@
-"""The optimizer: AdamW in four forms, its learning rates, and its state as tensors and numbers."""
+"""The optimizer: AdamW in four forms, its learning rates, gradients and state."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from peftkit.errors import CheckpointError, ConfigError
+from peftkit.errors import CheckpointError, ConfigError, first_few
 from peftkit.settings import TrainConfig
 
 BETAS = (0.9, 0.999)
@@ -31,6 +31,12 @@ def build_optimizer(parameters: Parameters, config: TrainConfig) -> Optimizer:
     device = next(iter(parameters.values())).device
     if config.optimizer == "adamw":
         return AdamW(groups, lr=config.learning_rate, betas=BETAS, eps=EPS, fused=True)
+    return _of_bitsandbytes(groups, config, device)
+
+
+def _of_bitsandbytes(
+    groups: list[dict[str, object]], config: TrainConfig, device: torch.device
+) -> Optimizer:
     if config.optimizer.startswith("paged") and device.type != "cuda":
         raise ConfigError(
             f"train.optimizer: {config.optimizer} cannot run here",
@@ -49,7 +55,7 @@ def build_optimizer(parameters: Parameters, config: TrainConfig) -> Optimizer:
     return optimizer
 
 
-def parameter_groups(parameters: Parameters, config: TrainConfig) -> list[dict[str, Any]]:
+def parameter_groups(parameters: Parameters, config: TrainConfig) -> list[dict[str, object]]:
     """Split parameters by learning rate (LoRA+ for lora_B) and by weight decay (matrices only)."""
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
@@ -124,6 +130,45 @@ class LossScale:
             self.factor *= 2
 
 
+class GradientWatch:
+    """Reports trained tensors whose gradient is zero in ZERO_STEPS steps in a row.
+
+    A of LoRA has a zero gradient in the first step only. Gradients that are not finite end a run at
+    once. The counts stay on the device; `Step` reads `longest` with a step's other figures.
+
+    Attributes:
+        longest: (1,), the largest count.
+        num_steps: The last value read from `longest`.
+    """
+
+    ZERO_STEPS = 8
+
+    def __init__(self, names: Iterable[str], device: torch.device) -> None:
+        self._names, self._is_reported = list(names), False
+        self._counts = torch.zeros(len(self._names), device=device)
+        self.longest, self.num_steps = self._counts[:1], 0.0
+
+    def count(self, norms: Tensor) -> None:
+        """Count a step by the norms of its gradients, (tensors,)."""
+        self._counts = (self._counts + 1) * (norms == 0)
+        self.longest = self._counts.max()[None]
+
+    def report(self) -> str:
+        """Return a warning, once; "" if there is none."""
+        if self._is_reported or self.num_steps < self.ZERO_STEPS:
+            return ""
+        self._is_reported = True
+        counts = zip(self._names, self._counts.tolist(), strict=True)
+        zeros = [name for name, count in counts if count >= self.ZERO_STEPS]
+        return (
+            f"The gradients of {len(zeros)} of {len(self._names)} trained tensors were zero in "
+            f"{self.ZERO_STEPS} steps in a row, so these tensors do not train: "
+            f"{first_few(zeros, 6, ', ')}. If the model does not use their modules for these rows "
+            "(experts without tokens), leave them out of method.targets. Otherwise, code of the "
+            "model detaches their output or a kernel is wrong: try train.compile: false."
+        )
+
+
 def optimizer_state(
     optimizer: Optimizer, parameters: Parameters
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -182,16 +227,19 @@ def load_optimizer_state(
             optimizer.state[parameter] = state
     problems += [f"unexpected: {name}" for name in sorted(unused)]
     if problems:
-        more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointError(
             f"the optimizer state does not belong to this run's {type(optimizer).__name__}",
-            found="\n".join(problems[:8]) + more,
+            found=first_few(problems, 8),
         )
 
 
 def _empty_state(
-    optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter, gindex: int, pindex: int
-) -> dict[str, Any]:
+    optimizer: Optimizer,
+    group: dict[str, object],
+    parameter: nn.Parameter,
+    gindex: int,
+    pindex: int,
+) -> dict[str, object]:
     """Return a parameter's initial optimizer state."""
     if isinstance(optimizer, AdamW):
         return {

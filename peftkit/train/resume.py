@@ -23,6 +23,7 @@ from peftkit.events import Listener, Notice, Saved, ignore, plain
 from peftkit.execution.environment import is_main_process
 from peftkit.execution.state import Result
 from peftkit.files.disk import read_json, sha256_of, write_json
+from peftkit.files.strict_json import Json, JsonMap
 from peftkit.formats.folders import FINISHED, TENSORS
 from peftkit.model.blocks import is_sharded
 from peftkit.recipe import Recipe
@@ -48,10 +49,10 @@ UNBOUND = {
     "sample_tokens",
 }
 """Settings that a resumed run may change: weights do not depend on them."""
-Identity = Mapping[str, Any]
+Identity = JsonMap
 
 
-def identity_of(run: Run, identity: Identity) -> dict[str, Any]:
+def identity_of(run: Run, identity: Identity) -> dict[str, object]:
     """Return all values that determine the weights of a run, as plain JSON.
 
     Args:
@@ -63,7 +64,7 @@ def identity_of(run: Run, identity: Identity) -> dict[str, Any]:
     rows = {"train": fingerprint(run.rows), "eval": fingerprint(run.eval_rows)}
     num_processes = run.world.world_size
     whole = {**identity, "train": train, "rows": rows, "num_processes": num_processes}
-    plain: dict[str, Any] = json.loads(json.dumps(whole, default=str))
+    plain: Json = json.loads(json.dumps(whole, default=str))
     return plain
 
 
@@ -110,7 +111,7 @@ HASHED_BYTES = 1 << 30
 """Largest file whose content is compared; of larger ones, size and time."""
 
 
-def bound_settings(recipe: Recipe) -> dict[str, dict[str, Any]]:
+def bound_settings(recipe: Recipe) -> dict[str, dict[str, object]]:
     """Return the settings of a recipe that determine its weights, as plain JSON by section."""
     settings = {}
     for section in type(recipe).model_fields:
@@ -216,7 +217,7 @@ def read_finished(recipe: Recipe) -> Result | None:
         return None
 
 
-def _result(values: Mapping[str, Any], checkpoints: Path) -> Result:
+def _result(values: JsonMap, checkpoints: Path) -> Result:
     metrics = {name: math.nan if v is None else v for name, v in values["metrics"].items()}
     best = values["best_checkpoint"]
     return Result(

@@ -34,9 +34,14 @@ from peftkit.quant.layers import keep_copies
 from peftkit.tasks.batches import OnDevice, RowTooLarge, too_large
 from peftkit.tasks.run_hooks import Run
 from peftkit.train.batches import BatchPrefetcher, on_device
-from peftkit.train.diagnosis import Diagnosis, GradientWatch, NonFiniteError, diagnose, sources
+from peftkit.train.diagnosis import Diagnosis, NonFiniteError, diagnose, sources
 from peftkit.train.fitting import Fitting
-from peftkit.train.optim import build_optimizer, complete_gradients, set_learning_rate
+from peftkit.train.optim import (
+    GradientWatch,
+    build_optimizer,
+    complete_gradients,
+    set_learning_rate,
+)
 
 if TYPE_CHECKING:
     from peftkit.forward.recorded import RecordedPasses

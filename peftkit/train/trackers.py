@@ -59,7 +59,7 @@ _COLUMNS = sorted(
 """Fields of a step that trackers receive, in addition to the task's figures."""
 
 
-def trackers_of(config: TrainConfig) -> dict[str, dict[str, Any]]:
+def trackers_of(config: TrainConfig) -> dict[str, dict[str, object]]:
     """Return the options of each tracker in `train.log_to` and `train.trackers`."""
     options = config.model_dump(mode="json")["trackers"]  # lists, which a config holds as tuples
     return {name: options.get(name) or {} for name in (*config.log_to, *config.trackers)}
@@ -163,7 +163,7 @@ class Trackers:
                 id = CONTINUED[name][1](tracker.tracker)
                 self._ids[name] = {EXPERIMENT: experiment, "id": id}
 
-    def _continue(self, name: str, experiment: str, arguments: dict[str, Any]) -> bool:
+    def _continue(self, name: str, experiment: str, arguments: dict[str, object]) -> bool:
         """Add the arguments that continue the recorded run of a tracker, if there is one."""
         saved = self._ids.get(name, {})
         if name not in CONTINUED or saved.get(EXPERIMENT) != experiment:

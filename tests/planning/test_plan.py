@@ -164,10 +164,11 @@ def test_change_that_is_told_makes_it_fit(folder):
 def test_base_in_the_way_of_a_long_row_stays_and_streaming_is_named(folder):
     asked = ("base.quantize=nf4", "train.gradient_checkpointing=true", "train.batch_size=1")
     asked += ("data.max_length=7000",)
-    plan = a_plan(folder, "2.2GB", *asked)
+    memory = "2.4GB"  # the base takes less than half, the longest row more than the rest
+    plan = a_plan(folder, memory, *asked)
     assert {way.placement for way in plan.ways} == {"device"}
     assert plan.change == "--set base.placement=stream"
-    assert a_plan(folder, "2.2GB", *asked, "base.placement=stream").fits
+    assert a_plan(folder, memory, *asked, "base.placement=stream").fits
 
 
 @pytest.mark.slow

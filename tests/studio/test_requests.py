@@ -18,7 +18,8 @@ from urllib.parse import quote
 
 import pytest
 
-from peftkit.config.explain import options_of, sections_of
+from peftkit.config.explain import sections_of
+from peftkit.config.lazy import options_of
 from peftkit.config.schema import Config, load_text, locations
 from peftkit.config.strict_yaml import Edit
 from peftkit.errors import PeftkitError

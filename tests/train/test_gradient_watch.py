@@ -8,7 +8,7 @@ from torch import Tensor
 
 from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM
-from peftkit.train.diagnosis import GradientWatch
+from peftkit.train.optim import GradientWatch
 from tests.helpers import cell, grid, laws
 from tests.helpers.padding_free import row_of
 from tests.helpers.toy import Toy, play

@@ -147,7 +147,7 @@ def _split(text: str, marks: Sequence[str]) -> list[str]:
     return [*parts, text]
 
 
-def template_for(tokenizer: Any, style: Style) -> tuple[str, str | None]:
+def template_for(tokenizer: object, style: Style) -> tuple[str, str | None]:
     """Return the Go template of a prompt style, and its system prompt.
 
     Raises:
@@ -169,7 +169,7 @@ def template_for(tokenizer: Any, style: Style) -> tuple[str, str | None]:
 
 def modelfile(
     file: str,
-    tokenizer: Any,
+    tokenizer: object,
     style: Style,
     *,
     template: str | None,

@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -261,7 +260,7 @@ def _tasks_of(record: Record, name: FormatName | None) -> tuple[str, ...]:
     return next(named, OF_FORMATS.get(name, ("causal_lm", "seq2seq")))
 
 
-def _is_prompt_only(turns: Any) -> bool:
+def _is_prompt_only(turns: object) -> bool:
     """Return whether a conversation ends with a user turn and has no assistant turn."""
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         return False

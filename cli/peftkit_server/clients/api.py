@@ -7,13 +7,13 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from peftkit.errors import PeftkitError
+from peftkit.files.strict_json import Json
 from peftkit_server.body import bounded_body
 from peftkit_server.clients.messages import (
     CountBody,
@@ -64,7 +64,7 @@ class KeptResponses:
         self._sizes: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def put(self, owner: str, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+    def put(self, owner: str, response: Json, messages: list[Json]) -> None:
         """Keep a response with the messages of its conversation, its own included."""
         data = json.dumps({"response": response, "messages": messages}).encode()
         with self._lock:
@@ -81,7 +81,7 @@ class KeptResponses:
         with self._lock:
             self._drop((owner, id))
 
-    def get(self, owner: str, id: str) -> dict[str, Any]:
+    def get(self, owner: str, id: str) -> Json:
         """Return "response" and the "messages" up to it, without instructions.
 
         Raises:
@@ -98,7 +98,7 @@ class KeptResponses:
                 code="previous_response_not_found",
                 param="previous_response_id",
             )
-        kept: dict[str, Any] = json.loads(data)
+        kept: Json = json.loads(data)
         return kept
 
     def _drop(self, key: tuple[str, str]) -> None:
@@ -118,7 +118,7 @@ class _Responses:
         earlier = self._kept.get(owner, before)["messages"] if before is not None else []
         chat = body.chat(earlier)
 
-        def keep(response: dict[str, Any], message: dict[str, Any]) -> None:
+        def keep(response: dict[str, object], message: dict[str, object]) -> None:
             if body.store is not False:
                 self._kept.put(owner, response, [*earlier, *body.turns(), message])
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from peftkit.files.strict_json import Json
 from peftkit_server.requests import MAX_TOKENS, ChatBody
 from peftkit_server.tool_fields import MAX_TOOLS
 from peftkit_server.validation import NullIsUnset, check_schema, validated
@@ -73,7 +74,7 @@ class _Reasoning(NullIsUnset):
     content: Annotated[list[_Thought], Field(fail_fast=True)] | None = None
 
 
-def _item_type(item: Any) -> str:
+def _item_type(item: object) -> str:
     kind = item.get("type") or "message" if isinstance(item, dict) else getattr(item, "type", "")
     return kind if isinstance(kind, str) else ""
 
@@ -91,10 +92,10 @@ class _Tool(NullIsUnset):
     type: Literal["function"]
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Json | None = None
     strict: bool | None = None
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         function = self.model_dump(exclude={"type"}, exclude_none=True)
         return {"type": "function", "function": function}
 
@@ -103,7 +104,7 @@ class _NamedTool(NullIsUnset):
     type: Literal["function"]
     name: str
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         return {"type": "function", "function": {"name": self.name}}
 
 
@@ -112,7 +113,7 @@ class _AllowedTools(NullIsUnset):
     mode: Literal["auto", "required"]
     tools: Annotated[list[_NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         tools = [tool.plain() for tool in self.tools]
         return {"type": self.type, "allowed_tools": {"mode": self.mode, "tools": tools}}
 
@@ -121,7 +122,7 @@ class _TextFormat(NullIsUnset):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[Json | None, Field(alias="schema")] = None
     strict: bool | None = None
 
     @model_validator(mode="after")
@@ -129,7 +130,7 @@ class _TextFormat(NullIsUnset):
         check_schema(self.type, self.schema_, "schema")
         return self
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         if self.type != "json_schema":
             return {"type": self.type}
         fields = self.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
@@ -192,17 +193,17 @@ class ResponsesBody(NullIsUnset):
         | None
     ) = None
     max_tool_calls: Any = None
-    metadata: dict[str, Any] | None = None
+    metadata: Json | None = None
     prompt_cache_key: Any = None
     safety_identifier: Any = None
     user: Any = None
 
-    def turns(self) -> list[dict[str, Any]]:
+    def turns(self) -> list[Json]:
         """Return the input as messages of a chat, without the instructions."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
-        turns: list[dict[str, Any]] = []
-        thought: dict[str, Any] = {}
+        turns: list[Json] = []
+        thought: Json = {}
         for item in self.input:
             if isinstance(item, _Reasoning):
                 text = "".join(part.text for part in item.content or ())
@@ -222,7 +223,7 @@ class ResponsesBody(NullIsUnset):
                 thought = {}
         return turns
 
-    def chat(self, earlier: Sequence[dict[str, Any]]) -> ChatBody:
+    def chat(self, earlier: Sequence[dict[str, object]]) -> ChatBody:
         """Return the request as a chat.
 
         Args:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from peftkit.errors import PeftkitError
+from peftkit.files.strict_json import Json
 from peftkit_server.answers import Event, Reply
 from peftkit_server.clients.responses_body import ResponsesBody
 from peftkit_server.generation import Output, call_fields
@@ -25,15 +26,15 @@ class ResponsesReply(Reply):
     """
 
     def __init__(
-        self, body: ResponsesBody, keep: Callable[[dict[str, Any], dict[str, Any]], None]
+        self, body: ResponsesBody, keep: Callable[[dict[str, object], dict[str, object]], None]
     ) -> None:
         self._keep = keep
         self._num_events, self._num_prompt = 0, 0
-        self._item: dict[str, Any] | None = None
+        self._item: Json | None = None
         self._texts: list[str] = []
         self._thoughts: list[str] = []
-        self._calls: list[dict[str, Any]] = []
-        self._output: list[dict[str, Any]] = []
+        self._calls: list[Json] = []
+        self._output: list[Json] = []
         echoed = body.model_dump(
             include={
                 *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "model"),
@@ -42,7 +43,7 @@ class ResponsesReply(Reply):
             }
         )
         text_format = body.text.format if body.text else None
-        self._response: dict[str, Any] = {
+        self._response: Json = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
@@ -93,19 +94,19 @@ class ResponsesReply(Reply):
         }
         return [self._event("error", **reported), self._state("failed")]
 
-    def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Output], num_prompt: int) -> Json:
         self.start(num_prompt)
         self.take(0, *answers)
         return self._response
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: object) -> Event:
         self._num_events += 1
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
     def _state(self, status: str) -> Event:
         return self._event(f"response.{status}", response=dict(self._response))
 
-    def _place(self) -> dict[str, Any]:
+    def _place(self) -> Json:
         """Return the fields that locate the text of the open item."""
         assert self._item is not None
         return {"item_id": self._item["id"], "output_index": len(self._output), "content_index": 0}
@@ -113,7 +114,7 @@ class ResponsesReply(Reply):
     def _opened(self, kind: str) -> list[Event]:
         """Begin an item with text, after the end of the item before."""
         events = self._closed()
-        item: dict[str, Any]
+        item: Json
         if kind == "message":
             item = {"id": f"msg_{uuid.uuid4().hex}", "type": kind, "role": "assistant"}
         else:
@@ -135,8 +136,8 @@ class ResponsesReply(Reply):
         texts.append(text)
         return [*events, self._text_event(kind, "delta", delta=text)]
 
-    def _text_event(self, kind: str, name: str, **fields: Any) -> Event:
-        log_probs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+    def _text_event(self, kind: str, name: str, **fields: object) -> Event:
+        log_probs: Json = {"logprobs": []} if kind == "message" else {}
         return self._event(f"response.{PARTS[kind]}.{name}", **self._place(), **fields, **log_probs)
 
     def _closed(self, is_cut: bool = False) -> list[Event]:
@@ -158,7 +159,7 @@ class ResponsesReply(Reply):
         self._output.append(item)
         return events
 
-    def _called(self, call: dict[str, Any]) -> list[Event]:
+    def _called(self, call: Json) -> list[Event]:
         """Add a call: the server sends its arguments when they are complete."""
         self._calls.append(call)
         name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -199,7 +200,7 @@ class ResponsesReply(Reply):
                 "total_tokens": self._num_prompt + output.num_tokens,
             },
         }
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._texts)}
+        message: Json = {"role": "assistant", "content": "".join(self._texts)}
         if self._thoughts:
             message["reasoning_content"] = "".join(self._thoughts)
         if self._calls:
@@ -208,8 +209,8 @@ class ResponsesReply(Reply):
         return self._state(status)
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
-    extra: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "message" else {}
+def _part(kind: str, text: str) -> Json:
+    extra: Json = {"annotations": [], "logprobs": []} if kind == "message" else {}
     return {"type": PARTS[kind], "text": text, **extra}
 
 

@@ -101,7 +101,7 @@ class Predictor:
         scores: list[float] = self._task.predict(self._base.model, pairs)
         return scores
 
-    def classify(self, texts: Sequence[Prompt]) -> list[dict[str, Any]]:
+    def classify(self, texts: Sequence[Prompt]) -> list[dict[str, object]]:
         """Return the probability of each label, the most likely first; or the "value"."""
         classes: list[dict[str, Any]] = self._task.predict_texts(self._base.model, texts)
         return classes

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from peftkit.errors import PeftkitError
+from peftkit.files.strict_json import Json
 from peftkit_server.body import bounded_body
 from peftkit_server.refusals import RequestError, refusal
 from peftkit_server.threads import DaemonThreads
@@ -105,7 +106,7 @@ class _Api:
             for path, handler in handlers.items()
         ]
 
-    def _fixed(self, reply: dict[str, Any]) -> Handler:
+    def _fixed(self, reply: Json) -> Handler:
         """Return a handler with a constant reply."""
 
         async def handle(request: Request) -> Response:
@@ -114,9 +115,7 @@ class _Api:
 
         return handle
 
-    def _json(
-        self, kind: type[Body], of: Callable[[Any, RequestContext], dict[str, Any]]
-    ) -> Handler:
+    def _json(self, kind: type[Body], of: Callable[[Any, RequestContext], Json]) -> Handler:
         """Return a handler of a JSON body."""
 
         async def handle(request: Request) -> Response:
@@ -138,7 +137,7 @@ class _Api:
             context = await self._context(request)
             place = {name: context.fields.get(name) for name in ("model_id", "seq_id")}
 
-            def prepare(model: Any) -> Callable[[], Any]:
+            def prepare(model: Any) -> Callable[[], object]:
                 return of(checked(context.fields, kind), model)
 
             return await self._submitted(request, place, context, prepare)
@@ -146,7 +145,7 @@ class _Api:
         return handle
 
     async def _submitted(
-        self, request: Request, place: dict[str, Any], context: RequestContext, prepare: Any
+        self, request: Request, place: Json, context: RequestContext, prepare: Any
     ) -> Response:
         ordered = checked(place, OperationBody)
         submit = partial(self._service.submit, ordered, context, prepare)
@@ -205,7 +204,7 @@ class _Api:
         return await self._threads.call(read, request)  # parsing does not block the event loop
 
 
-def _page(request: Request, name: str, items: list[Any]) -> dict[str, Any]:
+def _page(request: Request, name: str, items: list[Any]) -> dict[str, object]:
     numbers = {}
     for key, default in (("offset", 0), ("limit", 100)):
         text = request.query_params.get(key, str(default))

@@ -304,7 +304,7 @@ class RequestContext:
     key: str = ""
 
 
-def check_metadata(metadata: Mapping[str, Any], limits: Limits) -> None:
+def check_metadata(metadata: Mapping[str, object], limits: Limits) -> None:
     """Raise if a client's metadata is too long.
 
     Raises:
@@ -318,7 +318,7 @@ def check_metadata(metadata: Mapping[str, Any], limits: Limits) -> None:
         )
 
 
-def fields_of(data: bytes) -> dict[str, Any]:
+def fields_of(data: bytes) -> dict[str, object]:
     """Return the fields of a JSON body.
 
     Raises:
@@ -327,7 +327,7 @@ def fields_of(data: bytes) -> dict[str, Any]:
     return parse_json(data, "the request's body cannot be read.", error=RequestError)
 
 
-def checked(fields: Mapping[str, Any], kind: type[B]) -> B:
+def checked(fields: Mapping[str, object], kind: type[B]) -> B:
     """Return a validated body.
 
     Raises:
@@ -346,7 +346,7 @@ def checked(fields: Mapping[str, Any], kind: type[B]) -> B:
         raise RequestError("the request has invalid fields.", found=first_few(lines, 5)) from None
 
 
-def digest_of(fields: Mapping[str, Any] | bytes) -> str:
+def digest_of(fields: Mapping[str, object] | bytes) -> str:
     """Return a hash of a body."""
     data = fields if isinstance(fields, bytes) else json.dumps(fields, sort_keys=True).encode()
     return hashlib.sha256(data).hexdigest()

@@ -94,7 +94,7 @@ class PendingResult:
             self.future.set_result(result)
 
 
-def failure(error: BaseException) -> dict[str, Any]:
+def failure(error: BaseException) -> dict[str, object]:
     """Return an error in Tinker's format, with the category `user` or `server`."""
     if isinstance(error, PeftkitError):
         return {"error": public(error), "category": "user" if error.exit_code == 2 else "server"}

@@ -63,7 +63,7 @@ class Datum:
 
 
 def datums_of(
-    messages: Sequence[Any], loss: Loss, model: Any, max_bytes: int = DEFAULTS.tensor_bytes
+    messages: Sequence[Any], loss: Loss, model: nn.Module, max_bytes: int = DEFAULTS.tensor_bytes
 ) -> list[Datum]:
     """Return the validated datums of a request.
 
@@ -94,7 +94,7 @@ def _num_bytes(name: str, message: Any) -> int:
     return num_cells(message) * item_size
 
 
-def _datum_of(message: Any, loss: Loss, model: Any, where: str) -> Datum:
+def _datum_of(message: Any, loss: Loss, model: nn.Module, where: str) -> Datum:
     if any(not chunk.HasField("text") for chunk in message.chunks):
         raise RequestError(
             f"{where} has a chunk that is not encoded text.", fix="Send text tokens only."
@@ -128,7 +128,7 @@ def _datum_of(message: Any, loss: Loss, model: Any, where: str) -> Datum:
     return Datum(ids.tolist(), inputs, where)
 
 
-def check_tokens(ids: Tensor, model: Any, where: str) -> None:
+def check_tokens(ids: Tensor, model: object, where: str) -> None:
     """Raise if a token is not in the model's vocabulary.
 
     Raises:
@@ -146,7 +146,7 @@ class DatumTask(TokenTask):
     It probes the model's attention once, and reuses the result in later `training` contexts.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any) -> None:
+    def __init__(self, model: nn.Module, tokenizer: object) -> None:
         # without TokenTask's data settings: requests contain encoded rows
         self.tokenizer = tokenizer
         self._limit = context_length(unwrapped(model).config)

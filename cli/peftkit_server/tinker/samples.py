@@ -192,7 +192,7 @@ def _generations(
     ]
 
 
-def check_targets(targets: Targets, num_tokens: int, model: Any) -> None:
+def check_targets(targets: Targets, num_tokens: int, model: object) -> None:
     """Check the tokens to score at the positions of a prompt.
 
     Raises:

@@ -24,7 +24,7 @@ class Sessions:
         self._replies: defaultdict[str, ReplyCache[dict[str, Any]]] = defaultdict(ReplyCache)
         self._heartbeats: dict[str, float] = {}
 
-    def create(self, body: NewSession, context: RequestContext) -> dict[str, Any]:
+    def create(self, body: NewSession, context: RequestContext) -> dict[str, object]:
         """Create a session."""
         key, replies = context.key or new_id(""), self._replies[context.owner]
         reply = replies.get(key, context.digest)
@@ -39,7 +39,7 @@ class Sessions:
             replies.put(key, context.digest, reply)
         return reply
 
-    def heartbeat(self, body: OfSession, context: RequestContext) -> dict[str, Any]:
+    def heartbeat(self, body: OfSession, context: RequestContext) -> dict[str, object]:
         """Record a heartbeat.
 
         Raises:

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
+from peftkit.files.strict_json import Json
 from peftkit_server.quotas import MODEL, WEIGHTS
 from peftkit_server.refusals import RequestError
 from peftkit_server.store import Store, new_id
@@ -20,7 +20,7 @@ from peftkit_server.training import Training
 
 KIND, RUN = WEIGHTS, "tinker.model"
 """Kinds of the store's documents."""
-Reply = dict[str, Any]
+Reply = Json
 TYPES = {"weights": "training", "sampler_weights": "sampler"}
 MAX_UNNAMED = 16
 """Most unnamed weights of one model; the oldest are deleted first."""
@@ -46,7 +46,7 @@ class Weights:
         path: str,
         owner: str,
         write: Callable[[Path], None],
-        metadata: dict[str, Any],
+        metadata: Json,
         *,
         ttl: int | None,
         overwrite: bool = False,
@@ -92,12 +92,12 @@ class Weights:
         if is_unnamed:
             self.drop_unnamed(owner, model_id, keep=MAX_UNNAMED)
 
-    def find(self, path: str, owner: str) -> dict[str, Any] | None:
+    def find(self, path: str, owner: str) -> Json | None:
         """Return a document; None: the weights do not exist, or have another owner."""
         self._models.sweep()
         return self._store.get(KIND, path, owner)
 
-    def get(self, path: str, owner: str, *, with_optimizer: bool = False) -> dict[str, Any]:
+    def get(self, path: str, owner: str, *, with_optimizer: bool = False) -> Json:
         """Return the document of weights.
 
         Raises:
@@ -119,10 +119,10 @@ class Weights:
             )
         return saved
 
-    def folder(self, saved: dict[str, Any]) -> Path:
+    def folder(self, saved: Json) -> Path:
         return self._folder / saved["folder"]
 
-    def all(self, owner: str, model_id: str | None = None) -> list[dict[str, Any]]:
+    def all(self, owner: str, model_id: str | None = None) -> list[Json]:
         """Return the documents of all weights of an owner, or of a model, oldest first."""
         self._models.sweep()
         return sorted(self._store.all(KIND, owner, model_id), key=lambda saved: saved["time"])
@@ -141,13 +141,13 @@ class Weights:
         for saved in unnamed[: max(len(unnamed) - keep, 0)]:
             self._remove(saved)
 
-    def _remove(self, saved: dict[str, Any]) -> None:
+    def _remove(self, saved: Json) -> None:
         folder = self._folder / saved["folder"]
         documents = [(KIND, saved["path"]), (MODEL, saved["path"])]
         self._store.discard(documents, lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
-def described(saved: dict[str, Any]) -> dict[str, Any]:
+def described(saved: Json) -> dict[str, object]:
     """Return weights as an entry of Tinker's checkpoint lists."""
     return {
         "checkpoint_id": f"{saved['use']}/{saved['name']}",
@@ -165,7 +165,7 @@ def iso(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def texts(metadata: dict[str, Any]) -> dict[str, str]:
+def texts(metadata: Json) -> dict[str, str]:
     """Return metadata with all values as texts."""
     return {str(key): str(value) for key, value in metadata.items()}
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from peftkit.files.strict_json import Json
 from peftkit_server.validation import Strict
 
 Count = Annotated[int, Field(ge=1)]
@@ -24,7 +25,7 @@ class Hyperparameters(Strict):
     batch_size: Auto | Annotated[int, Field(ge=1, le=256)] | None = None
     learning_rate_multiplier: Auto | Annotated[float, Field(gt=0, le=1e4)] | None = None
 
-    def set(self) -> dict[str, Any]:
+    def set(self) -> dict[str, object]:
         """Return the hyperparameters that the client set."""
         return {name: value for name, value in self if value not in (None, "auto")}
 
@@ -50,7 +51,7 @@ class _Dpo(Strict):
 
 
 class _Reinforcement(Strict):
-    grader: dict[str, Any]
+    grader: Json
     hyperparameters: _OfReinforcement | None = None
 
 
@@ -115,7 +116,7 @@ class JobBody(Strict):
         return (section and section.hyperparameters) or self.hyperparameters or Hyperparameters()
 
     @property
-    def grader(self) -> dict[str, Any] | None:
+    def grader(self) -> dict[str, object] | None:
         """The client's grader; None: the method has none."""
         section = self.method.reinforcement if self.method else None
         return section.grader if section else None
@@ -127,7 +128,7 @@ class JobBody(Strict):
         base, suffix = (re.sub(r"[^\w.-]", "-", text) for text in (base, self.suffix or ""))
         return f"ft:{base}:local:{suffix}:{id[-8:]}"
 
-    def as_job(self, id: str, seed: int) -> dict[str, Any]:
+    def as_job(self, id: str, seed: int) -> dict[str, object]:
         """Return the new job as clients receive it.
 
         Args:
@@ -135,7 +136,7 @@ class JobBody(Strict):
         """
         values = self.all_hyperparameters.model_dump(exclude={"reasoning_effort"})
         hyperparameters = {name: "auto" if v is None else v for name, v in values.items()}
-        section: dict[str, Any] = {"hyperparameters": hyperparameters}
+        section: Json = {"hyperparameters": hyperparameters}
         if self.grader:
             section["grader"] = self.grader
         return {
@@ -164,11 +165,11 @@ class JobBody(Strict):
 class GraderBody(Strict):
     """Request body for validating a grader."""
 
-    grader: dict[str, Any]
+    grader: Json
 
 
 class GraderRun(GraderBody):
     """Request body for running a grader on one answer."""
 
     model_sample: str
-    item: dict[str, Any] = Field(default_factory=dict)
+    item: Json = Field(default_factory=dict)

@@ -45,12 +45,12 @@ MAX_REPLY = 1 << 16
 class ProcessCode(UserCode):
     """Loads functions like `UserCode`; a call runs in a process, which ends at its time limit."""
 
-    def load(self, use: str, seconds: float | None = None) -> Callable[..., Any]:
+    def load(self, use: str, seconds: float | None = None) -> Callable[..., object]:
         """Return a function that calls one of the user's functions in a process."""
         return partial(_call, file_of(use), use.rpartition(":")[2], seconds or 60.0)
 
 
-def _call(path: Path, name: str, seconds: float, *arguments: Any) -> Any:
+def _call(path: Path, name: str, seconds: float, *arguments: object) -> Any:
     process = subprocess.Popen(
         python("-c", _CHILD, str(path), name, str(int(seconds) + 1)),
         stdin=subprocess.PIPE,

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from peftkit.base.new_tokens import unknown_tokens
 from peftkit.config.schema import dump_yaml, load
@@ -29,6 +28,7 @@ from peftkit.errors import CheckpointError, DataError, PeftkitError
 from peftkit.events import Listener
 from peftkit.execution.signals import Interrupted, pause_points
 from peftkit.files.disk import sha256_of, write_text
+from peftkit.files.strict_json import Json
 from peftkit.formats import folders
 from peftkit.formats.folders import CONFIG, NOTES, RECIPE, TENSORS, new_adapter_folder
 from peftkit.recipe import Recipe
@@ -106,7 +106,7 @@ class Jobs:
         """Return the folder of a job's run."""
         return self._training.folder.resolve() / "jobs" / id
 
-    def get(self, id: str, owner: str) -> dict[str, Any]:
+    def get(self, id: str, owner: str) -> Json:
         """Return a job's document.
 
         Raises:
@@ -118,7 +118,7 @@ class Jobs:
             raise RequestError(text, status=404, code="fine_tune_not_found")
         return job
 
-    def create(self, body: JobBody, owner: str) -> dict[str, Any]:
+    def create(self, body: JobBody, owner: str) -> Json:
         """Create a job, and start to validate its files; return the response.
 
         Raises:
@@ -190,7 +190,7 @@ class Jobs:
                 except OSError:  # not all file systems have links
                     shutil.copyfile(start / name, new / name)
 
-    def change(self, id: str, owner: str, action: str) -> dict[str, Any]:
+    def change(self, id: str, owner: str, action: str) -> Json:
         """Cancel, pause or resume a job; return the response.
 
         Raises:
@@ -199,7 +199,7 @@ class Jobs:
         self.get(id, owner)
         status, allowed = ACTIONS[action]
         with changing(self._store, id) as job:
-            response: dict[str, Any] = job["response"]
+            response: Json = job["response"]
             if response["status"] not in allowed:
                 text = f"the job is {response['status']}: {action} does not apply."
                 raise RequestError(text, code="invalid_status")
@@ -460,7 +460,7 @@ class Jobs:
         self._fail(id, "server_error", f"{type(problem).__name__}: {problem}")
 
 
-def _has_ended(job: dict[str, Any]) -> bool:
+def _has_ended(job: Json) -> bool:
     return job["response"]["status"] in ENDED
 
 

@@ -12,6 +12,7 @@ from peftkit.config.schema import Config, from_dict
 from peftkit.defaults import BATCHES, PREFERENCE_RATE, Defaults, defaults_for
 from peftkit.errors import ConfigError
 from peftkit.files.disk import write_text
+from peftkit.files.strict_json import Json, JsonMap
 from peftkit.forward.row_lengths import context_length
 from peftkit.recipe import Recipe
 from peftkit.tasks.rewards.graders import AnyGrader, Grader
@@ -35,7 +36,7 @@ class GraderBox(Config):
     grader: AnyGrader
 
 
-def grader_of(fields: Mapping[str, Any], training: Training, folder: Path) -> Grader:
+def grader_of(fields: Mapping[str, object], training: Training, folder: Path) -> Grader:
     """Return a client's grader in the format of recipes.
 
     Args:
@@ -55,7 +56,7 @@ def grader_of(fields: Mapping[str, Any], training: Training, folder: Path) -> Gr
         ) from None
 
 
-def _check_entries(value: Any) -> None:
+def _check_entries(value: object) -> None:
     """Refuse lists and objects with many entries: to explain each error takes long.
 
     Raises:
@@ -70,7 +71,7 @@ def _check_entries(value: Any) -> None:
         _check_entries(each)
 
 
-def _grader_settings(fields: Mapping[str, Any], training: Training, folder: Path) -> dict[str, Any]:
+def _grader_settings(fields: Mapping[str, object], training: Training, folder: Path) -> Json:
     settings = {name: value for name, value in fields.items() if value is not None}
     kind, graders = settings.get("type"), settings.get("graders")
     if kind == "multi" and isinstance(graders, Mapping):
@@ -122,7 +123,7 @@ def recipe_of(
     num_rows: int,
     start: Path | None,
     out: Path,
-) -> tuple[Recipe, dict[str, Any]]:
+) -> tuple[Recipe, Json]:
     """Return a job's recipe, and its hyperparameters with "auto" resolved.
 
     Args:
@@ -168,9 +169,9 @@ def recipe_of(
     return from_dict(Recipe, settings, "the job"), hyperparameters
 
 
-def _resolved(body: JobBody, defaults: Defaults) -> dict[str, Any]:
+def _resolved(body: JobBody, defaults: Defaults) -> Json:
     """Return the hyperparameters with "auto" replaced by defaults."""
-    auto: dict[str, Any] = {
+    auto: Json = {
         "n_epochs": defaults.epochs,
         "batch_size": defaults.batch_size,
         "learning_rate_multiplier": 1.0,
@@ -182,9 +183,7 @@ def _resolved(body: JobBody, defaults: Defaults) -> dict[str, Any]:
     return auto | body.all_hyperparameters.set()
 
 
-def _task(
-    kind: str, hyperparameters: Mapping[str, Any], grader: Grader | None, limit: int | None
-) -> dict[str, Any]:
+def _task(kind: str, hyperparameters: JsonMap, grader: Grader | None, limit: int | None) -> Json:
     if kind == "supervised":
         return {"type": "causal_lm"}
     if kind == "dpo":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 from peftkit.data.format import detect, parse
 from peftkit.data.messages import WrongField
@@ -100,7 +99,7 @@ def _check_lines(path: Path, param: str, max_bytes: int) -> None:
                 line, length = line + 1, 0
 
 
-def _is_costly(fields: Mapping[str, Any], max_work: int) -> bool:
+def _is_costly(fields: Mapping[str, object], max_work: int) -> bool:
     """Return whether a conversation takes too long to render: each turn renders those before it."""
     source = fields.get("input", fields)
     messages = source.get("messages") if isinstance(source, Mapping) else None

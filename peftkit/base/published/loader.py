@@ -199,7 +199,7 @@ class CodesQuantizer(StoredQuantizer):
         model._weight_conversions = None  # save it like any model of its class
         return model
 
-    def get_load_operations(self) -> dict[str, Any]:
+    def get_load_operations(self) -> dict[str, object]:
         return {"dequantize": _Read}
 
 
@@ -243,7 +243,7 @@ class _Read(ConversionOps):
         tensors: dict[str, Any],
         patterns: tuple[list[str], list[str]],
         kwargs: dict[str, Any],
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Read every expert, then stack and join codes, scales and zeros separately.
 
         This requires rows of whole blocks in the order of the model's parameter; other experts are

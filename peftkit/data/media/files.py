@@ -94,11 +94,7 @@ class Media:
     """Types of message parts with these media; also the keys of the medium in a part."""
 
     def __init__(
-        self,
-        data: Path | bytes | memoryview | str,
-        source: str,
-        which: str = "",
-        digest: str = "",
+        self, data: Path | bytes | memoryview | str, source: str, which: str = "", digest: str = ""
     ) -> None:
         self.data, self.source, self._digest = data, source, digest
         self.which = which or f"the {self.kind}"

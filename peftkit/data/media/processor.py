@@ -57,13 +57,7 @@ class MediaProcessor:
     """
 
     def __init__(
-        self,
-        processor: Any,
-        settings: Any,
-        needed: type[Media],
-        limits: Limits,
-        *,
-        patch_size: int,
+        self, processor: Any, settings: Any, needed: type[Media], limits: Limits, *, patch_size: int
     ) -> None:
         self.processor, self.limits, self._patch_size = processor, limits, patch_size
         self.takes_suffix = "suffix" in inspect.signature(type(processor).__call__).parameters
@@ -189,7 +183,7 @@ class MediaProcessor:
                 fix="Remove the marks from the row's texts, or change the chat template.",
             )
 
-    def read(self, media: Sequence[Media]) -> list[tuple[type[Media], Any]]:
+    def read(self, media: Sequence[Media]) -> list[tuple[type[Media], object]]:
         """Decode media for the processor; raises DataError if one cannot be read."""
         return [(type(one), one.read(self.limits)) for one in media]
 
@@ -226,7 +220,7 @@ class MediaProcessor:
         return tuple(sum(token in self.media_ids for token in ids) for ids in encoded)
 
 
-def _why_not(processor: Any, settings: object, kind: type[Media]) -> str:
+def _why_not(processor: object, settings: object, kind: type[Media]) -> str:
     """Return why the processor or config does not support a kind of media; "" if it does."""
     reader = next((getattr(processor, n) for n in kind.readers if hasattr(processor, n)), None)
     if media_id(settings, kind) is None or reader is None:
@@ -312,7 +306,7 @@ class MediaTemplate:
         """Return a text in which the processor's marks replace peftkit's."""
         return ANY_MARK.sub(lambda mark: self._marks[MARKS[mark[1]]], text)
 
-    def _written(self, message: Message) -> dict[str, Any]:
+    def _written(self, message: Message) -> dict[str, object]:
         content = message.get("content")
         if not isinstance(content, str):
             return dict(message)

@@ -287,7 +287,7 @@ class _Row:
         return kind.mark
 
 
-def _begun_with(lead: str, fields: dict[str, Any], field: str) -> dict[str, Any]:
+def _begun_with(lead: str, fields: dict[str, Any], field: str) -> dict[str, object]:
     """Insert the marks `lead` at the beginning of the user's first text."""
     key = first_of(fields, [name for name in _LISTS if isinstance(fields.get(name), list)])
     if key is None:

@@ -46,11 +46,7 @@ ENCODING_PACKAGES = ("transformers", "tokenizers")
 
 
 def encoded(
-    where: str,
-    encoder: RowEncoder,
-    *,
-    on_event: Listener = ignore,
-    processes: int | None = None,
+    where: str, encoder: RowEncoder, *, on_event: Listener = ignore, processes: int | None = None
 ) -> StoredRows:
     """Return the rows of a file or data set, from the cache if it has them.
 

@@ -25,10 +25,9 @@ from peftkit.files.tensors import write_tensors
 from peftkit.formats.folders import CONFIG, NOTES, START, TENSORS
 from peftkit.formats.peft.load import BARE, FINGERPRINT, PREFIX, named_tensors
 from peftkit.formats.peft.notes import OLDEST_FIELDS, Provenance, write_notes
-from peftkit.formats.peft.targets import (
-    written_fields,
-)
+from peftkit.formats.peft.targets import written_fields
 from peftkit.methods.base import Method
+from peftkit.methods.peft_format import PeftFormat
 from peftkit.methods.table import format_of
 from peftkit.model.places import is_conv1d
 
@@ -47,11 +46,9 @@ def save_adapter(
         RunError: A tensor is not finite, or the disk is full.
         OutputError: The folder is not writable.
     """
-    provenance = provenance or Provenance()
-    fields = _config_fields(adapter, provenance)
-    state = format_of(adapter.method).to_file(
-        adapter.state(), adapter.model, adapter.method_modules
-    )
+    provenance, form = provenance or Provenance(), format_of(adapter.method)
+    fields = _config_fields(adapter, form, provenance)
+    state = form.to_file(adapter.state(), adapter.model, adapter.method_modules)
     return write_folder(Path(folder), state, fields, adapter.method, provenance)
 
 
@@ -80,19 +77,18 @@ def _prefix(method: Method, name: str) -> str:
     return BARE if method.acts_on_input else PREFIX
 
 
-def _config_fields(adapter: Adapter, provenance: Provenance) -> Json:
-    fields = written_fields(adapter)
-    where = where_fields(adapter.method, provenance, fields["target_modules"])
+def _config_fields(adapter: Adapter, form: PeftFormat[Method], provenance: Provenance) -> Json:
+    fields = written_fields(adapter, form)
+    where = where_fields(form, provenance, fields["target_modules"])
     if "fan_in_fan_out" in where:
         transposed = any(is_conv1d(m.base) for m in adapter.modules.values())
         where["fan_in_fan_out"] = transposed
     fields = where | fields
-    return {k: v for k, v in fields.items() if k not in format_of(adapter.method).absent_fields}
+    return {k: v for k, v in fields.items() if k not in form.absent_fields}
 
 
-def where_fields(method: Method, provenance: Provenance, targets: list[str]) -> Json:
+def where_fields(form: PeftFormat[Method], provenance: Provenance, targets: list[str]) -> Json:
     """Return the config fields for base and targets, and the defaults of PEFT's oldest fields."""
-    form = format_of(method)
     oldest = {k: v for k, v in OLDEST_FIELDS.items() if k not in form.absent_fields}
     return {
         **oldest,

@@ -16,7 +16,7 @@ from peftkit.base.locate import locate
 from peftkit.errors import AdapterError, BaseError, TargetError, is_url
 from peftkit.files.strict_json import JsonMap, shown
 from peftkit.formats.folders import CONFIG, NOTES, TENSORS
-from peftkit.formats.guard import check_safetensors, instead_of_pickle, read_json, read_tensors
+from peftkit.formats.guard import INSTEAD_OF_PICKLE, check_safetensors, read_json, read_tensors
 from peftkit.formats.peft.notes import Provenance, read_notes
 from peftkit.formats.peft.targets import (
     check_targets,
@@ -263,7 +263,7 @@ def _existing(folder: Path, name: str) -> Path:
     fix = "Give the folder that a run wrote, or one saved by PEFT."
     pickles = [f for f in files if f.endswith((".bin", ".pt", ".pth"))]
     if name == TENSORS and pickles:
-        fix = instead_of_pickle(pickles[0])
+        fix = INSTEAD_OF_PICKLE.format(pickles[0])
     raise AdapterError(
         f"{folder} holds no {name}",
         found=("there is " + ", ".join(files)) if files else "no such folder, or an empty one",

@@ -27,7 +27,7 @@ from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_format import peft_scales
 from peftkit.methods.peft_format import MAGNITUDE
-from peftkit.methods.table import SHARED_FIELDS, method_from_peft
+from peftkit.methods.table import SHARED_FIELDS, format_of, method_from_peft
 from peftkit.model.places import is_linear, linear_shape, walk
 from peftkit.model.roles import linear_role
 from peftkit.model.targets import Site
@@ -192,7 +192,7 @@ def save_low_rank(
         alpha_pattern=scales.get("alpha_pattern", {}),
     )
     named = shortest_endings(modules, ()) if targets is None else targets
-    fields = where_fields(method, provenance, named) | scales
+    fields = where_fields(format_of(method), provenance, named) | scales
     fields |= {"lora_dropout": 0.0, "init_lora_weights": True, "fan_in_fan_out": transposed}
     if with_magnitude:
         fields["use_dora"] = True

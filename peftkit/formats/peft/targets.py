@@ -18,6 +18,7 @@ from peftkit.errors import AdapterError, first_few
 from peftkit.files.safe_regex import fullmatches
 from peftkit.files.strict_json import Json, JsonMap, shown
 from peftkit.methods.base import Method
+from peftkit.methods.peft_format import PeftFormat
 from peftkit.methods.table import SHARED_FIELDS, format_of
 from peftkit.model.places import is_transposed, own_table, token_tables
 from peftkit.model.targets import Site
@@ -34,9 +35,9 @@ MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 REFUSED = "out_proj"
 
 
-def written_fields(adapter: Adapter) -> Json:
+def written_fields(adapter: Adapter, form: PeftFormat[Method]) -> Json:
     """Return the config fields of the adapter's method and targets."""
-    modules, method, form = adapter.method_modules, adapter.method, format_of(adapter.method)
+    modules, method = adapter.method_modules, adapter.method
     places = method.candidates(adapter.model)
     as_weights: set[str] = set()
     if form.peft_type == "LORA" and any(places.values()):

@@ -34,7 +34,7 @@ class RecordEncoder(RowEncoder):
 
     what: str
 
-    def read(self, records: Sequence[Record], where: str) -> tuple[list[Any], tuple[str, ...]]:
+    def read(self, records: Sequence[Record], where: str) -> tuple[list[object], tuple[str, ...]]:
         self.counts = Counter[str]()
         return read_each(records, partial(self.parse, where=where), self.what, where, FIX)
 
@@ -43,7 +43,7 @@ class RecordEncoder(RowEncoder):
         return EncodedRows([*map(self.row, parsed)], counts=self.counts, unused=unused)
 
     @abstractmethod
-    def parse(self, record: Record, where: str) -> tuple[Any, Iterable[str]]:
+    def parse(self, record: Record, where: str) -> tuple[object, Iterable[str]]:
         """Return the content of a row, and the fields of the record that were read.
 
         Raises:

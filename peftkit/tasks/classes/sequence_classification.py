@@ -200,10 +200,7 @@ class SequenceClassification(Classifier, TextTask):
 
     @torch.no_grad()
     def predict(
-        self,
-        model: nn.Module,
-        texts: Sequence[str | tuple[str, str]],
-        on_event: Listener = ignore,
+        self, model: nn.Module, texts: Sequence[str | tuple[str, str]], on_event: Listener = ignore
     ) -> Tensor:
         """Return the probability of each label (B, L), or the number (B, 1).
 

@@ -77,10 +77,7 @@ class TaggedEncoder(TextsEncoder):
             if end > start:  # special tokens have no characters
                 places.setdefault(bisect_right(starts, end - 1) - 1, place)
         self.counts.update(words=len(words), tagged=len(places), cut=text.is_cut)
-        fields = {
-            "places": tuple(places.values()),
-            "tags": tuple(numbers[word] for word in places),
-        }
+        fields = {"places": tuple(places.values()), "tags": tuple(numbers[word] for word in places)}
         return TaggedRow(**joined_texts([text]), **fields, source=record.source), names
 
     def summary(self, rows: StoredRows) -> list[tuple[str, str]]:

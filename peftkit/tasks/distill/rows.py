@@ -213,10 +213,7 @@ class DistillEncoder(RowEncoder):
     """
 
     kind: ClassVar[type[Distilled]] = Distilled
-    drops: Mapping[str, str] = {
-        **DocumentEncoder.drops,
-        TOO_LONG: "shorten the teacher's prompt",
-    }
+    drops: Mapping[str, str] = {**DocumentEncoder.drops, TOO_LONG: "shorten the teacher's prompt"}
 
     def __init__(
         self,

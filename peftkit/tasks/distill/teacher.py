@@ -326,10 +326,7 @@ def _on_all(
 
 
 def _report(
-    rows: Sequence[Distilled],
-    answers: Answers,
-    text: Callable[[Sequence[int]], str],
-    run: Run,
+    rows: Sequence[Distilled], answers: Answers, text: Callable[[Sequence[int]], str], run: Run
 ) -> None:
     """Report the teacher's answers, and their similarity to the answers of the rows."""
     answered = [(row, text(answers[row.teacher_ids].ids)) for row in rows]

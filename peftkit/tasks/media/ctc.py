@@ -227,7 +227,7 @@ class CTCConfig(SpeechConfig):
         processor: Processor = "audio" if self.vocabulary == "base" else "feature_extractor"
         return replace(super().purpose, processor=processor)
 
-    def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
+    def write_beside(self, folder: Path, config: object, base: Path | None) -> None:
         """Write the tokenizer of a vocabulary built from the data."""
         if self.tokens:
             tokenizer_of(self.tokens).save_pretrained(folder)

@@ -147,7 +147,7 @@ class MediaText(CompletingTask, TokenTask):
         return row.prompt.strip()
 
     def completions(
-        self, model: Any, rows: Sequence[MediaRow], **options: Unpack[Options]
+        self, model: nn.Module, rows: Sequence[MediaRow], **options: Unpack[Options]
     ) -> list[str]:
         from peftkit.inference.generate import decoded
 
@@ -159,7 +159,7 @@ class MediaText(CompletingTask, TokenTask):
 
     def complete(
         self,
-        model: Any,
+        model: nn.Module,
         prompts: Sequence[MediaPrompt],
         *,
         batch_size: int | None = None,
@@ -246,7 +246,7 @@ def _check_model(model: nn.Module, needed: type[Media]) -> None:
         )
 
 
-def _limits(processor: Any, config: MediaTextConfig) -> Limits:
+def _limits(processor: object, config: MediaTextConfig) -> Limits:
     """Return how media are read, as the recipe says and the processor takes them."""
     reader = next((getattr(processor, n) for n in Audio.readers if hasattr(processor, n)), None)
     at_once = getattr(reader, "chunk_length", None) or MAX_SECONDS

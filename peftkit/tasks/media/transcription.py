@@ -23,13 +23,7 @@ from peftkit.events import Listener, ignore
 from peftkit.files.disk import read_json, write_json
 from peftkit.forward.loss import in_dtype_of, unwrapped
 from peftkit.tasks.base import Task
-from peftkit.tasks.media.speech import (
-    Hearing,
-    SpeechConfig,
-    SpeechEncoder,
-    SpeechRow,
-    Utterance,
-)
+from peftkit.tasks.media.speech import Hearing, SpeechConfig, SpeechEncoder, SpeechRow, Utterance
 from peftkit.tasks.metrics import error_rates, normalizer_of, transcript_metrics
 from peftkit.tasks.text.seq2seq import EncoderDecoder
 
@@ -228,7 +222,7 @@ class TranscriptionConfig(SpeechConfig):
     max_seconds: Annotated[float, Field(gt=0)] | None = None
     """Longest clip in seconds, longer ones are dropped; null: the base's chunk length."""
 
-    def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
+    def write_beside(self, folder: Path, config: object, base: Path | None) -> None:
         """Write language and task into the generation config."""
         path = folder / "generation_config.json"
         if self.language is not None and path.is_file():

@@ -82,10 +82,7 @@ NOTHING_LEFT = "no answer, or no difference, before the cut"
 class AnswerEncoder(RowEncoder):
     """Base of the encoders of prompts with answers, of at most `max_length` tokens."""
 
-    drops: Mapping[str, str] = {
-        **NOTHING_TO_COMPARE,
-        NOTHING_LEFT: "raise data.max_length",
-    }
+    drops: Mapping[str, str] = {**NOTHING_TO_COMPARE, NOTHING_LEFT: "raise data.max_length"}
 
     def __init__(self, tokenizer: Any, template: str | None, max_length: int) -> None:
         self._tokenizer, self._template, self.max_length = tokenizer, template, max_length

@@ -210,7 +210,7 @@ class RewardConfig(TaskConfig):
 def adapter_rewards(
     model: nn.Module,
     adapter: SideAdapter,
-    tokenizer: Any,
+    tokenizer: object,
     style: Style,
     pad_id: int,
     prompts: Sequence[object],

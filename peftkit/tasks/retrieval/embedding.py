@@ -285,7 +285,7 @@ class EmbeddingConfig(TaskConfig):
     """Whether vectors have length 1; auto: as modules.json says, else true. The loss does not
     depend on it."""
 
-    def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
+    def write_beside(self, folder: Path, config: object, base: Path | None) -> None:
         write_modules(folder, config, pooling_for(config, base, self.pooling, self.normalize))
 
 

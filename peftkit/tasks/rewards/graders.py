@@ -81,15 +81,7 @@ class StringCheck(_Named):
 
 
 Similarity = Literal[
-    "fuzzy_match",
-    "bleu",
-    "gleu",
-    "rouge_1",
-    "rouge_2",
-    "rouge_3",
-    "rouge_4",
-    "rouge_5",
-    "rouge_l",
+    "fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"
 ]
 
 

@@ -30,12 +30,7 @@ from peftkit.model.modes import SideAdapter, adapters_off, evaluating
 from peftkit.tasks.documents import DocumentTask, OnPolicy, Rollout
 from peftkit.tasks.metrics import exact_match
 from peftkit.tasks.pairs.reward import adapter_rewards
-from peftkit.tasks.rewards.grpo_losses import (
-    OF_TOKENS,
-    advantages,
-    kl_to_reference,
-    policy_losses,
-)
+from peftkit.tasks.rewards.grpo_losses import OF_TOKENS, advantages, kl_to_reference, policy_losses
 from peftkit.tasks.rewards.grpo_rows import Group, Prompt, PromptEncoder
 from peftkit.tasks.rewards.grpo_tools import Dialogue, Tools, figures
 from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
@@ -204,10 +199,7 @@ class GRPO(DocumentTask):
         self._rewards = Rewards(terms, self.config.reward_timeout, scorer, self._code, generate)
 
     def _base_answers(
-        self,
-        model: nn.Module,
-        prompts: Sequence[Sequence[Message]],
-        settings: Mapping[str, object],
+        self, model: nn.Module, prompts: Sequence[Sequence[Message]], settings: Mapping[str, object]
     ) -> list[str]:
         """Return the base's answers to conversations, with the policy's adapter off."""
         self.layout.forget()

@@ -18,6 +18,7 @@ from peftkit.data.prompts import PromptExample, read_prompts
 from peftkit.data.records import Dropped, Record
 from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
 from peftkit.data.style import Style
+from peftkit.files.strict_json import Json, JsonMap
 
 NO_ROOM = "no room for an answer"
 """Reason to drop a prompt; see `RowEncoder.drops`."""
@@ -40,7 +41,7 @@ class Prompt:
     source: str
 
     @property
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> Json:
         """The fields of the record."""
         return dict(json.loads(self.record))
 
@@ -102,13 +103,13 @@ class PromptEncoder(RowEncoder):
         tokenizer: Any,
         style: Style,
         max_prompt: int,
-        schemas: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
+        schemas: Callable[[], Sequence[JsonMap]] = tuple,
     ) -> None:
         self._tokenizer, self._style, self._max_prompt = tokenizer, style, max_prompt
         self._schemas = schemas
 
     @cached_property
-    def _tools(self) -> Sequence[Mapping[str, Any]]:
+    def _tools(self) -> Sequence[JsonMap]:
         return self._schemas()
 
     def __getstate__(self) -> dict[str, object]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from peftkit.errors import ConfigError
 from peftkit.files.safe_regex import searched
+from peftkit.files.strict_json import JsonMap
 
 Search = Callable[[str, str], bool]
 TYPES: dict[str, tuple[type, ...]] = {
@@ -31,7 +32,7 @@ def _searched(pattern: str, text: str) -> bool:
     return re.search(pattern, text) is not None
 
 
-def matches(value: object, schema: Mapping[str, Any], search: Search = _searched) -> bool:
+def matches(value: object, schema: JsonMap, search: Search = _searched) -> bool:
     """Return whether a value is valid against a schema.
 
     Args:
@@ -64,7 +65,7 @@ def _is_of(value: object, names: str | Sequence[str]) -> bool:
     return any(isinstance(value, TYPES[name]) for name in types)
 
 
-def _in_bounds(value: Any, schema: Mapping[str, Any], search: Search) -> bool:
+def _in_bounds(value: Any, schema: JsonMap, search: Search) -> bool:
     if isinstance(value, int | float) and not isinstance(value, bool):
         low, high = schema.get("minimum"), schema.get("maximum")
     elif isinstance(value, str):
@@ -79,7 +80,7 @@ def _in_bounds(value: Any, schema: Mapping[str, Any], search: Search) -> bool:
     return (low is None or value >= low) and (high is None or value <= high)
 
 
-def _inside(value: object, schema: Mapping[str, Any], search: Search) -> bool:
+def _inside(value: object, schema: JsonMap, search: Search) -> bool:
     if isinstance(value, list):
         return all(matches(item, schema.get("items", {}), search) for item in value)
     if not isinstance(value, dict):

@@ -73,7 +73,7 @@ class RewardTerm(Config):
             if (self.use == name) is not (getattr(self, key) is not None):
                 raise ConfigError(
                     f"the reward {self.use} "
-                    + (f"needs {key}." if self.use == name else f"has no setting {key}."),
+                    + (f"needs {key}." if self.use == name else f"has no setting {key}.")
                 )
         if self.pattern is not None:
             try:
@@ -223,7 +223,7 @@ class Rewards:
         return values
 
 
-def _checked(term: RewardTerm, values: Any, sources: Sequence[str]) -> list[float]:
+def _checked(term: RewardTerm, values: object, sources: Sequence[str]) -> list[float]:
     """Return a function's rewards as numbers."""
     if not isinstance(values, Sequence) or len(values) != len(sources):
         size = len(values) if isinstance(values, Sequence) else type(values).__name__

@@ -186,7 +186,9 @@ class EncoderDecoder(CompletingTask, TokenTask):
         return [row]
 
     @torch.no_grad()
-    def completions(self, model: Any, rows: Sequence[Any], **options: Unpack[Options]) -> list[str]:
+    def completions(
+        self, model: nn.Module, rows: Sequence[Any], **options: Unpack[Options]
+    ) -> list[str]:
         bare, answers = unwrapped(model), [""] * len(rows)
         groups: dict[tuple[int, ...], list[int]] = {}
         for number in tokens_of_each(rows).sort(stable=True).indices.tolist():
@@ -217,7 +219,7 @@ class EncoderDecoder(CompletingTask, TokenTask):
         return answers
 
     def measured_texts(
-        self, model: nn.Module, rows: Sequence[Any], on_event: Listener
+        self, model: nn.Module, rows: Sequence[object], on_event: Listener
     ) -> list[str]:
         """Return `completions` for metrics; events report the progress."""
 
@@ -379,7 +381,7 @@ def decoder_start(model: Any, task: str) -> int:
 
 
 @contextmanager
-def generation_config_aside(model: Any) -> Iterator[Any]:
+def generation_config_aside(model: Any) -> Iterator[object]:
     """Replace the model's generation config, which `generate` would mix in, and yield it."""
     from transformers import GenerationConfig
 
