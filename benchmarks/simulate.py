@@ -2,14 +2,17 @@
 
     python -m benchmarks.simulate
     python -m benchmarks.simulate --quantize nf4 --length 1024 --cards H200 --by operator
+    python -m benchmarks.simulate --quantize nf4 --length 131072 --activations offload
+    python -m benchmarks.simulate --rows 1 8 64 --by operator
 
 No GPU is needed: the training code runs on the simulated card of tests/simulated_gpu, on tensors
-without data. LoRA on all linears, one row, all of its tokens targets, blocks recomputed. Models of
+without data. LoRA on all linears, one row, all of its tokens targets, blocks recomputed; with
+--rows a decoding step of so many completions over keys of --length tokens, by operator. Models of
 two and three blocks are counted; the difference is the cost of each further block.
 
 A kernel's time is the larger of its FLOPs by 75 % of the card's dense bf16 rate and its bytes by
 85 % of its bandwidth, and at least 2 microseconds: a lower bound. Attention counts as one
-fused kernel, as do SiLU's gradient and the optimizer's step.
+fused kernel, as do SiLU's gradient and the optimizer's step. `addmm` with a matrix copies it first.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +31,6 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import flop_registry
 
 from benchmarks import shapes
 from benchmarks.report import table, write_json
@@ -38,7 +41,15 @@ from peftkit.execution.signals import StopRequest
 from peftkit.execution.world import World
 from peftkit.forward import blocks
 from peftkit.forward.loss import Head, token_loss
+from peftkit.inference.cache import Arena
+from peftkit.inference.cache import Row as SlotRow
+from peftkit.inference.cached_attention import Block, CachedAttention, Decode, cached_attention
+from peftkit.inference.engine import Completion, Request
+from peftkit.inference.ready import ready_for_tokens
+from peftkit.inference.sampling import Sampling
+from peftkit.kernels import checked
 from peftkit.methods.lora import LoRA
+from peftkit.planning.counter import flops_of
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
@@ -91,7 +102,12 @@ class Counting(Kernels):
         moved = sum(map(_bytes, read)) + sum(map(_bytes, written))
         if name in ("embedding", "index_select", "gather"):
             moved = 2 * sum(map(_bytes, written))
-        one = Count(1, flops, moved)
+        if name == "index_put_":
+            moved = 2 * _bytes(args[2])
+        launches = 1
+        if name == "addmm" and args[0].dim() == 2:  # cuBLAS adds in place
+            launches, moved = 2, moved + 2 * _bytes(out)
+        one = Count(launches, flops, moved)
         for card, (rate, bandwidth) in RATES.items():
             by_flops, by_bytes = flops / (OF_PRODUCTS * rate), moved / (OF_BANDWIDTH * bandwidth)
             one.seconds[card] = max(by_flops, by_bytes, SHORTEST)
@@ -137,7 +153,7 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
         return (10.0 if backward else 4.0) * pairs * query.shape[3]
     if name in ("matmul", "linear"):  # full, inside an operator of ours
         return 2.0 * args[0].numel() * out.shape[-1]
-    count = flop_registry.get(func._overloadpacket)
+    count = flops_of(func._overloadpacket)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
 
 
@@ -183,12 +199,56 @@ class Tokens(Task):
 
 @contextlib.contextmanager
 def without_data() -> Iterator[None]:
-    """Use tensors without data; random draws of blocks are not observed, because there are none."""
+    """Use tensors without data: no random draws of blocks to observe, no results to compare."""
+    compared = checked.CheckedProduct
     with (
         mock.patch.object(blocks._Recompute, "_generators", return_value=[]),
+        mock.patch.object(blocks, "_are_tiles_right", return_value=True),
+        mock.patch.object(compared, "product", lambda self, key, compute, expected: compute()),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         yield
+
+
+def adapted(layers: int, args: argparse.Namespace, device: torch.device) -> Any:
+    """Return a model of so many blocks with LoRA, on the simulated card."""
+
+    def pack(block: nn.Module) -> None:
+        if args.quantize != "none":
+            quantize_model(block, args.quantize, device=device)
+
+    model = shapes.build(
+        shapes.SHAPES[args.model],
+        dtype=torch.bfloat16,
+        device=device,
+        each_block=pack,
+        num_hidden_layers=layers,
+    ).requires_grad_(False)
+    attach(model, LoRA(rank=args.rank, alpha=2 * args.rank))
+    return model
+
+
+def decoding(layers: int, args: argparse.Namespace) -> tuple[Counting, Card]:
+    """Count a decoding step of `args.rows` completions, without the choice of tokens."""
+    counting, card = Counting(args.rank), Card()
+    with without_data(), simulated(card, lambda: counting):
+        device = torch.device("cuda", 0)
+        model, arena = adapted(layers, args, device).eval(), Arena()
+        arena.resize(args.rows, args.length)
+        for slot in range(args.rows):
+            request = Request([1] * (args.length - 2), Sampling(2))
+            owner = Completion(request, 2, frozenset())
+            arena.rows.append(SlotRow(owner, None, args.length - 1, arena, slot))
+        with torch.no_grad(), ready_for_tokens(model):
+            attention = CachedAttention.of(model)
+            with cached_attention(model, attention):
+                decode = Decode([Block(arena, args.rows, args.length)], device)
+                for _ in range(2):  # the first allocates the cache
+                    counting.kinds.clear()
+                    counting.operators.clear()
+                    card.reset()
+                    attention.run(model, decode)
+    return counting, card
 
 
 def step(layers: int, args: argparse.Namespace) -> tuple[Counting, Card]:
@@ -196,26 +256,15 @@ def step(layers: int, args: argparse.Namespace) -> tuple[Counting, Card]:
     counting, card = Counting(args.rank), Card()
     with without_data(), simulated(card, lambda: counting):
         device = torch.device("cuda", 0)
-
-        def pack(block: nn.Module) -> None:
-            if args.quantize != "none":
-                quantize_model(block, args.quantize, device=device)
-
-        model = shapes.build(
-            shapes.SHAPES[args.model],
-            dtype=torch.bfloat16,
-            device=device,
-            each_block=pack,
-            num_hidden_layers=layers,
-        ).requires_grad_(False)
-        attach(model, LoRA(rank=args.rank, alpha=2 * args.rank))
+        model = adapted(layers, args, device)
         parameters = trainable_parameters(model)
         assert all(isinstance(parameter, CudaTensor) for parameter in parameters.values())
         task = Tokens(model)
         config, rows = TrainConfig(batch_size=1), [Row((1,), (1,), (1,), "row")]
         run = new_run(model, task, rows, [], config, stop=StopRequest(), world=World(device))
         take = Step(run)
-        take.use(replace(take.plan, activations=args.activations))
+        tiles = args.activations != "keep"
+        take.use(replace(take.plan, activations=args.activations, tiles=tiles))
         model.train()
         ids = tuple(range(10, 10 + args.length))
         with prepared_for_training(model, take.plan):
@@ -227,9 +276,10 @@ def step(layers: int, args: argparse.Namespace) -> tuple[Counting, Card]:
     return counting, card
 
 
-def whole(args: argparse.Namespace, by: str) -> tuple[dict[str, Count], int]:
-    """Return the counts of a step of all blocks, by kind or operator, and its waits."""
-    (two, _), (three, card) = step(2, args), step(3, args)
+def whole(args: argparse.Namespace, by: str) -> tuple[dict[str, Count], int, int]:
+    """Return the counts of a step of all blocks, by kind or operator, its waits and its peak."""
+    count_step = decoding if args.rows else step
+    (two, card_of_two), (three, card) = count_step(2, args), count_step(3, args)
     layers = args.layers or shapes.SHAPES[args.model].settings["num_hidden_layers"]
     found: dict[str, Count] = {}
     few, more = getattr(two, by), getattr(three, by)
@@ -238,7 +288,8 @@ def whole(args: argparse.Namespace, by: str) -> tuple[dict[str, Count], int]:
         count.add(few[name], 1 - (layers - 2))
         count.add(more[name], layers - 2)
         found[name] = count
-    return found, len(card.waits)
+    peak = card.peak + (layers - 3) * (card.peak - card_of_two.peak)
+    return found, len(card.waits), peak
 
 
 def show(found: dict[str, Count], cards: Sequence[str]) -> str:
@@ -271,6 +322,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--layers", type=int, help="other than the model has")
     parser.add_argument("--activations", default="recompute")
+    parser.add_argument("--rows", type=int, nargs="+", help="count decoding steps instead")
     parser.add_argument("--cards", nargs="+", choices=tuple(RATES), default=list(RATES))
     parser.add_argument("--by", choices=("kind", "operator"), default="kind")
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -280,12 +332,15 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     """Count a step in 16 and in 4 bits and print the tables."""
     args, figures = arguments(words), {}
-    for quantize in args.quantize:
-        asked = argparse.Namespace(**{**vars(args), "quantize": quantize})
-        found, waits = whole(asked, f"{args.by}s")
-        figures[quantize] = {name: vars(count) for name, count in found.items()}
-        told = f"{args.model}, {quantize}, {args.length:,} tokens, r{args.rank}, {args.activations}"
-        print(f"\n{told}; waits for the device: {waits}\n\n{show(found, args.cards)}")
+    for quantize, rows in product(args.quantize, args.rows or [0]):
+        asked = argparse.Namespace(**{**vars(args), "quantize": quantize, "rows": rows})
+        found, waits, peak = whole(asked, "operators" if rows else f"{args.by}s")
+        name = f"{quantize}, {rows} rows" if rows else quantize
+        figures[name] = {kind: vars(count) for kind, count in found.items()}
+        told = f"{args.model}, {name}, {args.length:,} tokens, r{args.rank}"
+        told += "" if rows else f", {args.activations}"
+        told += f"; waits for the device: {waits}; peak: {peak / 1e9:.2f} GB"
+        print(f"\n{told}\n\n{show(found, args.cards)}")
     write_json(args.json, {"figures": figures})
     return 0
 

@@ -25,7 +25,7 @@ from peftkit.recipe import Recipe
 LINKS = (8.0, 16.0, 25.0)
 """GB/s from main memory to a card: PCIe 3.0 x16 unpinned, 4.0 x16, 5.0 x16, about."""
 STREAMED = (
-    ("llama-3-70b", 12, 4096),
+    ("llama-3-70b", 12, 2048),
     ("llama-3-70b", 24, 4096),
     ("llama-3.1-8b", 6, 2048),
     ("qwen3-30b-a3b", 8, 2048),

@@ -8,13 +8,14 @@ Shapes: B rows, H heads, L queries, S keys, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from peftkit.forward.attention_trials import TRIALS
 from peftkit.kernels import varlen
 from peftkit.kernels.attention import grouped_attention, is_short
 from peftkit.kernels.device import is_before_ampere
@@ -106,16 +107,26 @@ def _repeated(call: Call) -> Tensor:
 
 def _varlen(call: Call) -> Tensor:
     assert isinstance(call.layout, Spans)
-    window = call.more.get("sliding_window")
-    return spans_attention(
-        call.query,
-        call.key,
-        call.value,
-        call.layout,
-        is_causal=call.is_causal,
-        scale=call.scale,
-        window=window if call.is_causal else None,
-    )
+    spans = call.layout
+    window = call.more.get("sliding_window") if call.is_causal else None
+    arrays = call.query, call.key, call.value
+
+    def attend(arrays: Sequence[Tensor], by_cudnn: bool) -> Tensor:
+        query, key, value = arrays
+        return spans_attention(
+            query,
+            key,
+            value,
+            spans,
+            is_causal=call.is_causal,
+            scale=call.scale,
+            window=window,
+            by_cudnn=by_cudnn,
+        )
+
+    shapes = call.is_causal, tuple(spans.longest.shape), len(spans.queries)
+    by_cudnn = varlen.has_cudnn(spans, window)
+    return attend(arrays, by_cudnn and TRIALS.prefers_cudnn(call.module, arrays, shapes, attend))
 
 
 def _takes_grouped(call: Call) -> bool:

@@ -38,6 +38,7 @@ class Offload:
     def __init__(self) -> None:
         self._streams: dict[torch.device, TransferStream] = {}
         self._last: Callable[[], OffloadedInput | None] = lambda: None
+        self._sent: deque[Tensor] = deque(maxlen=ON_DEVICE)  # by a count, which has no stream
 
     def __call__(self, run: Callable[..., Any], *args: object, preserve_rng: bool = True) -> Any:
         """Return run(*args), which is recomputed in the backward pass.
@@ -51,10 +52,15 @@ class Offload:
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng}
         if not (isinstance(hidden, Tensor) and torch.is_grad_enabled()):
             return checkpoint(run, *args, **options)
-        offloaded = OffloadedInput(hidden, self._stream_of(hidden.device), self._last)
+        stream = self._stream_of(hidden.device)
+        if stream is None:
+            self._sent.append(hidden.detach())
+        offloaded = OffloadedInput(hidden, stream, self._last)
         self._last = weakref.ref(offloaded)
 
         def again(_: Tensor, *rest: Any) -> Any:
+            if offloaded.live is None:
+                self._sent.clear()
             return run(offloaded.take(), *rest)
 
         # the empty tensor tells torch which device's generator to restore

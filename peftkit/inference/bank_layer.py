@@ -209,9 +209,9 @@ class BankLinear(FrozenWrapper):
     def _for_all(self, out: Tensor, x: Tensor, update: Update) -> Tensor:
         a, b = update.a.to(out.dtype), update.b.to(out.dtype)
         hidden = nn.functional.linear(x.to(out.dtype), a)
-        flat = torch.addmm(out.flatten(0, -2), hidden.flatten(0, -2), b)
-        changed = flat.view(out.shape)
-        return changed if update.gain is None else changed + self._grown(out, update.gain)
+        grown = None if update.gain is None else self._grown(out, update.gain)
+        changed = out.flatten(0, -2).addmm_(hidden.flatten(0, -2), b).view(out.shape)
+        return changed if grown is None else changed.add_(grown)
 
     def _by_row(self, out: Tensor, x: Tensor, routing: Routing) -> Tensor:
         if self not in routing.stacks:
@@ -225,12 +225,9 @@ class BankLinear(FrozenWrapper):
         assert routing.rows is not None
         # (M, T, ...), from (M, ..., in) or (M * T, in)
         flat_x, flat_out = (t.reshape(len(routing.rows), -1, t.shape[-1]) for t in (x, out))
-        changed = add_lora_by_row(flat_out, flat_x, stack.a, stack.b, stack.ranks).reshape(
-            out.shape
-        )
-        if stack.gain is None:
-            return changed
-        return changed + self._grown(flat_out, stack.gain).reshape(out.shape)
+        grown = None if stack.gain is None else self._grown(flat_out, stack.gain)
+        changed = add_lora_by_row(flat_out, flat_x, stack.a, stack.b, stack.ranks)
+        return (changed if grown is None else changed.add_(grown)).reshape(out.shape)
 
     def _grown(self, out: Tensor, gain: Tensor) -> Tensor:
         """Return gain * W x, without the bias."""

@@ -23,8 +23,8 @@ from peftkit.forward.padding_free import num_common
 from peftkit.inference.states import SlotStates, States, copied
 
 Pair = tuple[Tensor, Tensor]
-SMALLEST = 128
-"""Initial tokens of a slot."""
+SMALLEST = 512
+"""Initial tokens of a slot, if its completion needs as many: growth costs a GPU another capture."""
 GRAIN = 32
 """Lengths of slots are multiples of it: masks of GPU attention kernels require this alignment."""
 MIN_SHARED = 16

@@ -262,7 +262,7 @@ class Engine(ABC):
         with on_device(self.model.device), ExitStack() as stack:
             keep_lengths_apart(self.model)
             stack.enter_context(evaluating(self.model))
-            stack.enter_context(ready_for_tokens(self.model))
+            self._drop_copies = stack.enter_context(ready_for_tokens(self.model))
             self._prepare(stack)
             self._stack = stack.pop_all()
         return self
@@ -322,11 +322,13 @@ class Engine(ABC):
         """Drop all computed state; return the completions in progress."""
 
     def _take_fewer(self, running: Sequence[Completion]) -> None:
-        """Lower the limits after memory has run out.
+        """Drop unpacked copies of weights after memory has run out, then lower the limits.
 
         Raises:
             AnswerTooLarge: The limits are already minimal.
         """
+        if self._drop_copies():
+            return
         lower = self._lower_limits(max(len(running), 1))
         if lower is None:
             completion = self._waiting.popleft()

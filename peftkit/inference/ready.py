@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from peftkit.adapter import prepared_for_serving
+from peftkit.execution.environment import free_now
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.loss import find_head
 from peftkit.model.blocks import is_sharded, is_streamed
 from peftkit.quant.layers import copies_kept
 
-COPY_SHARE = 0.5
-"""Share of the free main memory for unpacked copies of weights."""
+COPY_SHARE, GPU_COPY_SHARE = 0.5, 0.25
+"""Share of the free memory for unpacked copies. On a GPU, keys and values need the rest."""
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -26,16 +27,22 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def ready_for_tokens(model: PreTrainedModel) -> Iterator[None]:
-    """Prepare weights for many short forward passes: unpacked copies, A and B grouped."""
-    # weights of a streamed base rest on the CPU, and are used on the GPU
-    share = 0.0 if is_sharded(model) or is_streamed(model) else COPY_SHARE
+def ready_for_tokens(model: PreTrainedModel) -> Iterator[Callable[[], bool]]:
+    """Prepare weights for many short forward passes: unpacked copies, A and B grouped.
+
+    Yields:
+        A function that drops the copies, and returns whether there were any.
+    """
+    free = free_now(model.device)
+    share = GPU_COPY_SHARE if free.on_gpu else COPY_SHARE
+    if is_sharded(model) or is_streamed(model):  # streamed weights rest on the CPU
+        share = 0.0
     with (
-        copies_kept(model, share),
+        copies_kept(model, share * free.usable) as drop_copies,
         prepared_for_serving(model, ExecutionPlan.for_model(model)),
         _rows_for_the_head(model),
     ):
-        yield
+        yield drop_copies
 
 
 @contextmanager

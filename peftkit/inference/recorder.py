@@ -18,8 +18,8 @@ from peftkit.inference.cache import SMALLEST, Arena, power_of_two
 from peftkit.inference.cached_attention import Block, Decode, readers_of
 from peftkit.inference.engine import Completion, masked, table_of
 
-EAGER_STEPS = 4
-"""Eager calls of a shape before it is captured as a CUDA graph."""
+EAGER_STEPS = 1
+"""Eager calls of a shape before its capture as a CUDA graph, which costs about as much as one."""
 MAX_RECORDED = 32
 """Maximum CUDA graphs of decoding steps; the oldest is dropped."""
 _LOG = logging.getLogger(__name__)

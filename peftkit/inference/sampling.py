@@ -26,6 +26,8 @@ LIKELY = 1024
 """Number of likeliest tokens that are sorted first: sorting all takes 18 times as long."""
 ALL = 1 << 30
 """More tokens than any vocabulary has."""
+DRAWS = 64
+"""Tokens of a row whose random numbers are computed together."""
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as SplitMix64 steps
 _MIX = (-4658895280553007687, -7723592293110705685)
 
@@ -180,7 +182,8 @@ class SamplingTable:
         top_k = [min(one.top_k or ALL, ALL) for one in settings]
         self._top_k = torch.tensor(top_k, device=device)[:, None]
         self._seeds = torch.tensor(seeds, device=device)
-        self._counts = torch.tensor(counts, device=device)
+        self._counts, self._num_drawn = torch.tensor(counts, device=device), 0
+        self._draws = torch.arange(DRAWS, device=device)
         self._wants_log_probs = wants_log_probs
 
     def choose(self, logits: Tensor) -> Tensor:
@@ -201,7 +204,6 @@ class SamplingTable:
         tokens = scaled.argmax(-1)
         if not self.is_greedy:
             tokens = torch.where(self._greedy, tokens, self._drawn(scaled))
-        self._counts += 1
         total = scaled.logsumexp(-1)
         log_probs = scaled.gather(1, tokens[:, None])[:, 0] - total
         chosen = torch.stack([tokens.double(), log_probs.double()], 1)
@@ -212,6 +214,11 @@ class SamplingTable:
 
     def _drawn(self, scaled: Tensor) -> Tensor:
         """Return (B,) tokens drawn from all, or from the likeliest ones."""
+        at, self._num_drawn = self._num_drawn % DRAWS, self._num_drawn + 1
+        if not at:  # the numbers of several tokens take as many kernels as those of one
+            self._numbers = uniform(self._seeds[:, None], self._counts[:, None] + self._draws)
+            self._counts += DRAWS
+        self._random = self._numbers[:, at : at + 1]
         probabilities = scaled.softmax(-1)
         if not self.is_cut:
             return self._inverse(probabilities)
@@ -228,8 +235,7 @@ class SamplingTable:
     def _inverse(self, probabilities: Tensor) -> Tensor:
         """Return (B,) places drawn by the inverse of the cumulative probabilities (B, N)."""
         cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-        threshold = uniform(self._seeds, self._counts)[:, None] * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, threshold, right=True)
+        tokens = torch.searchsorted(cumulative, self._random * cumulative[:, -1:], right=True)
         return tokens.clamp_max(probabilities.shape[1] - 1)[:, 0]
 
     def _likeliest(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:

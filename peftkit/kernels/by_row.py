@@ -85,10 +85,10 @@ class RowRanks:
 
 
 def add_lora_by_row(out: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: RowRanks) -> Tensor:
-    """Return ``out[m] + x[m] A^T B^T`` with the A and B of each row m.
+    """Return ``out[m] + x[m] A^T B^T`` with the A and B of each row m, in place of `out`.
 
     Args:
-        out: (M, T, out), the frozen layer's output. x: (M, T, in), its input.
+        out: (M, T, out), the frozen layer's output, contiguous. x: (M, T, in), its input.
         a: (R, in). b: (R, out), scaled; both from `ranks.stack`, in `out`'s dtype.
     """
     x = x.to(out.dtype)
@@ -96,9 +96,9 @@ def add_lora_by_row(out: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: RowRank
         hidden = functional.linear(x, a[: ranks.total])  # (M, T, R)
         # filled, not multiplied by zero: other adapters may give infinite values for this row
         hidden = hidden.masked_fill(ranks.foreign, 0)
-        flat = torch.addmm(out.flatten(0, 1), hidden.flatten(0, 1), b[: ranks.total])
-        return flat.view(out.shape)
+        out.view(-1, out.shape[-1]).addmm_(hidden.flatten(0, 1), b[: ranks.total])
+        return out
     if ranks.indices is not None:
         a, b = a.index_select(0, ranks.indices), b.index_select(0, ranks.indices)
     row_a, row_b = (t.view(len(x), ranks.width, -1) for t in (a, b))  # (M, r, in), (M, r, out)
-    return torch.baddbmm(out, torch.bmm(x, row_a.transpose(1, 2)), row_b)
+    return out.baddbmm_(torch.bmm(x, row_a.transpose(1, 2)), row_b)

@@ -175,7 +175,9 @@ class _Frozen(NamedTuple):
         return self.weight.to(dtype)  # another dtype under autocast
 
     def add_product(self, total: Tensor | None, grad: Tensor) -> Tensor:
-        """Return total + dy W, or dy W if there is no total."""
+        """Return total + dy W, in place if not traced; dy W if there is no total."""
+        if total is not None and not torch.compiler.is_compiling():
+            return total.addmm_(grad, self.unpacked(grad.dtype))  # else cuBLAS copies it first
         if isinstance(self.weight, PackedWeight):
             packed, scales, form = self.weight
             return times_packed(grad, packed, scales, *form, total)

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 MAX_HEAD, HEAD_MULTIPLE = 256, 8
 """Limits of the flash kernel for the head size."""
@@ -115,26 +117,45 @@ def spans_attention(
     is_causal: bool,
     scale: float,
     window: int | None,
+    by_cudnn: bool = False,
 ) -> Tensor:
     """Return attention within each document of a row (1, H, N, D): (1, N, H, D).
 
     Args:
         window: Number of keys per query, including its own; None means all. Causal attention only.
+        by_cudnn: See `has_cudnn`.
     """
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]
     if len(spans.tokens):
         rows[1:] = [gathered(x, spans) for x in rows[1:]]
     left = -1 if window is None else window - 1
-    out: Tensor = kernel()(
-        *rows,
-        spans.queries,
-        spans.keys,
-        spans.longest.shape[0],
-        spans.longest.shape[1],
-        scale=scale,
-        window_size=(left, 0) if is_causal else (-1, -1),
-    )
+    keys = spans.queries if by_cudnn else spans.keys  # torch requires the same tensor for cuDNN
+    backend = SDPBackend.CUDNN_ATTENTION if by_cudnn else SDPBackend.FLASH_ATTENTION
+    with sdpa_kernel(backend) if _chooses_backend() else nullcontext():
+        out: Tensor = kernel()(
+            *rows,
+            spans.queries,
+            keys,
+            spans.longest.shape[0],
+            spans.longest.shape[1],
+            scale=scale,
+            window_size=(left, 0) if is_causal else (-1, -1),
+        )
     return out[None]
+
+
+def has_cudnn(spans: Spans, window: int | None) -> bool:
+    """Return whether torch may compute these documents, without a window or prefix, by cuDNN."""
+    is_bare = window is None and not len(spans.tokens)
+    return is_bare and not torch.compiler.is_compiling() and _chooses_backend()
+
+
+@cache
+def _chooses_backend() -> bool:
+    """Return whether torch's kernel runs FlashAttention or cuDNN, from torch 2.15 on."""
+    from torch.nn.attention import varlen
+
+    return hasattr(varlen, "_select_backend") and torch.backends.cudnn.is_available()
 
 
 def gathered(x: Tensor, spans: Spans) -> Tensor:

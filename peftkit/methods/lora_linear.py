@@ -280,7 +280,8 @@ class LoRAGroup:
         if self.serves:
             hiddens = functional.linear(flat, self.lora_a).split(self.ranks, 1)
             products = zip(bases, hiddens, self.lora_b, strict=True)
-            outputs = [torch.addmm(base(flat), hidden, b.t()) for base, hidden, b in products]
+            # in place: cuBLAS would first copy the base's product into another array
+            outputs = [base(flat).addmm_(hidden, b.t()) for base, hidden, b in products]
         else:
             dropped = None if isinstance(self.dropout, nn.Identity) else self.dropout(flat)
             layers, frozen = _base_tensors(bases)

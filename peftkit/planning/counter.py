@@ -121,8 +121,14 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
     """Return the FLOPs of an operation; a causal attention computes half of the products."""
     if name.endswith("_for_cpu"):
         return _flops_of_attention(name, args, kwargs)
-    count = flop_registry.get(func._overloadpacket)
+    count = flops_of(func._overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=out))
+
+
+def flops_of(operator: Any) -> Any:
+    """Return torch's formula of an operator's FLOPs, which it has not for `addmm_`; or None."""
+    in_place = operator is torch.ops.aten.addmm_
+    return flop_registry.get(torch.ops.aten.addmm if in_place else operator)
 
 
 def _flops_of_attention(name: str, args: Any, kwargs: Any) -> int:

@@ -35,8 +35,6 @@ FEW, MOST = 2, 8
 """Minimum number of blocks to build, which includes an inner one; maximum, if kinds differ."""
 LONGEST_PERIOD = 10
 """Maximum number of further blocks to build; in Granite 4 H, one of ten blocks has attention."""
-ON_DEVICE = 4
-"""Offloaded inputs of blocks that are on the GPU at a time: the first, two more, the output."""
 
 
 class CountError(PeftkitError):
@@ -217,9 +215,12 @@ class StepEstimator:
         return self._counts[key]
 
     def _offloaded(self, count: StepCount, mode: Activations) -> int:
-        """Return the bytes of blocks' inputs in main memory."""
+        """Return the bytes of blocks' inputs in main memory, which the count has in addition.
+
+        It also has the two that are fetched, which are on the GPU.
+        """
         moves = mode == "offload" and self._plan.on_gpu
-        return count.block_input * max(self.num_blocks - ON_DEVICE, 0) if moves else 0
+        return count.block_input * self.num_blocks if moves else 0
 
 
 def _kind_of(block: nn.Module) -> Any:

@@ -23,6 +23,7 @@ from peftkit.execution.state import Result, State, StepFacts
 from peftkit.execution.world import Rows
 from peftkit.figures import RECENT_STEPS, recent_mean
 from peftkit.formats.folders import set_aside
+from peftkit.forward.attention_trials import TRIALS
 from peftkit.kernels.device import PINNING, gpu_of, keep_freed_memory, trim_malloc
 from peftkit.kernels.fused import TRITON
 from peftkit.model.modes import begin_training, modes_kept
@@ -298,7 +299,7 @@ def _record(run: Run, step: Step, facts: StepFacts, seconds: float) -> None:
     if facts.notice:
         run.say(Notice(f"Step {state.step}: {facts.notice}"))
     unrecorded = "" if step.passes is None else step.passes.report()
-    for problem in filter(None, (TRITON.report(), PINNING.report(), unrecorded)):
+    for problem in filter(None, (TRITON.report(), TRIALS.report(), PINNING.report(), unrecorded)):
         run.say(Notice(problem))
 
 

@@ -11,11 +11,14 @@ from transformers import PreTrainedTokenizerFast
 from peftkit.adapter import Adapter, attach
 from peftkit.inference import ready
 from peftkit.inference.generate import generate_ids
-from peftkit.inference.open_engine import why_plain
+from peftkit.inference.open_engine import open_engine, why_plain
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRALinear
+from peftkit.quant.layers import packed_tensors
 from peftkit.quant.quantize import quantize_model
 from tests.helpers.families import ARCHITECTURES, FAMILIES, FURTHER
+from tests.simulated_gpu.simulation import simulated
+from tests.simulated_gpu.tensors import Card
 
 MODELS = {**ARCHITECTURES, **FURTHER}
 Tokenizer = PreTrainedTokenizerFast
@@ -73,3 +76,33 @@ def test_generating_within_training_leaves_its_groups(tokenizer):
     after = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
     adapter.end_training()
     assert after == generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7) != before
+
+
+@pytest.mark.parametrize("memory", ["enough", "little", "runs out"])
+def test_a_card_with_room_decodes_with_unpacked_weights(tokenizer, memory):
+    """Copies are bit-equal to the weights, and the first to go when memory runs out."""
+    model: Any = FAMILIES["llama"]().eval()
+    quantize_model(model, "nf4")
+    adapted(model)
+    expected = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
+    packings = [packing for _, _, packing in packed_tensors(model)]
+    seen: list[bool] = []
+
+    def watch(*_: Any) -> None:
+        seen.append(all(packing.unpacked is not None for packing in packings))
+        if memory == "runs out" and len(seen) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    copies = sum(packing.unpacked_bytes for packing in packings)
+    num_bytes = sum(tensor.nbytes for tensor in model.parameters())
+    with simulated(Card(memory=num_bytes + 4 * copies) if memory == "little" else Card()):
+        model.to("cuda")
+        assert why_plain(model, tokenizer) is None
+        handle = model.register_forward_pre_hook(watch)
+        assert generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7) == expected
+        handle.remove()
+        with open_engine(model, tokenizer) as engine:
+            assert engine.limits.rows == 64, "fewer rows, though copies were left to drop"
+        assert not any(packing.unpacked is not None for packing in packings)
+    assert seen[0] == (memory != "little")
+    assert seen[-1] == (memory == "enough")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from peftkit.inference import open_engine
+from peftkit.inference import cached_engine, open_engine, recorder
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Completion, Request
@@ -38,6 +38,13 @@ class Words:
 LENGTHS = (12, 18, 9, 14, 16, 7, 11)
 PROMPTS = [[7 + n, 8, 9 + n] * (40 if n == 3 else 1) for n in range(len(LENGTHS))]
 SETTINGS = [Sampling(size, 0.0 if n % 2 else 1.0, seed=n) for n, size in enumerate(LENGTHS)]
+
+
+@pytest.fixture(autouse=True)
+def short_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make slots grow, which the engine does for completions of more than 512 tokens."""
+    for module in (cached_engine, recorder):
+        monkeypatch.setattr(module, "SMALLEST", 128)
 
 
 def answers(engine: CachedEngine, adapters: tuple[str | None, ...] = (None,)) -> list[list[int]]:

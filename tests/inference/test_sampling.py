@@ -9,7 +9,7 @@ from torch import Tensor
 from peftkit.errors import DataError
 from peftkit.inference.engine import Request
 from peftkit.inference.open_engine import open_engine
-from peftkit.inference.sampling import LIKELY, Penalties, Sampling, SamplingTable, uniform
+from peftkit.inference.sampling import DRAWS, LIKELY, Penalties, Sampling, SamplingTable, uniform
 from tests.simulated_gpu.simulation import simulated
 
 WORDS = 5 * LIKELY
@@ -67,6 +67,16 @@ def test_a_row_is_drawn_alike_whatever_the_others_ask_for(spread):
     for number, one in enumerate(CUTS):
         table = SamplingTable([one], [number], [4], "cpu")
         assert int(table.choose(values[number : number + 1])[0, 0]) == together[number]
+
+
+def test_a_draw_depends_on_its_number_not_on_where_the_table_began():
+    values = logits(FLAT)[:1]
+    one = Sampling(temperature=1.0)
+    table = SamplingTable([one], [9], [3], "cpu")
+    drawn = [int(table.choose(values)[0, 0]) for _ in range(2 * DRAWS + 3)]
+    alone = [SamplingTable([one], [9], [3 + n], "cpu") for n in range(len(drawn))]
+    assert drawn == [int(table.choose(values)[0, 0]) for table in alone]
+    assert len(set(drawn)) > DRAWS
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from benchmarks.plan import Measured, planned, reckoner_of
 from peftkit.base.skeleton import with_depth
 from peftkit.errors import ConfigError
 from peftkit.execution.plan import Activations
+from peftkit.planning.counter import Counter
 from peftkit.planning.plan import parse_size
 from peftkit.planning.step_estimator import CountError, _period_after
 from peftkit.quant.layers import empty_packed, pack
@@ -96,6 +97,15 @@ def test_steps_of_every_kind_of_task_are_counted(family, task):
     small, large = (steps.count(rows, 32, steps.activation_modes()[-1]) for rows in (1, 3))
     assert large.flops == pytest.approx(3 * small.flops, rel=0.1)
     assert large.peak["activations"] > small.peak["activations"] > 0
+
+
+def test_products_in_place_have_the_flops_of_others():
+    out, x, weight = torch.zeros(3, 5), torch.zeros(3, 4), torch.zeros(4, 5)
+    with Counter() as counter:
+        torch.addmm(out, x, weight)
+        assert counter.flops == 2 * 3 * 4 * 5
+        out.addmm_(x, weight)
+        assert counter.flops == 2 * 2 * 3 * 4 * 5
 
 
 def test_a_model_that_cannot_be_built_without_data_is_told_by_name():
