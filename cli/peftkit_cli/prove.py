@@ -42,7 +42,7 @@ def prove(
         model (NAME): Name of the model on the server.
         write: Write proof.json into an adapter's folder; the adapter may be from any program that
             writes PEFT's format.
-        prompt (TEXT): With --write: a prompt to record instead of general ones. Repeatable.
+        prompt (TEXT): With --write: a prompt to record instead of general ones; at most 4.
         api_key (KEY): Key of the server.
         timeout (SECONDS): Time limit of all requests to a server; at most 40 are sent.
     """

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -232,3 +233,16 @@ def test_weights_of_a_copy_name_what_a_conversion_changed():
         k: k for k in copies
     }
     assert prove_updates(swapped, source).kind == "transposed"
+
+
+def test_a_layer_without_an_update_may_be_absent_and_a_magnitude_may_not_change():
+    first, second = update(1), update(2)
+    zero = LowRank(second.a, 0 * second.b, 2.0)
+    source = {"a": first, "b": zero}
+    assert prove_updates(source, source).is_applied
+    assert prove_updates({"a": first}, source).is_applied
+    scaled = {"a": replace(first, magnitude=torch.linspace(1, 2, 9))}
+    assert prove_updates(scaled, scaled).is_applied
+    for magnitude in (None, torch.ones(9)):
+        copy = {"a": replace(first, magnitude=magnitude)}
+        assert prove_updates(copy, scaled).kind == "part"
