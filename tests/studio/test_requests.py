@@ -526,6 +526,11 @@ def test_files_of_the_folder_are_offered_and_only_those_in_data_are_removed(stud
     holder(folder / "runs" / "reads", os.getpid())
     assert studio.delete("/api/files/both.jsonl").status == 409
     (folder / "runs" / "reads" / ".locks" / "holder").unlink()
+    starting = {"command": "", "pid": os.getpid(), "began": time.time(), "code": None}
+    (folder / ".studio" / "starting.json").write_text(json.dumps(starting))
+    (folder / "recipes" / "starting.yaml").write_text(recipe(rows="data/both.jsonl"))
+    assert studio.delete("/api/files/both.jsonl").status == 409
+    (folder / ".studio" / "starting.json").unlink()
     assert studio.delete("/api/files/both.jsonl").status == 200
     assert (folder / "both.jsonl").exists()
     assert not (folder / "data" / "both.jsonl").exists()
