@@ -240,10 +240,12 @@ class TrainConfig(Config):
     """Trackers that also receive the metrics; metrics.jsonl is always written."""
     trackers: Annotated[dict[Tracker, dict[str, Any] | None], OPENED] = Field(default={})
     """Trackers with their options: {mlflow: {experiment: support, tags: {team: a}}}."""
-    proof: Literal["auto", "off"] | tuple[str, ...] = "auto"
+    proof: (
+        Literal["auto", "off"] | Annotated[tuple[str, ...], Field(min_length=1, max_length=4)]
+    ) = "auto"
     """Write proof.json with the adapter, for peftkit prove: prompts and log-probabilities. auto:
-    the three shortest prompts of the eval rows, and general ones; a list of prompts instead; off:
-    none. Of private rows, set your own prompts before you share the adapter."""
+    the two shortest prompts of the eval rows, and general ones; one to four prompts instead;
+    off: none. Of private rows, set your own prompts before you share the adapter."""
     upload: Location | None = None
     """Where to upload the finished run: s3://bucket/folder, gs://, az:// or hf://user/name."""
 

@@ -42,7 +42,7 @@ def prove(
         model (NAME): Name of the model on the server.
         write: Write proof.json into an adapter's folder; the adapter may be from any program that
             writes PEFT's format.
-        prompt (TEXT): With --write: a prompt to record instead of general ones. Repeatable.
+        prompt (TEXT): With --write: a prompt to record instead of general ones; at most 4.
         api_key (KEY): Key of the server.
         timeout (SECONDS): Time limit of all requests to a server; at most 40 are sent.
     """
@@ -91,9 +91,9 @@ def note_proof(target: Path, adapter: str | Path, base: str | None = None) -> No
     is_model = (target.is_file() and target.suffix == ".gguf") or (target / "config.json").is_file()
     try:
         print_verdict(prove_files(target, folder, base))
-    except PeftkitError as error:
+    except Exception as error:  # a second copy of the model may not fit into memory
         if not is_model or (folder / PROOF).is_file():
-            note(f"not proved: {error}")
+            note(f"not proved: {_in_words(error)}")
 
 
 def print_verdict(verdict: Verdict, name: str = "") -> None:
@@ -110,8 +110,14 @@ def prove_served(url: str, proofs: Mapping[str, Path], key: str) -> None:
     for name, path in proofs.items():
         try:
             print_verdict(prove_server(url, read_proof(path), name, key), f"{name}: ")
-        except PeftkitError as error:
-            note(f"{name}: not proved: {error}")
+        except Exception as error:  # ends the proof alone; the server runs
+            note(f"{name}: not proved: {_in_words(error)}")
+
+
+def _in_words(error: Exception) -> str:
+    from peftkit.execution.out_of_memory import one_line
+
+    return str(error) if isinstance(error, PeftkitError) else one_line(error)
 
 
 def _proof_at(path: str) -> Proof:

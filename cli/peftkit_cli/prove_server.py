@@ -76,7 +76,7 @@ def prove_server(
 ) -> Verdict:
     """Prove the model of a server by the best log-probabilities that it returns."""
     server = Server(url, key, seconds)
-    listed = [one["id"] for one in (server.request("models") or {}).get("data", [])]
+    listed = [one["id"] for one in (server.request("models") or {}).get("data") or ()]
     names = {"base", proof.base["name"], proof.base["hub_id"]}
     server.model = model or _only([name for name in listed if name not in names] or listed, url)
     for method, observe in METHODS.items():

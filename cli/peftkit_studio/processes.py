@@ -62,9 +62,18 @@ class Processes:
 
     def refuse_running(self, name: str) -> None:
         """Raise RequestError if the process of this name runs."""
-        process = self._running.get(name)
-        if process is not None and process.poll() is None:
+        if self._pid(name) is not None:
             raise RequestError(f"{name} is already running.", status=409, code="is_running")
+
+    def _pid(self, name: str) -> int | None:
+        """Return the id of a running process, which may be of an earlier server; None: it ended."""
+        process = self._running.get(name)
+        if process is not None:
+            return process.pid if process.poll() is None else None
+        with suppress(OSError, ValueError, KeyError):
+            facts = self.get(name, 0)
+            return int(facts["pid"]) if facts["code"] is None else None
+        return None
 
     def poll(self) -> None:
         """Record the exit codes of processes that have ended."""
@@ -103,10 +112,8 @@ class Processes:
             RequestError: No process of this machine and user trains there.
         """
         trainer = trainer_of(run_folder)
-        pid = trainer.pid if trainer is not None and trainer.is_local else None
-        process = self._running.get(name)
-        if pid is None and process is not None and process.poll() is None:
-            pid = process.pid  # it has not begun to train
+        # without a trainer, the process has not begun to train
+        pid = trainer.pid if trainer is not None and trainer.is_local else self._pid(name)
         if pid is None:
             raise RequestError(f"{name} is not running on this machine.", status=409)
         try:

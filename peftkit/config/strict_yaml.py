@@ -151,7 +151,9 @@ def edit_of(text: str, section: str, name: str) -> Edit | None:
     if (value := _field(node, name)) is not None:
         start = value.start_mark.index
         written = text[start : value.end_mark.index].rstrip()  # a block ends where the next begins
-        return Edit(written, start, start + len(written), "" if written else " ")
+        # a list may begin in the column of its key, another value may not
+        is_apart = bool(written) and value.start_mark.column > node.value[0][0].start_mark.column
+        return Edit(written, start, start + len(written), "" if is_apart else " ")
     mark = node.value[:2][-1][0].start_mark  # the first key may be the section's type
     after = ", " if node.flow_style else "\n" + " " * mark.column
     return Edit("", mark.index, mark.index, f"{name}: ", after)

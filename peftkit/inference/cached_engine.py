@@ -151,7 +151,7 @@ class CachedEngine(Engine):
         for arena in self._arenas.values():  # rows refer back to it: a cycle
             arena.rows.clear()
         self._clear()
-        return [one for one in running if one.ended_by is None]
+        return running
 
     def _lower_limits(self, num_running: int) -> Limits | None:
         rows, tokens = max(num_running // 2, 1), self.limits.pass_tokens

@@ -297,7 +297,7 @@ class Engine(ABC):
         Raises:
             AnswerTooLarge: Memory ran out for a single completion.
         """
-        running: list[Completion] = []
+        taken: list[Completion] = []
 
         def advance() -> bool:
             # a new thread's current GPU is the first one
@@ -309,9 +309,11 @@ class Engine(ABC):
             # processes that share a base would have to lower their limits together
             return is_out_of_memory(error) and not is_sharded(self.model)
 
-        if attempt(advance, ran_out, undo=lambda: running.extend(self._take_back())) is None:
+        if attempt(advance, ran_out, undo=lambda: taken.extend(self._take_back())) is None:
+            running = [one for one in taken if one.ended_by is None]
             self._waiting.extendleft(reversed(running))
-            self._take_fewer(running)
+            if running or not taken:  # cancelled ones need no memory any more
+                self._take_fewer(running)
 
     @abstractmethod
     def _advance(self) -> None:
@@ -319,7 +321,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _take_back(self) -> list[Completion]:
-        """Drop all computed state; return the completions in progress."""
+        """Drop all computed state; return the completions in progress, cancelled ones too."""
 
     def _take_fewer(self, running: Sequence[Completion]) -> None:
         """Drop unpacked copies of weights after memory has run out, then lower the limits.

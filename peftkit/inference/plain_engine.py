@@ -127,9 +127,10 @@ class PlainEngine(Engine):
         """Nothing is kept from batch to batch."""
 
     def _take_back(self) -> list[Completion]:
-        return [one for one in self._begun if one.ended_by is None]
+        return list(self._begun)
 
     def _advance(self) -> None:
+        self._begun = ()
         waiting = [one for one in self._waiting if one.ended_by is None]
         texts = list(takewhile(lambda one: one.request.inputs is None, waiting))
         batch = texts[: self._num_rows(texts)] or waiting[:1]

@@ -21,6 +21,7 @@ from peftkit.formats.mlx import read_mlx
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.load import read_adapter
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank
+from peftkit.kernels.checked import relative_difference
 from peftkit.proof.judge import Verdict
 from peftkit.proof.record import prove, read_proof
 
@@ -113,7 +114,7 @@ def prove_updates(found: Mapping[str, LowRank], reference: Mapping[str, LowRank]
     share, angle = product / squares[1], product / math.sqrt(squares[0] * squares[1])
     facts = (f"{len(both)} of {len(reference)} layers; share {share:.4f}, cosine {angle:.4f}",)
     shown: dict[str, Any] = {"share": share, "method": "weights"}
-    if len(both) < len(reference) or any(_inner(found[p], found[p]) == 0 for p in both):
+    if any(_inner(u, u) and not _is_in(found, path, u) for path, u in reference.items()):
         return Verdict("part", facts, **shown)
     if angle > SAME:
         return Verdict("applied" if abs(share - 1) < 1 - SAME else "strength", facts, **shown)
@@ -124,6 +125,16 @@ def prove_updates(found: Mapping[str, LowRank], reference: Mapping[str, LowRank]
         if inner > SAME * math.sqrt(squares[0] * squares[1]):
             return Verdict("transposed", facts, **shown)
     return Verdict("other_adapter", facts, **shown)
+
+
+def _is_in(found: Mapping[str, LowRank], path: str, update: LowRank) -> bool:
+    """Return whether a copy has an update of a layer, and with DoRA its magnitude."""
+    if path not in found or _inner(found[path], found[path]) == 0:
+        return False
+    copy, magnitude = found[path].magnitude, update.magnitude
+    if copy is None or magnitude is None:
+        return copy is magnitude
+    return copy.shape == magnitude.shape and relative_difference(copy, magnitude) < 1 - SAME
 
 
 def _inner(one: LowRank, other: LowRank) -> float:

@@ -161,7 +161,7 @@ class Verdict:
     def line(self) -> str:
         """The verdict in one line."""
         share = "" if self.share is None else f", {max(self.share, 0):.0%} of the update"
-        likely = "" if self.is_certain else " (likely)"
+        likely = "" if self.is_certain or self.kind == "undecided" else " (likely)"
         return f"proved: {self.kind.replace('_', ' ')}{likely}{share}"
 
     def as_dict(self) -> dict[str, object]:

@@ -19,14 +19,13 @@ from torch import Tensor, nn
 
 from peftkit.adapter import Adapter
 from peftkit.base.load import Base
-from peftkit.base.purpose import CAUSAL_LM
 from peftkit.config.schema import from_dict
 from peftkit.data.chat_template import own_template
 from peftkit.data.general import MEASURED
 from peftkit.data.generation import default_style, prompt_ids, template_of
 from peftkit.data.pack import IGNORE, last_answer
 from peftkit.data.style import Style
-from peftkit.errors import AdapterError
+from peftkit.errors import AdapterError, ConfigError
 from peftkit.execution.plan import compute_dtype
 from peftkit.figures import dtype_name
 from peftkit.files.disk import sha256_of, write_text
@@ -80,7 +79,16 @@ def record(
         prompts: Prompts to record; by default half are those of `rows`, and half are general.
         rows: Encoded evaluation rows.
         digest: SHA-256 of the adapter's tensors.
+
+    Raises:
+        ConfigError: There are too many prompts for the requests to a server.
     """
+    if len(prompts) > NUM_PROMPTS:
+        raise ConfigError(
+            f"a proof has at most {NUM_PROMPTS} prompts.",
+            found=f"{len(prompts)} are given.",
+            fix="Keep those whose answers the adapter changes most.",
+        )
     model, tokenizer = base.model, base.tokenizer
     style = style or default_style(tokenizer)
     given = _prompts(tokenizer, style, prompts, rows)
@@ -103,6 +111,8 @@ def record(
 
         found = {BASE: picked(bare), ADAPTER: picked(adapted)}
         for name, state in _planted(adapter):
+            if all(map(torch.equal, state.values(), adapter.state().values())):
+                continue  # of rank 1, a transposed B is the same
             with adapter.swapped_state(state):
                 found[name] = picked(_rows(model, ids, places))
         for name, before in _other_starts(tokenizer, given, style).items():
@@ -142,7 +152,8 @@ def record(
 
 def is_provable(task: TaskConfig) -> bool:
     """Return whether a task's model completes prompts of text alone."""
-    return task.generates and task.purpose == CAUSAL_LM and task.processor == "tokenizer"
+    is_causal = task.auto_class == "AutoModelForCausalLM"
+    return task.generates and is_causal and task.processor == "tokenizer"
 
 
 def write_proof(opened: Opened, prompts: Sequence[str] = ()) -> Proof:
@@ -276,15 +287,21 @@ def _prompts(
     """Return the prompts to record, whose ids are the prompts' tokens."""
     chosen: list[Prompt] = []
     if not texts:
-        documents = [d for row in rows[:MAX_ROWS] for d in getattr(row, "documents", [row])]
-        usable = [d for d in documents if d.num_targets and d.labels[0] == IGNORE]
-        starts = [last_answer(tokenizer, document)[0] for document in usable]
-        short = sorted({tuple(ids) for ids in starts if 0 < len(ids) <= MAX_PROMPT_TOKENS}, key=len)
+        starts = {tuple(ids) for row in rows[:MAX_ROWS] for ids in _starts(tokenizer, row)}
+        short = sorted((ids for ids in starts if 0 < len(ids) <= MAX_PROMPT_TOKENS), key=len)
         chosen = [_prompt_of(tokenizer, style, ids) for ids in short[: NUM_PROMPTS // 2]]
-        texts = MEASURED
-    for text in texts[: NUM_PROMPTS - len(chosen)]:
+        texts = MEASURED[: NUM_PROMPTS - len(chosen)]
+    for text in texts:
         chosen.append(_prompt(style, text, prompt_ids(tokenizer, text, style)))
     return chosen
+
+
+def _starts(tokenizer: Any, row: Any) -> list[Sequence[int]]:
+    """Return the tokens of a row's prompts."""
+    if not hasattr(row, "labels"):  # a prompt, whose answers are sampled
+        return [row.input_ids]
+    documents = [d for d in row.documents if d.num_targets and d.labels[0] == IGNORE]
+    return [last_answer(tokenizer, document)[0] for document in documents]
 
 
 def _prompt(style: Style, text: str, ids: Sequence[int], *, is_of_rows: bool = False) -> Prompt:

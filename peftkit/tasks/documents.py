@@ -184,7 +184,11 @@ class OnPolicy:
         if not self._is_sampler_checked and number & (number - 1) == 0:  # steps 0, 1, 2, 4, ...
             from peftkit.tasks.sampler_check import check_sampler
 
-            self._is_sampler_checked = check_sampler(self._task, self.stops, prompts, run)
+            # rows of distillation also have the teacher's document
+            ids = [getattr(row, "documents", (row,))[0].input_ids for row in prompts]
+            with run.parallel.together():
+                checked = check_sampler(self._task, self.stops, ids, run)
+            self._is_sampler_checked = run.world.max(checked) > 0
         if not run.world.max(len(rollout.rows)):
             self._count_empty(run.figures)
             return []

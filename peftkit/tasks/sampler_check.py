@@ -24,17 +24,22 @@ SMALL = 0.02
 
 
 @torch.no_grad()
-def check_sampler(task: Any, stops: Sequence[int], prompts: Sequence[Any], run: Run) -> bool:
+def check_sampler(
+    task: Any, stops: Sequence[int], prompts: Sequence[Sequence[int]], run: Run
+) -> bool:
     """Report how sampler and trainer differ; return whether the adapter is large enough to tell.
 
     Args:
         task: The `DocumentTask` that computes the log-probabilities of the rows of a rollout.
         stops: Tokens that end an answer.
+        prompts: Tokens of this process's prompts, possibly none.
 
     Raises:
         RunError: The sampler's log-probabilities are the base's, and the trainer's are not.
     """
-    ids = [list(prompt.input_ids) for prompt in prompts[:NUM_PROMPTS]]
+    if not prompts:
+        return False
+    ids = [list(prompt) for prompt in prompts[:NUM_PROMPTS]]
     task.layout.forget()
     with evaluating(run.model), run.world.autocast():
         sampling = Sampling(max_new_tokens=NEW_TOKENS, stops=tuple(stops))

@@ -107,13 +107,14 @@ def _record_passes(run: Run, step: Step) -> None:
 
 
 def _saved(run: Run, step: Step, row: object) -> ActivationBytes | None:
-    """Count the bytes that one row saves in mode "keep"; None if memory runs out."""
+    """Count the bytes that one row saves in mode "keep"; None if a process runs out of memory."""
     blocks = step.blocks
     with rng.untouched(run.model, run.world.device), blocks.keeping_all():
-        return attempt(
+        saved = attempt(
             lambda: saved_by(lambda: step.loss([row]), blocks.blocks, blocks.feed_forward),
             run.parallel.ran_out,
         )
+    return None if run.world.max(int(saved is None)) else saved
 
 
 def _most_offloaded(run: Run, step: Step, saved: ActivationBytes | None, row: object) -> int | None:
@@ -194,7 +195,8 @@ def _keep_copies(run: Run, step: Step, per_token: float, longest: int) -> None:
         activations *= 2
     room = int(_available(run, step) - activations)
     step.use(replace(plan, keeps_copies=True))
-    if not attempt(lambda: keep_copies(run.model, room)):
+    kept = attempt(lambda: keep_copies(run.model, room))
+    if run.world.max(int(not kept)):
         step.use(plan)
 
 

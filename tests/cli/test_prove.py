@@ -229,6 +229,9 @@ def test_our_server_is_proved(saved):
 def test_limits_and_refusals_name_the_next_step(saved):
     with serving(lambda path, body: None) as url, pytest.raises(ConfigError, match="--model"):
         prove_server(url, saved.proof)
+    empty = {"object": "list", "data": None}  # of Ollama without models
+    with serving(lambda path, body: empty) as url, pytest.raises(ConfigError, match="--model"):
+        prove_server(url, saved.proof)
     with serving(lambda path, body: None) as url, pytest.raises(RunError, match="completes no"):
         prove_server(url, saved.proof, "demo")
     with (
@@ -271,6 +274,17 @@ def test_a_copy_is_proved_by_its_weights_and_by_its_answers(saved, peftkit: Run,
     assert "proved: applied, 100% of the update" in done.err
     proof = ("--proof", saved.folder / "proof.json") if to == "gguf" else ()
     assert peftkit("prove", out, *proof).out.startswith("proved: applied, 100%")
+
+
+def test_a_file_that_cannot_be_proved_is_written(saved, peftkit: Run, tmp_path, monkeypatch):
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("peftkit.proof.files.prove_files", full)
+    done = peftkit("export", saved.folder, "--to", "peft", "--out", tmp_path / "copy")
+    assert done.code == 0, done.err
+    assert "not proved: OutOfMemoryError: CUDA out of memory." in done.err
+    assert done.out.strip() == str(tmp_path / "copy")
 
 
 def test_a_merged_model_carries_its_proof(saved, peftkit: Run, tmp_path):

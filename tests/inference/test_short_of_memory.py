@@ -3,11 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
 
 from peftkit.inference.cached_engine import CachedEngine
-from peftkit.inference.engine import AnswerTooLarge, Limits, Request
+from peftkit.inference.engine import FEWEST_TOKENS, AnswerTooLarge, Limits, Request
 from peftkit.inference.generate import ModelSampler, generate_ids
 from peftkit.inference.open_engine import open_engine, why_plain
+from peftkit.inference.plain_engine import PlainEngine
 from peftkit.inference.sampling import Sampling
 from peftkit_server.worker import Worker
 from tests.helpers.families import FAMILIES
@@ -70,6 +72,27 @@ def test_a_reply_that_cannot_fit_fails_without_the_others(llama, tokenizer):
             engine.run()
         engine.run()
     assert len(other.ids) == 5
+
+
+@pytest.mark.parametrize("kind", [CachedEngine, PlainEngine])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_cancelled_reply_that_does_not_fit_costs_the_others_nothing(
+    llama, tokenizer, monkeypatch, kind, waits
+):
+    """It is cancelled, by any thread, in the pass in which memory runs out."""
+    with kind(llama, tokenizer, Limits(rows=1, pass_tokens=FEWEST_TOKENS)) as engine:
+        first = engine.submit(Request([5, 6, 7], Sampling(5)))
+        other = engine.submit(Request([7, 8], Sampling(5))) if waits else None
+
+        def run_out(*args: Any, **more: Any) -> Any:
+            first.finish()
+            monkeypatch.undo()
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        monkeypatch.setattr(llama, "forward", run_out)
+        engine.run()
+    assert first.ended_by == "cancelled"
+    assert other is None or len(other.ids) == 5 or other.ended_by == "stop"
 
 
 def test_a_server_answers_the_others(llama, tokenizer):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,10 +172,10 @@ def test_templates_and_second_bos_of_a_tokenizer_are_named_and_a_date_is_not(cas
 
 
 def test_a_small_effect_or_nothing_seen_is_undecided(case):
-    assert judge(case.proof, []).kind == "undecided"
+    assert judge(case.proof, []).line == "proved: undecided"
     with scaled(lambda path: 1e-4)(case):
         weak = record(case.base, case.adapter)
-    assert prove(case.logits, weak).kind == "undecided"
+    assert prove(case.logits, weak).line == "proved: undecided"
 
 
 def test_texts_alone_decide_between_base_and_adapter(case):
@@ -232,3 +233,16 @@ def test_weights_of_a_copy_name_what_a_conversion_changed():
         k: k for k in copies
     }
     assert prove_updates(swapped, source).kind == "transposed"
+
+
+def test_a_layer_without_an_update_may_be_absent_and_a_magnitude_may_not_change():
+    first, second = update(1), update(2)
+    zero = LowRank(second.a, 0 * second.b, 2.0)
+    source = {"a": first, "b": zero}
+    assert prove_updates(source, source).is_applied
+    assert prove_updates({"a": first}, source).is_applied
+    scaled = {"a": replace(first, magnitude=torch.linspace(1, 2, 9))}
+    assert prove_updates(scaled, scaled).is_applied
+    for magnitude in (None, torch.ones(9)):
+        copy = {"a": replace(first, magnitude=magnitude)}
+        assert prove_updates(copy, scaled).kind == "part"

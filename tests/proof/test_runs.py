@@ -10,6 +10,7 @@ import torch
 
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
+from peftkit.errors import ConfigError
 from peftkit.events import Notice
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.folder import save_adapter
@@ -18,11 +19,17 @@ from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
 from peftkit.methods.table import METHODS as METHODS_BY_NAME
 from peftkit.proof.files import prove_files
-from peftkit.proof.record import prove, read_proof, record, save_proof, write_proof
+from peftkit.proof.record import is_provable, prove, read_proof, record, save_proof, write_proof
 from peftkit.run import run
+from peftkit.tasks.pairs.preference import PreferenceConfig
+from peftkit.tasks.rewards.grpo_config import GRPOConfig
+from peftkit.tasks.tokens import CausalLMConfig
 from tests.helpers.adapters import perturb
 from tests.helpers.bank import tiny_base
+from tests.helpers.distill_cases import settings as distill_settings
+from tests.helpers.distill_cases import write_questions
 from tests.helpers.families import ARCHITECTURES, tiny_tokenizer
+from tests.helpers.pair_cases import moved_adapter, task_on, write_pairs, write_verdicts
 from tests.helpers.small_run import small_recipe
 
 FAMILIES = ("llama", "qwen3", "gemma2", "phi3", "gpt2")
@@ -58,8 +65,48 @@ def test_a_run_writes_a_proof_of_its_own_adapter(
     assert verdict.is_applied, verdict
 
 
+ROWS = {
+    "causal_lm": (CausalLMConfig(), write_questions, 2),
+    "preference": (PreferenceConfig(), lambda folder: write_pairs(folder / "rows.jsonl"), 2),
+    "kto": (PreferenceConfig(loss="kto"), lambda folder: write_verdicts(folder / "rows.jsonl"), 2),
+    "grpo": (GRPOConfig(rewards=({"use": "exact_match"},), max_new_tokens=4), write_questions, 2),
+    "distill": (distill_settings, write_questions, 2),
+    "distill, generated": (
+        lambda folder: distill_settings(folder, answers="teacher", max_new_tokens=6),
+        write_questions,
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_every_task_that_answers_prompts_give_prompts(llama, tokenizer, tmp_path, name):
+    config, write, number = ROWS[name]
+    config = config(tmp_path) if callable(config) else config
+    base = tiny_base(llama, tokenizer)
+    adapter = moved_adapter(llama)
+    task, rows = task_on(llama, tokenizer, config, write(tmp_path))
+    assert is_provable(config)
+    proof = record(base, adapter, task.rows.style, rows=rows)
+    assert sum(prompt.is_of_rows for prompt in proof.prompts) == number
+    assert prove(base.model, proof).is_applied
+
+
+def test_a_proof_has_one_to_four_given_prompts(llama, tokenizer, tmp_path):
+    """None would be the prompts of private rows, and a server is sent only so many requests."""
+    base, adapter = tiny_base(llama, tokenizer), moved_adapter(llama)
+    for given in ([], [*"abcde"]):
+        with pytest.raises(ConfigError, match=r"train\.proof"):
+            small_recipe(tmp_path, "base", proof=given)
+    assert len(small_recipe(tmp_path, "base", proof=[*"abcd"]).train.proof) == 4
+    assert len(record(base, adapter, prompts=[*"abcd"]).prompts) == 4
+    with pytest.raises(ConfigError, match="5 are given"):
+        record(base, adapter, prompts=[*"abcde"])
+
+
 METHODS = [
     {"type": "lora", "rank": 4, "alpha": 16, "targets": ["q", "v"], "rslora": True},
+    {"type": "lora", "rank": 1, "targets": ["q", "v"]},
     {"type": "dora", "rank": 4, "targets": ["q", "down"]},
     {"type": "ia3"},
     {"type": "prompt_tuning", "num_virtual_tokens": 3},
@@ -75,7 +122,9 @@ def test_adapters_of_every_method_are_proved(llama, tokenizer, settings):
     adapter = attach(base.model, method)
     perturb(adapter.parameters(), 0.5, seed=3)
     proof = record(base, adapter)
-    assert prove(base.model, proof).kind == "applied"
+    verdict = prove(base.model, proof)
+    assert verdict.is_applied, verdict
+    assert verdict.is_certain, verdict
     with adapter.disabled():
         assert prove(partial(plain_logits, base.model), proof).kind == "not_applied"
 

@@ -17,12 +17,14 @@ from peftkit.events import Event, StepDone
 from peftkit.execution.environment import select_device
 from peftkit.execution.graphs import CapturePool
 from peftkit.forward import recorded
+from peftkit.forward.recorded import RecordedPasses
 from peftkit.kernels import varlen
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.tasks.tokens import CausalLM
 from peftkit.train import memory
+from peftkit.train.optim import LossScale
 from peftkit.train.step import Step
 from tests.helpers.children import exit_code, start_ranks
 from tests.helpers.sharded import settings_of
@@ -214,6 +216,32 @@ def test_a_number_of_python_that_changes_between_steps_is_noticed(tmp_path, monk
     found, _ = learnt(tmp_path)
     (notice,) = found.notices
     assert f"{NOT_RECORDED}A replayed pass computes other numbers" in notice
+
+
+def test_a_number_that_changes_once_a_step_is_noticed(tmp_path, monkeypatch):
+    """Of four passes of one shape the second is captured; the third is no test of the number."""
+    loss, steps = CausalLM.loss, list[RecordedPasses]()
+    begin = RecordedPasses.begin
+    monkeypatch.setattr(RecordedPasses, "begin", lambda self: (steps.append(self), begin(self))[1])
+    monkeypatch.setattr(CausalLM, "loss", lambda *a: loss(*a) * (1.0 + len(steps)))
+    monkeypatch.setattr(same, "SIZES", (12, 12, 12, 12))
+    found, _ = learnt(tmp_path, batch_size=2, gradient_accumulation=4)
+    (notice,) = found.notices
+    assert f"{NOT_RECORDED}A replayed pass computes other numbers" in notice
+
+
+def test_gradients_that_overflow_say_nothing_about_a_graph(tmp_path, monkeypatch):
+    """As in fp16, whose first steps try ever smaller loss scales."""
+
+    def start(self: LossScale, needed: bool) -> None:
+        self.needed, self.factor, self.good_steps = True, 2.0**140, 0
+
+    eager = learnt_eagerly(tmp_path)
+    monkeypatch.setattr(LossScale, "__init__", start)
+    found = learnt(tmp_path / "found")
+    assert_same(found, eager)
+    assert found[0].notices == []
+    assert found[0].replays[-1] == 2
 
 
 WAITS = "operation not permitted when stream is capturing"

@@ -20,10 +20,11 @@ import pytest
 
 from peftkit.config.explain import sections_of
 from peftkit.config.lazy import options_of
-from peftkit.config.schema import Config, load_text, locations
+from peftkit.config.schema import Config, dump_yaml, load_text, locations
 from peftkit.config.strict_yaml import Edit
 from peftkit.errors import PeftkitError
 from peftkit.recipe import Recipe
+from peftkit_server.refusals import RequestError
 from peftkit_studio import app as studio_app
 from peftkit_studio import drafting, processes
 from peftkit_studio.app import make_studio
@@ -447,6 +448,21 @@ def test_only_the_process_that_trains_is_stopped(studio, folder):
             process.wait()
 
 
+def test_a_process_of_an_earlier_server_is_running_until_it_ends(tmp_path, monkeypatch):
+    """A second one of its name would replace its recipe and its log."""
+    monkeypatch.setattr(processes, "python", lambda *arguments: ["sleep", "600"])
+    earlier, later = (processes.Processes(Folder(tmp_path)) for _ in range(2))
+    pid = earlier.start("run", ["train"])["pid"]
+    with pytest.raises(RequestError, match="is already running"):
+        later.start("run", ["train", "--overwrite"])
+    assert later.get("run")["pid"] == pid
+    later.stop(tmp_path / "runs" / "run", "run")
+    earlier._running["run"].wait()
+    later.refuse_running("run")
+    with pytest.raises(RequestError, match="is not running"):
+        later.stop(tmp_path / "runs" / "run", "run")
+
+
 def test_the_key_is_not_in_the_environment_of_a_command(monkeypatch):
     monkeypatch.setenv("PEFTKIT_API_KEY", KEY)
     assert KEY not in processes._environment().values()
@@ -513,6 +529,11 @@ def test_files_of_the_folder_are_offered_and_only_those_in_data_are_removed(stud
     holder(folder / "runs" / "reads", os.getpid())
     assert studio.delete("/api/files/both.jsonl").status == 409
     (folder / "runs" / "reads" / ".locks" / "holder").unlink()
+    starting = {"command": "", "pid": os.getpid(), "began": time.time(), "code": None}
+    (folder / ".studio" / "starting.json").write_text(json.dumps(starting))
+    (folder / "recipes" / "starting.yaml").write_text(recipe(rows="data/both.jsonl"))
+    assert studio.delete("/api/files/both.jsonl").status == 409
+    (folder / ".studio" / "starting.json").unlink()
     assert studio.delete("/api/files/both.jsonl").status == 200
     assert (folder / "both.jsonl").exists()
     assert not (folder / "data" / "both.jsonl").exists()
@@ -540,8 +561,9 @@ def test_a_corrected_answer_has_the_fields_of_its_run_and_trains_again(studio, f
     assert [source.path for source in first.data.train] == ["data/a.jsonl", f"data/{file}"]
     assert (first.train.output_dir.name, first.train.epochs) == ("first-2", 2)
     assert "# passes" in text
-    again = load_text(Recipe, drafting.add_rows(text, f"data/{file}", "runs/x")["recipe"], "a")
-    assert again.data == first.data
+    for written in (text, dump_yaml(first)):  # as the page and as a run of the command line does
+        added = drafting.add_rows(written, f"data/{file}", "runs/x")["recipe"]
+        assert load_text(Recipe, added, "a").data == first.data
 
 
 def test_the_score_of_samples_counts_fields_of_json_and_exact_short_answers(studio, folder):

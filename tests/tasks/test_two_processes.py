@@ -15,6 +15,7 @@ from peftkit.tasks.distill.teacher import FILE as ANSWERS
 from peftkit.tasks.documents import Rollout
 from peftkit.tasks.pairs.preference_rows import FILE as LOG_PROBS
 from peftkit.tasks.rewards.grpo import GRPO
+from peftkit.train import memory
 from tests.helpers.children import exit_code, start_ranks
 from tests.helpers.distill_cases import write_prompt
 from tests.helpers.finished import Finished, finished, sections
@@ -120,3 +121,27 @@ def test_out_of_memory_in_one_process_saves_all(tmp_path, model_folder):
         assert told.startswith("memory ran out\n  In process 1 of 2. OutOfMemoryError")
         assert told.endswith(str(is_left_to_another))
     assert [*(tmp_path / "out" / "checkpoints").glob("step-1/*")], "the first step is saved"
+
+
+def measure_short(folder: str, model: str) -> None:
+    """Learn; while rows are measured, memory runs out in the second process alone."""
+    os.chdir(folder)
+    rank, saved_by, calls = os.environ["RANK"], memory.saved_by, list[int]()
+
+    def measured(*args: Any) -> Any:
+        calls.append(len(calls))
+        if rank == "1" and len(calls) == 2:  # of the longest row
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return saved_by(*args)
+
+    memory.saved_by = measured
+    steps = trained(model, "kto", output_dir="out", max_steps=1).of_kind(StepDone)
+    assert (rank == "1") == (not steps)
+    assert len(calls) == 2
+
+
+def test_a_process_without_memory_to_measure_rows_is_in_step(tmp_path, model_folder):
+    """Neither process has the other's bytes; the first step finds what fits into both."""
+    write_verdicts(tmp_path / "rows.jsonl")
+    children = start_ranks(measure_short, str(tmp_path), str(model_folder))
+    assert [exit_code(each, 60) for each in children] == [0, 0]

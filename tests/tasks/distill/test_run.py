@@ -180,6 +180,13 @@ def test_a_student_learns_on_its_own_answers(told, tmp_path):
     assert "computed in each step" in started.paths
 
 
+def test_two_documents_fit_into_the_context_one_by_one(told, tmp_path):
+    """Student and teacher have 262 tokens of a context of 256; nothing reads both in one row."""
+    prompt = write_prompt(tmp_path, "the lazy dog and pizza " * 28)
+    told["task"] |= {"answers": "student", "teacher": {"prompt": prompt}}
+    assert finished(told, train={"max_steps": 1}).of_kind(StepDone)
+
+
 @pytest.mark.smoke
 def test_initial_values_that_read_rows_are_refused(told):
     method = {"type": "lora", "rank": 2, "targets": ["q", "v"], "init": "eva"}

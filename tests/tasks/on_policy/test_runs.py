@@ -23,6 +23,7 @@ from peftkit.planning.plan import plan_run
 from peftkit.run import run as run_recipe
 from peftkit.settings import DataConfig
 from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
+from peftkit.tasks.sampler_check import check_sampler
 from peftkit_cli.app import run
 from tests.helpers.finished import WEIGHTS, Finished, finished, recipe, replaced
 from tests.helpers.folders import write_rows as write
@@ -113,6 +114,10 @@ def test_a_run_reports_that_it_trains_the_policy_that_it_samples(done):
     (text,) = (e.text for e in done.of_kind(Notice) if e.text.startswith("Sampler and trainer"))
     differs = float(text.split("up to ")[1].split()[0])
     assert differs < 1e-3  # float32, summed in another order
+
+
+def test_a_process_without_prompts_checks_no_sampler():
+    assert not check_sampler(None, (), [], None)
 
 
 def test_a_run_whose_sampler_ignores_the_adapter_stops(asked, monkeypatch):
