@@ -103,7 +103,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
         "server/tinker/bodies",
         "server/validation",
     ),
-    "yaml": ("config/", "cli/import_recipe"),  # there: files of other programs
+    "yaml": ("config/", "cli/import_recipe", "studio/edits"),  # files of other programs; edits
     "PIL": ("data/media/",),  # the optional extra `images`; imported when called
     "av": ("data/media/",),  # the optional extra `video`; imported when called
     "soundfile": ("data/media/",),  # the optional extra `audio`; imported when called

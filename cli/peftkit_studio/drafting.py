@@ -23,9 +23,10 @@ from glob import iglob
 from pathlib import Path
 from typing import Any
 
-from peftkit.config.strict_yaml import edit_of, plain_value
+from peftkit.config.strict_yaml import plain_value
 from peftkit.errors import ConfigError, PeftkitError, RunError
 from peftkit.execution.children import spawn_context
+from peftkit_studio.edits import edit_of
 from peftkit_studio.folder import is_name
 
 IDLE_SECONDS = 600.0

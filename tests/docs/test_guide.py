@@ -34,7 +34,8 @@ DESIGN = sorted((DOCS / "design").glob("*.md"))
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *DESIGN]
 SITE = ROOT / "mkdocs.yml"
 SECTIONS = set(Recipe.model_fields)
-RUN_BY = re.compile(r"(?:^|\s)-m peftkit_cli\s")
+CALL = re.compile(r"(?<!from)(?:^|[\s/])(?:peftkit|-m peftkit_cli) (?=[a-z-]|$)")
+"""A call of peftkit: after variables, as a file of an environment, or by another program."""
 
 
 class Block(NamedTuple):
@@ -86,11 +87,9 @@ def prose_of(page: Path) -> str:
 def commands_of(text: str) -> Iterator[str]:
     """Yield the arguments of each call of peftkit in lines of a shell."""
     for line in text.replace("\\\n", " ").splitlines():
-        line = line.partition(" #")[0]
+        line = line.partition(" #")[0].rstrip().removesuffix(" &")
         for part in re.split(r"\s+(?:\||&&)\s+|;\s+", line):
-            if part.startswith("peftkit "):
-                yield part.removeprefix("peftkit ")
-            elif found := RUN_BY.search(part):
+            if found := CALL.search(part):
                 yield part[found.end() :].rstrip("'")
 
 
@@ -115,19 +114,45 @@ def test_the_pages_are_full_of_commands():
     assert {c.split()[0] for c in commands} >= {*root().commands}
 
 
+def settings_in(command: str) -> list[str]:
+    """Return the settings of a recipe that a command changes; of several values, the first."""
+    pairs = re.findall(r"--(set|over) (\"[^\"]+\"|\S+)", command)
+    texts = ((option, text.strip('"')) for option, text in pairs)
+    return [text.split(",")[0] if option == "over" else text for option, text in texts]
+
+
+def wrong_in(command: str, folder: Path) -> str:
+    """Return what is wrong with a command: its options, or the settings that it changes."""
+    for several, one in PLACEHOLDERS.items():
+        command = command.replace(several, one)
+    try:
+        settings = settings_in(command)
+        if settings and "=" in settings[0]:
+            recipe_of("", folder, ("method.type=lora", "data.eval=0.1", *settings))
+    except PeftkitError as error:
+        return str(error)
+    return refused(command)
+
+
 @pytest.mark.parametrize("page", COMMANDS, ids=name_of)
-def test_commands_parse(page):
+def test_commands_and_their_settings_parse(page, tmp_path):
     for where, command in COMMANDS[page]:
-        for several, one in PLACEHOLDERS.items():
-            command = command.replace(several, one)
-        assert not refused(command), f"{where}: peftkit {command}"
+        assert not (wrong := wrong_in(command, tmp_path)), f"{where}: peftkit {command}: {wrong}"
 
 
 @pytest.mark.parametrize(
-    "wrong", ["trian recipe.yaml", "train recipe.yaml --epochs 3", "merge ADAPTER", "recipes list"]
+    "wrong",
+    [
+        "trian recipe.yaml",
+        "train recipe.yaml --epochs 3",
+        "merge ADAPTER",
+        "recipes list",
+        "train recipe.yaml --set train.max_step=5",
+        "sweep recipe.yaml --over method.ranks=8,16",
+    ],
 )
-def test_a_wrong_command_would_be_found(wrong):
-    assert refused(wrong)
+def test_a_wrong_command_would_be_found(wrong, tmp_path):
+    assert wrong_in(wrong, tmp_path)
 
 
 def test_what_is_run_with_python_or_make_exists():
