@@ -15,7 +15,8 @@ from peftkit.inference.open_engine import why_plain
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.quant.quantize import quantize_model
-from tests.helpers.families import ARCHITECTURES, FAMILIES, FURTHER
+from tests.helpers.families import ARCHITECTURES, FAMILIES
+from tests.helpers.hybrids import FURTHER
 
 MODELS = {**ARCHITECTURES, **FURTHER}
 Tokenizer = PreTrainedTokenizerFast
