@@ -254,7 +254,8 @@ def find_places(model: nn.Module) -> list[ModelWeight]:
     for path, module, parent in walk(model):
         if is_linear(module):
             is_mamba_dt = path.endswith(".dt_proj") and hasattr(parent, "x_proj")
-            if path.rpartition(".")[2] in _read_by_torch(type(parent)) or is_mamba_dt:
+            kind: Any = type(parent)
+            if path.rpartition(".")[2] in _read_by_torch(kind) or is_mamba_dt:
                 continue  # torch and Mamba read its weight and never call the layer
             in_head = head is not None and (module is head or parent is head)
             in_head = in_head or id(own_table(module)) in tied
