@@ -304,7 +304,9 @@ def rows(bench: Bench) -> str:
         try:
             task = task_on(model, tokenizer, packing)
         except PeftkitError as error:
-            words.append(f"refused: {_line(error)}")
+            if packing and not words:
+                raise  # neither way is possible
+            words += [f"refused: {_line(error)}"] * packing
             continue
         with task.training(model):
             collated = task.collate(batch)

@@ -237,7 +237,8 @@ def shrunk(config: Any, tokens: dict[int, int], changes: Mapping[str, Any] | Non
     small |= fixed
     if isinstance(rope := values.get("rope_parameters"), dict):
         module = type(config).__module__.replace(".configuration_", ".modeling_")
-        if find_spec(module) and "mrope_section" in inspect.getsource(import_module(module)):
+        code = inspect.getsource(import_module(module)) if find_spec(module) else ""
+        if "mrope_section" in code and "rope_type" in rope:  # and not of each kind of layer
             rope = {"mrope_section": [1, 1, 1], **rope}
         small.setdefault("rope_parameters", _rope(rope, small))
     return type(config)(**small)
