@@ -3,6 +3,7 @@
     python -m benchmarks.coverage                                    # every class
     python -m benchmarks.coverage --families causal,T5ForConditionalGeneration
     python -m benchmarks.coverage --page docs/models.md              # every class, as that page
+    python -m benchmarks.coverage --page docs/models.md --families image   # other rows stay
     python -m benchmarks.coverage --methods lora,dora --architectures llama,t5 --quantize none,nf4
     python -m benchmarks.coverage --quantize none --skip compiling_changes_nothing   # the slow one
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -129,7 +131,8 @@ LoRA on all linear layers of every class that transformers {version} registers f
 several media. Models are tiny and random, made from each class's config; classes for several media
 are tried with text. A class whose cells all say no could not be built or called: its config or its
 inputs need values that no rule gives. A dash is a column that does not apply or was not tried.
-`python -m benchmarks.coverage --page docs/models.md` writes this page.
+`python -m benchmarks.coverage --page docs/models.md` writes this page; with `--families` the rows of
+some classes or kinds.
 
 | column | what holds |
 |---|---|"""
@@ -175,6 +178,35 @@ def page(rows: Rows) -> Iterator[str]:
                 yield f"| `{family}` | {' | '.join(cells_of_row)} |"
     yield "\n## Reasons\n"
     yield from (f"{number}. {reason}" for reason, number in reasons.items())
+
+
+def read_page(text: str) -> Rows:
+    """Return the rows of a page of the installed transformers."""
+    if f"transformers {transformers.__version__} " not in text:
+        return {}
+    reasons = dict(re.findall(r"^(\d+)\. (.*)\.$", text, re.MULTILINE))
+    cells = {
+        name: [_unmark(cell, reasons) for cell in line.split(" | ")]
+        for name, line in re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE)
+    }
+    rows: Rows = {}
+    for family in installed():
+        row = cells.get(family.name, [])
+        if row and row[0].state in ("fails", "refused") and len({*row}) == 1:
+            rows[family] = {"build": row[0]}
+        elif row:
+            rows[family] = {c.__name__: cell for c, cell in zip(COLUMNS, row, strict=True)}
+    return rows
+
+
+def _unmark(cell: str, reasons: dict[str, str]) -> Result:
+    """Return what `_mark` made a cell of."""
+    text, _, number = cell.rstrip(")").rpartition(" (")
+    if number not in reasons:
+        return Result(cell, "none" if cell == "-" else "works")
+    if text in ("no", "refused"):
+        return Result(reasons[number], "fails" if text == "no" else text)
+    return Result(f"{text}: {reasons[number]}")
 
 
 def _mark(cell: Result, family: Family, reasons: dict[str, int]) -> str:
@@ -242,11 +274,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print_families(names: str, file: Path | None) -> int:
     quiet()
     rows = families(names)
+    failed = any(cell.state == "fails" for row in rows.values() for cell in row.values())
+    if file and names != "all":
+        rows = {**read_page(file.read_text(encoding="utf-8")), **rows}
+        rows = {family: rows[family] for family in installed() if family in rows}
     text = "\n".join(page(rows))
     print(text)
     if file:
         file.write_text(text + "\n", encoding="utf-8")
-    return int(any(cell.state == "fails" for row in rows.values() for cell in row.values()))
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import masking_utils
 
 from peftkit.base.locate import Location, locate
@@ -144,7 +145,8 @@ def packed_skeleton(
         counted: Whether FakeTensorMode is active. Packed tensors are then on the CPU, and layers
             of unknown classes, which must be called to test them, are packed too.
     """
-    model = _tied(config, purpose, dtype)
+    with unset_fake_temporarily():  # fake parameters cannot change their dtype while they are built
+        model = _tied(config, purpose, dtype)
     device = torch.device("cpu" if counted else "meta")
     uses = _packed_weights(model, config, settings, purpose, dtype, device)
     parameters: dict[int, nn.Parameter] = {}

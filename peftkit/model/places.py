@@ -8,9 +8,11 @@ head counts of the module and its config.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -252,7 +254,8 @@ def find_places(model: nn.Module) -> list[ModelWeight]:
     for path, module, parent in walk(model):
         if is_linear(module):
             is_mamba_dt = path.endswith(".dt_proj") and hasattr(parent, "x_proj")
-            if isinstance(parent, nn.MultiheadAttention) or is_mamba_dt:
+            kind: Any = type(parent)
+            if path.rpartition(".")[2] in _read_by_torch(kind) or is_mamba_dt:
                 continue  # torch and Mamba read its weight and never call the layer
             in_head = head is not None and (module is head or parent is head)
             in_head = in_head or id(own_table(module)) in tied
@@ -269,6 +272,16 @@ def find_places(model: nn.Module) -> list[ModelWeight]:
             ]
     _set_sides_apart(model, places)
     return places
+
+
+@cache
+def _read_by_torch(attention: type[nn.Module]) -> frozenset[str]:
+    """Return the names in methods of a class that pass weights to torch's attention function."""
+    codes = [
+        inspect.unwrap(f).__code__ for _, f in inspect.getmembers(attention, inspect.isfunction)
+    ]
+    reading = [c.co_names for c in codes if "multi_head_attention_forward" in c.co_names]
+    return frozenset(name for names in reading for name in names)
 
 
 def output_layer(model: nn.Module) -> nn.Module | None:

@@ -17,8 +17,8 @@ A target is one of
 A word that is both a role and a module name means the role: `q` in T5 is self-attention only.
 `all-linear` is every linear layer and stack of experts, towers included, each as a whole. Routers,
 the indexers of sparse attention, and LM or classification heads are adapted only if named. The
-out_proj inside torch's own MultiheadAttention and the dt_proj of Mamba are no targets, because they
-are never called.
+dt_proj of Mamba and layers whose weights go to torch's own attention function (out_proj of
+nn.MultiheadAttention, q, k, v and out_proj of WavLM) are no targets, because they are never called.
 
 A role of a fused weight is the output rows that belong to it. If a module already carries an
 adapter of peftkit, its site is that adapter's.

@@ -43,6 +43,8 @@ TOKEN_CLASSES = (
 """Classes of transformers whose models predict tokens."""
 SECONDS = 30
 """Length of an audio clip, unless the model's config has one."""
+IMAGE_SIDE = 224
+"""Pixels of an image's sides where a config has no size."""
 
 
 def has_class_head(task: TaskConfig) -> bool:
@@ -111,7 +113,9 @@ def _inputs(
 ) -> dict[str, object]:
     config = model.config
     if task.processor == "image_processor":
-        size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+        config = getattr(config, "vision_config", config)
+        size = getattr(config, "image_size", IMAGE_SIDE)
+        size = size if isinstance(size, int) else size[0]
         channels = getattr(config, "num_channels", 3)
         return {"pixel_values": torch.zeros(rows, channels, size, size, dtype=dtype)}
     ids = torch.zeros(rows, length, dtype=torch.long)

@@ -14,6 +14,7 @@ from peftkit.adapter import Adapter, attach
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.base import Method
+from peftkit.model.modes import begin_training
 from peftkit.quant.quantize import quantize_model
 from tests.helpers.adapters import gradients as gradients_of
 from tests.helpers.families import ARCHITECTURES
@@ -138,7 +139,7 @@ def own_warnings() -> Iterator[None]:
 
 def gradients(cell: Cell) -> dict[str, Tensor]:
     """Return loss and gradients of one step in training mode, with the same dropout each time."""
-    cell.model.train()
+    begin_training(cell.model)
     torch.manual_seed(3)
     value = loss(cell.model, cell.given)
     values = gradients_of(cell.model, value)

@@ -1,7 +1,7 @@
 """Tiny models with random weights, built from their config classes.
 
 FAMILIES are those that grids run over; ARCHITECTURES are these and others whose structure is known
-by hand (role_facts.py); FURTHER are others that tests name. installed.py builds all classes.
+by hand (role_facts.py). installed.py builds every class of transformers, hybrids.py others of them.
 
 All share one vocabulary, that of `tiny_tokenizer`. Weights are drawn wide (standard deviation 0.2),
 so that logits are of order one and a wrong layer shows. Seed torch before building.
@@ -201,57 +201,6 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
 }
 """Name -> builder. Some are in no table of supported models: codegen and minimax have layouts of
 their own."""
-
-
-_BARE: dict[str, Any] = {**_SHARED, "initializer_range": 0.2}
-_HEADS = {"head_dim": 8}
-
-
-FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
-    "openai_gpt": _builder("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", vocab_size=VOCAB,
-        n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2),
-    "gemma3n": _builder("Gemma3nForCausalLM", "Gemma3nTextConfig",
-        **_GROUPED | {"intermediate_size": [64, 64]}, **_HEADS,
-        layer_types=["sliding_attention", "full_attention"], num_kv_shared_layers=0,
-        hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB, laurel_rank=4,
-        altup_num_inputs=4, activation_sparsity_pattern=[0.0, 0.0]),
-    # mixtures of experts
-    "phimoe": _causal("Phimoe", num_local_experts=4, num_experts_per_tok=2),
-    "llama4": _builder("Llama4ForCausalLM", "Llama4TextConfig", **_GROUPED, **_HEADS,
-        intermediate_size_mlp=64, num_local_experts=4, num_experts_per_tok=1,
-        interleave_moe_layer_step=2, attention_chunk_size=8),
-    "jetmoe": _causal("JetMoe", kv_channels=8, num_local_experts=4, num_experts_per_tok=2),
-    "doge": _causal("Doge", keep_window_size=64),
-    # attention that chooses what it looks at
-    "deepseek_v32": _causal("DeepseekV32", _LATENT, index_n_heads=2, index_head_dim=16,
-        index_topk=8),
-    # mixers that are no attention
-    "mamba": _causal("Mamba", _SIZES, state_size=4),
-    "mamba2": _causal("Mamba2", _BARE, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8,
-        state_size=8, n_groups=2, chunk_size=4),
-    "jamba": _causal("Jamba", num_experts=4, num_experts_per_tok=2, attn_layer_period=2,
-        attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, mamba_d_state=4,
-        mamba_dt_rank=4, use_mamba_kernels=False),
-    "lfm2": _causal("Lfm2", layer_types=["conv", "full_attention"]),
-    "qwen3_next": _causal("Qwen3Next", **_HEADS, **_EXPERTS, num_experts=4,
-        shared_expert_intermediate_size=48, layer_types=["linear_attention", "full_attention"],
-        linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
-        linear_value_head_dim=8),
-    "recurrent_gemma": _causal("RecurrentGemma", **_HEADS, lru_width=32, attention_window_size=8,
-        block_types=["recurrent", "attention"]),
-    "rwkv": _causal("Rwkv", _SHARED, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2,
-        intermediate_size=64, context_length=64),
-    "xlnet": _builder("XLNetLMHeadModel", "XLNetConfig", **_SHARED, d_model=32, n_layer=2, n_head=4,
-        d_inner=64, initializer_range=0.2),
-    "m2m_100": _conditional("M2M100", _SEQ2SEQ),
-    "marian": _builder("MarianMTModel", "MarianConfig", **_SEQ2SEQ),
-    # images
-    "siglip": _builder("SiglipModel", "SiglipConfig", text_config=_SIZES,
-        vision_config={**_VISION}),
-    "blip": _conditional("Blip", {"vision_config": _VISION}, text_config={**_SIZES,
-        "encoder_hidden_size": 32}, image_text_hidden_size=16),
-}
-"""Families that tests name; tests/helpers/installed.py builds every class of transformers."""
 # fmt: on
 
 

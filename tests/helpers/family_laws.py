@@ -19,6 +19,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from benchmarks.plan import reckoner_of
 from peftkit.adapter import attach
@@ -35,8 +36,8 @@ from tests.helpers import grid, laws
 from tests.helpers.adapters import gradients
 from tests.helpers.cell import Cell, bare_model, demand, demand_close, largest
 from tests.helpers.families import ARCHITECTURES, EOS, tiny_tokenizer
-from tests.helpers.installed import Family, tiny_config
-from tests.helpers.kinds import NUM_ROWS, noise, outputs, words
+from tests.helpers.installed import Family, shrunk
+from tests.helpers.kinds import NUM_ROWS, SPECIAL, noise, outputs, words
 from tests.helpers.kinds import loss as loss_of
 from tests.helpers.laws import peft_agrees
 from tests.helpers.padding_free import PACKED, ROWS, loss_and_gradients, task_on
@@ -48,7 +49,7 @@ LORA = LoRA(rank=3, alpha=6)
 PROMPTS = [[11, 45, 200, 7, 90], [33, 34, 35, 36, 9, 41, 77, 130, 55], [17]]
 TASK = {
     "causal": "causal_lm",
-    "multimodal": "image_text",
+    "multimodal": "image_text",  # or audio_text
     "seq2seq": "seq2seq",
     "masked": "masked_lm",
     "classifier": "sequence_classification",
@@ -133,18 +134,24 @@ def _inputs(family: Family, model: Any) -> Iterator[dict[str, Any]]:
     if family.kind in ("speech", "ctc"):
         config = model.config
         labels = {"labels": words(3, 6).remainder(config.get_text_config().vocab_size)}
-        name, bins = model.main_input_name, 16
-        frames = 2 * getattr(config, "max_source_positions", 64)
-        for shape in ((bins, frames), (frames, bins), (4000,), (frames, 160), (frames, 80)):
+        name, frames = model.main_input_name, 2 * getattr(config, "max_source_positions", 64)
+        sizes = [16, 32, 64, 80, 160]
+        shapes = [(16, frames), (4000,), *((frames, size) for size in sizes)]
+        for shape in shapes:
             yield {name: noise(NUM_ROWS, *shape), **labels}
+            mask = torch.ones(NUM_ROWS, shape[0], dtype=torch.long)
+            yield {name: noise(NUM_ROWS, *shape), **labels, "attention_mask": mask}
         return
+    if family.kind == "multimodal" and (special := SPECIAL.get(model.config.model_type)):
+        yield special(model, 0)
     given: dict[str, Any] = {"input_ids": words()}
     config = getattr(model.config, "vision_config", model.config)
     side = getattr(config, "image_size", None) or 32
     size = side if isinstance(side, list | tuple) else (side, side)
     pixels = {"pixel_values": noise(NUM_ROWS, 3, *size)}
     if family.kind == "image":
-        yield pixels | {"labels": torch.arange(NUM_ROWS)}
+        for image in (pixels, {"pixel_values": noise(NUM_ROWS, 3, 64, 64)}, given):
+            yield image | {"labels": torch.arange(NUM_ROWS)}
     elif family.kind == "classifier":
         given["input_ids"][:, -1] = EOS  # the token that encoder-decoders classify by
         yield given | {"labels": torch.arange(NUM_ROWS)}
@@ -152,6 +159,7 @@ def _inputs(family: Family, model: Any) -> Iterator[dict[str, Any]]:
         yield given
     elif getattr(model.config, "is_encoder_decoder", False):
         yield given | {"labels": words(3, 6)}
+        yield given | {"labels": words(3)}
     else:
         yield given | {"labels": words(), "use_cache": False}
         yield given | {"labels": words()}
@@ -275,9 +283,9 @@ def nf4(bench: Bench) -> str:
 
 def generation(bench: Bench) -> str:
     """Greedy completions of a batch are those of `generate` for each prompt alone."""
-    if bench.family.kind not in ("causal", "multimodal"):
-        return "-"
     model: Any = bench.cell().model
+    if bench.family.kind not in ("causal", "multimodal") or model.config.is_encoder_decoder:
+        return "-"
     tokenizer = tiny_tokenizer()
     reason = why_plain(model, tokenizer)
     found = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=6)
@@ -296,7 +304,9 @@ def rows(bench: Bench) -> str:
         try:
             task = task_on(model, tokenizer, packing)
         except PeftkitError as error:
-            words.append(f"refused: {_line(error)}")
+            if packing and not words:
+                raise  # neither way is possible
+            words += [f"refused: {_line(error)}"] * packing
             continue
         with task.training(model):
             collated = task.collate(batch)
@@ -315,9 +325,12 @@ def merge(bench: Bench) -> str:
 
 def plan(bench: Bench) -> str:
     """A step is counted without data."""
-    kind = getattr(transformers, CONFIG_MAPPING_NAMES[bench.family.type])
-    config: Any = tiny_config(kind)
-    steps = reckoner_of(config, "nf4", TASKS[TASK[bench.family.kind]]())
+    family, task = bench.family, TASK[bench.family.kind]
+    if task == "image_text" and family.type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        task = "audio_text"
+    config = shrunk(getattr(transformers, CONFIG_MAPPING_NAMES[family.type])(), {})
+    config.architectures = [family.name]
+    steps = reckoner_of(config, "nf4", TASKS[task]())
     counted = steps.count(1, 16, steps.activation_modes()[0])
     demand(counted.flops > 0, "a step takes no operations")
     return "counted"

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Request
-from tests.helpers.families import ARCHITECTURES, EOS, FAMILIES, FURTHER
-from tests.helpers.hybrids import HYBRIDS, RECENT
+from tests.helpers.families import ARCHITECTURES, EOS, FAMILIES
+from tests.helpers.hybrids import FURTHER, HYBRIDS, RECENT
 
 TOKENIZER: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
 """The special tokens of the tiny models, all that an engine reads of a tokenizer."""

@@ -5,9 +5,12 @@ default config that differ, so that a hybrid has one layer of each kind. BY_HAND
 cannot know, and CANNOT what no config alone can build, each with its reason.
 """
 
+import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -56,7 +59,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r".*(_interval|_period|every_n_layers|_step|_pattern|_frequency)|n_layers_per_.*", 2),
     (r"qk_nope_head_dim", 12),
     (r"qk_rope_head_dim|rotary_dim|kv_channels|index_head_dim|linear.*head_dim", 8),
-    (r"index_topk", 8),
+    (r"index_topk|num_latents", 8),
     (r"index_kpool", 4),
     (r"q_lora_rank", 24),
     (r"kv_lora_rank|.*lora_rank", 16),
@@ -65,6 +68,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r".*(intermediate|ffn|ff_dim|dim_ff|d_ff|dff|d_inner|n_inner|mlp_dim|inner).*", 64),
     (r".*(sliding_window|window|radius|local_attention)(_.*)?", 8),
     (r"(.*_)?max_.*positions?(_.*)?|n_positions|max_seq_len|n_ctx|context_length|seq_len", 256),
+    (r".*conv.*kernel_size", 5),  # odd, as default ones are
     (r"image_size|input_size", 16),
     (r"patch_size", 4),
     (r"num_mel_bins|feature_size|input_feat.*", 16),
@@ -87,6 +91,7 @@ UNSET = {
 """Fields whose default is None and that some models need."""
 
 _EMU: dict[str, Any] = {"vocabulary_map": {"<image>": VOCAB - 1}}
+_CONV = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
 _ZAMBA: dict[str, Any] = {
     "num_hidden_layers": 3,
     "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
@@ -99,13 +104,27 @@ BY_HAND: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds": False, "attention_head_size": 8, "hash_seed": 0},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2},
     "funnel": {"block_sizes": [1, 1], "block_repeats": [1, 1]},
+    "layoutlmv3": {"coordinate_size": 4, "shape_size": 8},
+    "lilt": {"hidden_size": 48},
+    "vibevoice_asr": {"acoustic_tokenizer_chunk_size": 3200},
+    "apertus1p5": {"image_token_offset": VOCAB - 64, "audio_token_offset": VOCAB - 32},
     "chameleon": _EMU,
     "emu3": _EMU,
     # a block that two layers share needs both
     "zamba": _ZAMBA,
     "zamba2": _ZAMBA,
-    # None by default, and needed
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    # None by default, and needed, or of one kind of layer
+    "lfm2": _CONV,
+    "lfm2_moe": _CONV,
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "step3p5": {"sliding_window": 8},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
+    "radio": {"video_temporal_patch_size": 2},
+    # no fields, and needed
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
+    "moonshine_streaming": {"num_key_value_heads": 4},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -123,7 +142,9 @@ BY_HAND: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 8},
     "longcat_flash": {"head_dim": 8},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
-    "fun_asr_nano_adaptor": {"intermediate_size": 8},
+    "fun_asr_nano": {
+        "adaptor_config": {"hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 4}
+    },
 }
 """Model type -> fields that rules cannot know."""
 
@@ -145,13 +166,19 @@ class Family:
     def __str__(self) -> str:
         return self.name
 
-    def build(self) -> PreTrainedModel:
-        """Return a tiny model with random weights in eval mode."""
+    def build(self, **changes: Any) -> PreTrainedModel:
+        """Return a tiny model with random weights in eval mode.
+
+        Args:
+            changes: Fields of its config that the rules do not set.
+        """
         torch.manual_seed(0)
         kind = getattr(transformers, self.name)
-        config: Any = tiny_config(kind.config_class)
+        config: Any = shrunk(kind.config_class(), {}, changes)
         if self.kind == "causal" and hasattr(config, "is_decoder"):
             config.is_decoder = True  # as a task sets it: an encoder sees later tokens otherwise
+        if self.name.endswith("EncoderModel"):
+            config.is_encoder_decoder = False
         if config.is_encoder_decoder:
             config.decoder_start_token_id = PAD
         model: PreTrainedModel = kind(config).eval()
@@ -175,20 +202,18 @@ def installed() -> Iterator[Family]:
     yield from found.values()
 
 
-def tiny_config(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """Return the config of a tiny model of a class."""
-    return shrunk(kind(), {})
-
-
-def shrunk(config: Any, tokens: dict[int, int]) -> Any:
+def shrunk(config: Any, tokens: dict[int, int], changes: Mapping[str, Any] | None = None) -> Any:
     """Return a config of the same class with small sizes.
 
     Args:
         tokens: Special token -> its replacement, shared by nested configs.
+        changes: Fields that the rules do not set.
     """
-    fixed = BY_HAND.get(config.model_type, {})
+    fixed = {**BY_HAND.get(config.model_type, {}), **(changes or {})}
     defaults = {field.name: field.default for field in fields(config)}
-    values = {name: value for name, value in vars(config).items() if name in defaults}
+    values = dict(vars(config))  # a field with an alias has its value there
+    values |= {name: getattr(config, name) for name in config.attribute_map if name not in values}
+    values = {name: value for name, value in values.items() if name in defaults}
     small = _layers(values, defaults)
     for name, value in values.items():
         if name in small or name in fixed:
@@ -207,8 +232,14 @@ def shrunk(config: Any, tokens: dict[int, int]) -> Any:
             small[name] = 0.2
         elif re.fullmatch(NOISE, name) and isinstance(value, float):
             small[name] = 0.0
+        elif name in ("num_heads", "num_attention_heads") and isinstance(value, list | tuple):
+            small[name] = [2 if heads < 4 else 4 for heads in value]
     small |= fixed
     if isinstance(rope := values.get("rope_parameters"), dict):
+        module = type(config).__module__.replace(".configuration_", ".modeling_")
+        code = inspect.getsource(import_module(module)) if find_spec(module) else ""
+        if "mrope_section" in code and "rope_type" in rope:  # and not of each kind of layer
+            rope = {"mrope_section": [1, 1, 1], **rope}
         small.setdefault("rope_parameters", _rope(rope, small))
     return type(config)(**small)
 
@@ -217,6 +248,8 @@ def _size(name: str, value: int, values: dict[str, Any]) -> int:
     if name in SEVERAL:
         queries = values.get(name.replace("key_value", "attention").replace("key_", "value_"))
         return 4 if value == queries else min(value, 2)
+    if "depths" in values and name in ("image_size", "window_size"):
+        return 64 if name == "image_size" else 2  # each of four stages halves an image's sides
     most = next((most for pattern, most in SIZES if re.fullmatch(pattern, name)), value)
     return most if name == "vocab_size" else min(value, most)
 
@@ -273,13 +306,14 @@ def _layers(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
 def _rope(rope: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
     """Return rotary embeddings whose sections fit the head."""
     made = {key: _rope(v, small) if isinstance(v, dict) else v for key, v in rope.items()}
+    if "qk_nope_head_dim" in small:
+        made.pop("partial_rotary_factor", None)  # a share of the default heads
     if "mrope_section" in made:
         heads = small.get("num_attention_heads", 4)
         head_dim = small.get("qk_rope_head_dim") or small.get("head_dim")
         head_dim = head_dim or small.get("hidden_size", 32) // heads
         half = int(head_dim * made.get("partial_rotary_factor", 1.0)) // 2
         sections: Sequence[int] = made["mrope_section"]
-        made["mrope_section"] = [half - (len(sections) - 1) * (half // 3)] + [half // 3] * (
-            len(sections) - 1
-        )
+        made["mrope_section"] = [half // 3] * (len(sections) - 1)
+        made["mrope_section"] += [half - sum(made["mrope_section"])]
     return made

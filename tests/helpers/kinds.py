@@ -32,7 +32,7 @@ def images(model: nn.Module, seed: int = 0) -> Tensor:
 def inputs(model: nn.Module, seed: int = 0) -> dict[str, Any]:
     """Return everything that one forward pass with a loss needs; other seeds are other data."""
     config: Any = model.config
-    name, special = type(model).__name__, _SPECIAL.get(config.model_type)
+    name, special = type(model).__name__, SPECIAL.get(config.model_type)
     if special:
         return special(model, seed)
     if name.endswith("ForImageClassification"):
@@ -61,7 +61,9 @@ def loss(model: nn.Module, given: dict[str, Any] | None = None) -> Tensor:
     given = dict(given or inputs(model))
     if model.config.model_type != "idefics":
         made = model(**given)
-        return made.loss if "loss" in made else made.last_hidden_state.logsumexp(-1).mean()
+        if "loss" in made:
+            return made.loss
+        return (made.logits if "logits" in made else made.last_hidden_state).logsumexp(-1).mean()
     # transformers forgets the words that Idefics has beside its vocabulary
     labels = given.pop("labels")[:, 1:].flatten()
     return functional.cross_entropy(model(**given).logits[:, :-1].flatten(0, 1), labels)
@@ -131,7 +133,7 @@ def _blip(model: nn.Module, seed: int) -> dict[str, Any]:
     return {"input_ids": words(seed), "labels": words(seed), "pixel_values": images(model, seed)}
 
 
-_SPECIAL = {
+SPECIAL = {
     "clip": _clip,
     "siglip": _clip,
     "blip": _blip,

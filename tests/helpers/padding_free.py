@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from peftkit.data.pack import Row
 from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM, TokenTask
-from tests.helpers.families import ARCHITECTURES, FURTHER, VOCAB
-from tests.helpers.hybrids import HYBRIDS, RECENT
+from tests.helpers.families import ARCHITECTURES, VOCAB
+from tests.helpers.hybrids import FURTHER, HYBRIDS, RECENT
 
 MODELS = {**ARCHITECTURES, **FURTHER, **HYBRIDS, **RECENT}
 

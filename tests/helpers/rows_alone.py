@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,15 +11,8 @@ from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedModel
 
 from peftkit.data.pack import Row
-from tests.helpers.families import (
-    _GROUPED,
-    _LATENT,
-    ARCHITECTURES,
-    FAMILIES,
-    FURTHER,
-    _builder,
-    _causal,
-)
+from tests.helpers.families import ARCHITECTURES, FAMILIES, _causal
+from tests.helpers.hybrids import FURTHER, small
 from tests.helpers.padding_free import row_of
 
 LIMIT = 16
@@ -33,18 +27,12 @@ LONGROPE: dict[str, Any] = {
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
 LLAMA4: dict[str, Any] = {
-    "head_dim": 8,
-    "intermediate_size_mlp": 64,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 1,
     "interleave_moe_layer_step": 2,
+    "moe_layers": [1],
     "no_rope_layers": [1, 0],
     "attn_scale": 2.0,
 }
-
-
-def _llama4(**settings: int) -> Callable[[], PreTrainedModel]:
-    return _builder("Llama4ForCausalLM", "Llama4TextConfig", **{**_GROUPED, **LLAMA4, **settings})
+_llama4 = partial(small, "Llama4ForCausalLM", **LLAMA4)
 
 
 BY_LENGTH: dict[str, Callable[[], PreTrainedModel]] = {
@@ -62,10 +50,6 @@ BY_LENGTH: dict[str, Callable[[], PreTrainedModel]] = {
 """Models whose numbers depend on the length or the place of a row."""
 llama4_of_48 = _llama4(attention_chunk_size=256, floor_scale=48)
 MODELS = {**FAMILIES, **ARCHITECTURES, **FURTHER, **BY_LENGTH}
-# with few index heads many scores are zero, and torch.topk chooses among them by the row's width
-MODELS["deepseek_v32"] = _causal(
-    "DeepseekV32", _LATENT, index_n_heads=16, index_head_dim=16, index_topk=8
-)
 
 SHORT, MIDDLE, LONG = row_of(6), row_of(11), row_of(27)
 BATCHES: dict[str, list[Row]] = {

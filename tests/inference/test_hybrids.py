@@ -26,10 +26,9 @@ from peftkit.inference.states import SlotStates, StateKey, has_states
 from peftkit.methods.lora import LoRA
 from tests.helpers.adapters import perturb
 from tests.helpers.bank import tiny_base, write_adapter
-from tests.helpers.families import _GROUPED, _HEADS, VOCAB, _builder
+from tests.helpers.families import VOCAB
 from tests.helpers.generation import MODELS, TOKENIZER, most_allocated
-from tests.helpers.hybrids import HYBRIDS, RECENT
-from tests.helpers.installed import Family
+from tests.helpers.hybrids import HYBRIDS, RECENT, small
 
 FAST = ("qwen3_5", "lfm2", "granitemoehybrid", "kimi_linear")
 SERVED = (
@@ -71,9 +70,6 @@ ADAPTERS = ("one", "two", None, "one", "two", None, "one", "one", None, None)
 def built(name: str) -> Any:
     torch.manual_seed(0)
     model: Any = MODELS[name]().eval().requires_grad_(False)
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith(".temp"):  # Zaya's begin at zero: keys would have no effect
-            parameter.data.fill_(1.0)
     return model
 
 
@@ -217,19 +213,14 @@ def test_other_mixers_fall_back_and_say_why_in_a_line(name):
 
 
 def test_layers_that_read_the_keys_of_others_fall_back():
-    sizes = {**_GROUPED, **_HEADS, "num_hidden_layers": 4, "intermediate_size": [64] * 4}
-    torch.manual_seed(0)
-    model: Any = _builder(
+    model: Any = small(
         "Gemma3nForCausalLM",
-        "Gemma3nTextConfig",
-        **sizes,
+        num_hidden_layers=4,
         num_kv_shared_layers=2,
         layer_types=["sliding_attention", "full_attention"] * 2,
-        hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=VOCAB,
-        laurel_rank=4,
+        intermediate_size=64,
         activation_sparsity_pattern=[0.0] * 4,
-    )().eval()
+    )()
     assert "reads keys that its layer has not given" in str(why_plain(model, TOKENIZER))
 
 
@@ -267,7 +258,7 @@ def test_memory_is_counted_as_it_is_allocated():
     # expanded keys of 12 + 8 and values of 16 numbers for each head, instead of a latent of 16 + 8
     assert sizes["kimi_linear"].token == 2 * 4 * (12 + 8 + 16) * bytes_of
     assert sizes["lfm2"].row == 32 * 3 * bytes_of
-    states = Family("causal", "bamba", "BambaForCausalLM").build()  # without attention
+    states = small("BambaForCausalLM")()  # without attention
     assert tokens_that_fit(states, TOKENIZER) is not None
     assert estimated_footprint(BltConfig(), torch.float32) is None  # of several models
 

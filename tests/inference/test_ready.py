@@ -16,7 +16,8 @@ from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.quant.layers import packed_tensors
 from peftkit.quant.quantize import quantize_model
-from tests.helpers.families import ARCHITECTURES, FAMILIES, FURTHER
+from tests.helpers.families import ARCHITECTURES, FAMILIES
+from tests.helpers.hybrids import FURTHER
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
 

@@ -16,7 +16,8 @@ from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.methods.vera import VeRA
 from tests.helpers import cell
-from tests.helpers.families import ARCHITECTURES, FURTHER
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.hybrids import FURTHER
 from tests.helpers.kinds import inputs, outputs
 
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as granite
 
@@ -33,18 +33,9 @@ FUSED = {
 LORA = LoRA(rank=3, alpha=6)
 
 
-def zaya() -> nn.Module:
-    """Return Zaya with trained temperatures: initial ones are zero and pass no gradient."""
-    model = HYBRIDS["zaya"]()
-    for name, parameter in model.named_parameters():
-        if name.endswith(".temp"):
-            nn.init.constant_(parameter, 0.5)
-    return model
-
-
 @pytest.fixture(autouse=True)
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, build in {**FAMILIES, "zaya": zaya}.items():
+    for name, build in FAMILIES.items():
         monkeypatch.setitem(ARCHITECTURES, name, build)
     monkeypatch.setitem(grid.UNUSED, "zamba2", ("adapter_list",))  # each use has its own
 

@@ -12,7 +12,8 @@ from peftkit.model import roles as table
 from peftkit.model.blocks import blocks
 from peftkit.model.places import FrozenWrapper, find_places, is_linear
 from peftkit.model.targets import Site, find_roles, resolve
-from tests.helpers.families import ARCHITECTURES, FURTHER
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.hybrids import FURTHER, small
 from tests.helpers.spread import spread
 
 
@@ -262,3 +263,6 @@ def test_a_layer_whose_weight_is_only_read_is_no_target():
         assert not any("dt_proj" in site.path for site in resolve(model, "all-linear"))
         with pytest.raises(TargetError, match="'dt_proj'"):
             LoRA(rank=2, targets=("dt_proj",)).sites(model)
+    model = small("WavLMForCTC", "ctc")()  # torch's attention function reads q, k, v and out_proj
+    assert not {"q", "k", "v", "o"} & find_roles(model).keys()
+    assert {"up", "down"} < find_roles(model).keys()

@@ -21,7 +21,8 @@ from peftkit.quant.layers import QuantizedLinear, pack
 from peftkit.quant.quantize import QuantizedEmbedding, quantize_model
 from peftkit.recipe import Recipe
 from peftkit.settings import BaseConfig
-from tests.helpers.families import ARCHITECTURES, FURTHER, tiny_tokenizer
+from tests.helpers.families import ARCHITECTURES, tiny_tokenizer
+from tests.helpers.hybrids import FURTHER
 
 KINDS = ("nf4", "fp4", "int8")
 SEQ2SEQ = Purpose("seq2seq_lm", "AutoModelForSeq2SeqLM")

@@ -9,7 +9,8 @@ from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward import attention_kernels as attention
 from peftkit.forward.attention import training_attention
 from peftkit.methods.lora import LoRA
-from tests.helpers.families import ARCHITECTURES, FURTHER
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.hybrids import FURTHER
 
 IDS = torch.arange(36).remainder(23).view(3, 12) + 3
 FAMILIES = ["llama", "gpt2", "gpt_neox", "gemma2", "bert", "t5", "bart", "qwen3_moe", "mistral_swa"]

@@ -13,7 +13,8 @@ from peftkit.errors import BaseError, DataError
 from peftkit.forward.probes import check_causal, check_packing
 from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM
-from tests.helpers.families import ARCHITECTURES, FAMILIES, FURTHER, VOCAB, tiny_tokenizer
+from tests.helpers.families import ARCHITECTURES, FAMILIES, VOCAB, tiny_tokenizer
+from tests.helpers.hybrids import FURTHER
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {**ARCHITECTURES, **FURTHER}
 BY_POSITIONS = ["llama", "gpt2", "qwen3", "gemma2", "phi3", "mixtral", "mistral_swa"]

@@ -24,7 +24,8 @@ from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.formats.peft.targets import refused_by_peft
 from peftkit.methods.lora import LoRA
 from peftkit.methods.table import method_from_peft
-from tests.helpers.families import FAMILIES, FURTHER
+from tests.helpers.families import FAMILIES
+from tests.helpers.hybrids import FURTHER
 from tests.helpers.kinds import outputs, words
 
 SIZES = {"vocab_size": 384, "pad_token_id": 0}
