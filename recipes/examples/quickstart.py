@@ -98,6 +98,7 @@ def main(overrides: Sequence[str] = ()) -> None:
         HERE.parent / "quickstart.yaml",
         [f"data.train={train}", f"data.eval={held_out}", f"train.output_dir={OUT}", *overrides],
     )
+    folder = settings.train.output_dir
     with Renderer() as on_event:
         base = load_base(settings.base.model, on_event=on_event)
         before = answer(base, held_out, on_event=on_event)
@@ -105,7 +106,7 @@ def main(overrides: Sequence[str] = ()) -> None:
     say(f"Before: {score(before):.1%} of {len(before)} held-out orders are exactly right.")
     with Renderer() as on_event:
         run_recipe(settings, overwrite=True, on_event=on_event)
-        opened = open_adapter(OUT, on_event=on_event)
+        opened = open_adapter(folder, on_event=on_event)
         after = answer(opened.base, held_out, style=opened.style, on_event=on_event)
     example = next((n for n, row in enumerate(after) if row.is_exact), 0)
     say(f"Before: {score(before):.1%} exact. After: {score(after):.1%} exact.\n")
@@ -113,12 +114,12 @@ def main(overrides: Sequence[str] = ()) -> None:
     say(f"Example:  {order}")
     say(f"  before: {before[example].completion.strip()}")
     say(f"  after:  {after[example].completion.strip()}\n")
-    size = (OUT / "adapter_model.safetensors").stat().st_size
-    say(f"The adapter is in {OUT} ({size / 1e6:.1f} MB).")
+    size = (folder / "adapter_model.safetensors").stat().st_size
+    say(f"The adapter is in {folder} ({size / 1e6:.1f} MB).")
     say(f"The quickstart took {(time.monotonic() - began) / 60:.1f} minutes. Next steps:\n")
-    say(f"  {PEFTKIT} chat {OUT}")
-    say(f'  {PEFTKIT} generate {OUT} --prompt "{EXAMPLE}"')
-    say(f"  {PEFTKIT} merge {OUT} --out runs/merged")
+    say(f"  {PEFTKIT} chat {folder}")
+    say(f'  {PEFTKIT} generate {folder} --prompt "{EXAMPLE}"')
+    say(f"  {PEFTKIT} merge {folder} --out runs/merged")
 
 
 def score(answers: list[Answer]) -> float:

@@ -21,7 +21,6 @@ import pytest
 from peftkit.config.explain import sections_of
 from peftkit.config.lazy import options_of
 from peftkit.config.schema import Config, dump_yaml, load_text, locations
-from peftkit.config.strict_yaml import Edit
 from peftkit.errors import PeftkitError
 from peftkit.recipe import Recipe
 from peftkit_server.refusals import RequestError
@@ -30,6 +29,7 @@ from peftkit_studio import drafting, processes
 from peftkit_studio.app import make_studio
 from peftkit_studio.assets import ASSETS
 from peftkit_studio.drafting import FORM, Drafting
+from peftkit_studio.edits import Edit
 from peftkit_studio.folder import Folder, file_name, is_name
 from tests.helpers.serving import served_app
 from tests.helpers.studio import KEY, Client, append_steps, write_run
