@@ -131,8 +131,8 @@ LoRA on all linear layers of every class that transformers {version} registers f
 several media. Models are tiny and random, made from each class's config; classes for several media
 are tried with text. A class whose cells all say no could not be built or called: its config or its
 inputs need values that no rule gives. A dash is a column that does not apply or was not tried.
-`python -m benchmarks.coverage --page docs/models.md` writes this page; with `--families` the rows of
-some classes or kinds.
+`python -m benchmarks.coverage --page docs/models.md` writes this page; with `--families` it
+rewrites the rows of some classes or kinds.
 
 | column | what holds |
 |---|---|"""
