@@ -14,10 +14,9 @@ from starlette.routing import Route
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
 from peftkit.errors import ConfigError
-from peftkit_server import threads
 from peftkit_server.access import owner_of
 from peftkit_server.refusals import public
-from peftkit_server.schedule import Schedule
+from peftkit_server.schedule import Call, Schedule
 from peftkit_server.tinker.futures import failure
 from tests.helpers.jobs import FILES, JOBS, Client, chats, hyper, serving
 from tests.helpers.wire_client import API, datum, message
@@ -271,7 +270,7 @@ class Turns:
         self.arrived, self.before, self.gate = Counter[str](), list[int](), threading.Event()
         counts: dict[int, Counter[str]] = {}
         since: dict[int, int] = {}
-        put, take, run = Schedule.put, Schedule.take, threads._Call.run
+        put, take, run = Schedule.put, Schedule.take, Call.run
 
         def recorded_put(schedule: Schedule[Any], item: Any) -> None:
             served = counts.setdefault(id(schedule), Counter())
@@ -289,13 +288,13 @@ class Turns:
                     self.before.append(served[first] - since.pop(id(item)))
             return item
 
-        def gated_run(call: Any) -> None:
+        def gated_run(call: Call) -> Callable[[], None]:
             assert call.owner != first or self.gate.wait(60)
-            run(call)
+            return run(call)
 
         monkeypatch.setattr(Schedule, "put", recorded_put)
         monkeypatch.setattr(Schedule, "take", recorded_take)
-        monkeypatch.setattr(threads._Call, "run", gated_run)
+        monkeypatch.setattr(Call, "run", gated_run)
 
 
 def test_no_key_delays_another_on_any_route(model_folder: Path, tmp_path: Path, monkeypatch):
@@ -341,13 +340,13 @@ def test_no_route_names_the_operator_s_folders(model_folder: Path, tmp_path: Pat
     paths = [tmp_path / "server" / "x.json", model_folder / "x.json", Path.home() / "x.json"]
     text = f"{', '.join(map(str, paths))} are damaged."
 
-    def fail(call: Any) -> None:
-        call.future.set_exception(ConfigError(text))
+    def fail(call: Call) -> Callable[[], None]:
+        return lambda: call.future.set_exception(ConfigError(text))
 
     with serving(model_folder, tmp_path / "server", keys=(ANN, BOB)) as client:
         every = of_all_routes(client)
         with monkeypatch.context() as patched:
-            patched.setattr(threads._Call, "run", fail)
+            patched.setattr(Call, "run", fail)
             replies = {route: send(client, ANN, sent).text for route, sent in every.items()}
     shown = f"server/x.json, {model_folder.name}/x.json, x.json are damaged."
     assert {route for route in every if shown in replies[route]} == {*filter(has_work, every)}
