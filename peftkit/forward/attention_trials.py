@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from peftkit.execution import rng
 from peftkit.execution.out_of_memory import is_out_of_memory, one_line
-from peftkit.forward.noise import DRAWS, is_noise, noise_of, sizes_of, step_of
+from peftkit.forward.noise import DRAWS, is_noise, moved, noise_of, sizes_of, step_of
 
 Attend = Callable[[Sequence[Tensor], bool], Tensor]
 """Returns the attention of query, key and value, by cuDNN or by the flash kernel."""
@@ -65,6 +66,7 @@ class Trials:
 
     def _gain(self, arrays: Sequence[Tensor], attend: Attend) -> float:
         """Return how many times faster cuDNN is; 0 if it fails or is wrong."""
+        start = rng.capture(arrays[0].device)  # dropout draws what it draws without a trial
         try:
             expected = _with_gradients(arrays, attend, False)
             moved = (_with_gradients(_moved(arrays), attend, False) for _ in range(DRAWS))
@@ -77,6 +79,8 @@ class Trials:
             if not is_out_of_memory(error):
                 self._problem = one_line(error)
             return 0.0
+        finally:
+            rng.restore(start, arrays[0].device)
         return flash / cudnn
 
     def _seconds(self, arrays: Sequence[Tensor], attend: Attend, by_cudnn: bool) -> float:
@@ -119,5 +123,5 @@ def _with_gradients(arrays: Sequence[Tensor], attend: Attend, by_cudnn: bool) ->
 
 
 def _moved(arrays: Sequence[Tensor]) -> list[Tensor]:
-    steps = [step_of(array.dtype) * (2 * torch.rand_like(array) - 1) for array in arrays]
-    return [array.detach() * (1 + step) for array, step in zip(arrays, steps, strict=True)]
+    arrays = [array.detach() for array in arrays]
+    return [moved(x, step_of(x.dtype), torch.rand(x.shape, device=x.device)) for x in arrays]

@@ -120,6 +120,12 @@ def rounded(model: nn.Module, compute: Callable[[], Result]) -> Iterator[Result]
         yield result
 
 
+def moved(values: Tensor, size: float, random: Tensor) -> Tensor:
+    """Return values of which each has moved by up to a relative size, by numbers in [0, 1)."""
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    return (wide * (1 + size * (2 * random.to(values.device) - 1))).to(values.dtype)
+
+
 @contextmanager
 def rounding(modules: Iterable[nn.Module], draw: int, step: float | None = None) -> Iterator[None]:
     """Move the first output of each module at random within the context.
@@ -136,14 +142,12 @@ def rounding(modules: Iterable[nn.Module], draw: int, step: float | None = None)
             return type(output)([move(_, __, output[0]), *output[1:]])
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return output
-        share = torch.rand(output.shape, generator=generator).to(output.device)
-        wide = output.to(torch.promote_types(output.dtype, torch.float32))
         kind = output.device.type
         if torch.is_autocast_enabled(kind):
             size = step_of(torch.get_autocast_dtype(kind))
         else:
             size = step_of(output.dtype) if step is None else step
-        return (wide * (1 + size * (2 * share - 1))).to(output.dtype)
+        return moved(output, size, torch.rand(output.shape, generator=generator))
 
     handles = [module.register_forward_hook(move) for module in modules]
     try:

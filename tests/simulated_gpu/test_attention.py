@@ -169,7 +169,10 @@ def test_cudnn_computes_documents_if_it_is_faster_and_right(
 
     assert [used() for _ in range(MIN_CALLS - 1)] == ["flash"] * (MIN_CALLS - 1)
     chosen = "cudnn" if report.startswith("for 1") else "flash"
+    before = torch.random.get_rng_state(), torch.cuda.get_rng_state()
     assert [used(), used()] == [chosen] * 2
+    after = torch.random.get_rng_state(), torch.cuda.get_rng_state()
+    assert all(map(torch.equal, before, after))  # dropout draws what it draws without a trial
     assert report in trials.report()
     assert trials.report() == ""
     num_calls = len(both.used)
