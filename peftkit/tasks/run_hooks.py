@@ -21,6 +21,9 @@ from peftkit.tasks.batches import split_micro_batches
 if TYPE_CHECKING:
     from peftkit.model.modes import SideAdapter
 
+MOST_PADDING = 1.25
+"""Tokens of a joined micro-batch relative to two, which also cost a pass over all weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reference:
@@ -40,6 +43,8 @@ class RunHooks:
 
     why_nothing: ClassVar[str] = "no step had a target token."
     """Reason in the error of a run that trained on nothing."""
+    rows_added: int = 0
+    """Rows that `before_step` adds to each step of a process."""
 
     @property
     def identity(self) -> Mapping[str, object]:
@@ -198,8 +203,14 @@ class Run:
             listener(event)
 
     def micro_batches(self, rows: Rows) -> list[Part]:
-        """Return rows in micro-batches."""
-        plan, task = self.state.plan, self.task
-        return split_micro_batches(
-            rows, task.num_positions, plan.rows, plan.tokens, task.bucket_key
-        )
+        """Return rows in micro-batches.
+
+        Rows that the task adds to a step join its only micro-batch, unless they need much padding.
+        """
+        plan, task, size = self.state.plan, self.task, self.state.plan.rows
+        added = self.hooks.rows_added
+        if 0 < added < len(rows) and size == self.config.rows_per_step():
+            apart = task.num_positions(rows[:-added]) + task.num_positions(rows[-added:])
+            if task.num_positions(rows) <= MOST_PADDING * apart:
+                size += added
+        return split_micro_batches(rows, task.num_positions, size, plan.tokens, task.bucket_key)

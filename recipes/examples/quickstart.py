@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from shutil import which
 
-from peftkit import Answer, answer, load_base, load_recipe, open_adapter, run_recipe
+from peftkit import Answer, answer, load_adapter, load_base, load_recipe, run_recipe
 from peftkit_cli.render import Renderer
 
 HERE = Path(__file__).parent
@@ -100,14 +100,14 @@ def main(overrides: Sequence[str] = ()) -> None:
     )
     folder = settings.train.output_dir
     with Renderer() as on_event:
-        base = load_base(settings.base.model, on_event=on_event)
+        stored = settings.base.model_dump(exclude={"rope_scaling", "new_tokens"})
+        base = load_base(**stored, on_event=on_event)
         before = answer(base, held_out, on_event=on_event)
-    del base
     say(f"Before: {score(before):.1%} of {len(before)} held-out orders are exactly right.")
     with Renderer() as on_event:
-        run_recipe(settings, overwrite=True, on_event=on_event)
-        opened = open_adapter(folder, on_event=on_event)
-        after = answer(opened.base, held_out, style=opened.style, on_event=on_event)
+        run_recipe(settings, overwrite=True, base=base, on_event=on_event)
+        load_adapter(base.model, folder, fingerprint=base.fingerprint)
+        after = answer(base, held_out, on_event=on_event)
     example = next((n for n, row in enumerate(after) if row.is_exact), 0)
     say(f"Before: {score(before):.1%} exact. After: {score(after):.1%} exact.\n")
     order = json.loads(held_out.read_text(encoding="utf-8").splitlines()[example])["instruction"]

@@ -15,6 +15,7 @@ from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.generate import own_answers
 from peftkit.recipe import Recipe
 from peftkit.run import run
+from peftkit.tasks import run_hooks
 from peftkit.tasks.text.anchor import LENGTH, SEED
 from tests.helpers.classifiers import save_base
 from tests.helpers.families import ARCHITECTURES
@@ -90,6 +91,22 @@ def test_the_loss_adds_the_kl_times_its_weight(tmp_path):
     # the weights of the first step are equal: there, the KL and its gradient are zero
     added = second.loss - plain_second.loss
     assert added == pytest.approx(second.figures["anchor_kl"], rel=1e-3)
+
+
+def test_the_answers_share_the_only_batch_of_a_step(tmp_path, monkeypatch):
+    parts = []
+    split = run_hooks.split_micro_batches
+
+    def recorded(rows, *limits):
+        parts.append([len(part) for part in split(rows, *limits)])
+        return split(rows, *limits)
+
+    monkeypatch.setattr(run_hooks, "split_micro_batches", recorded)
+    size = 4
+    steps_of(recipe_of(tmp_path, train={"batch_size": size, "tokens_per_batch": 1024}))
+    assert parts
+    assert all(part in ([size], [size + 1]) for part in parts), parts
+    assert [size + 1] in parts
 
 
 def test_a_resumed_run_has_the_same_losses(tmp_path):

@@ -65,7 +65,7 @@ class AnchoredLM(RunHooks, CausalLM):
         self._rows: list[AnchorRow] = []
         self._before: list[Tensor] = []
         self._scale = torch.ones(())
-        self._per_step, self._mean_tokens = 0, 0.0
+        self._mean_tokens = 0.0
 
     def set_reference(self, reference: Reference) -> None:
         self._reference = reference
@@ -73,8 +73,8 @@ class AnchoredLM(RunHooks, CausalLM):
     @property
     def paths(self) -> dict[str, str]:
         """How the loss is computed, and what the anchor adds to a step."""
-        number = f"{self._per_step} answer{'s' * (self._per_step > 1)} a step"
-        tokens = f"about {self._per_step * self._mean_tokens:.0f} tokens"
+        number = f"{self.rows_added} answer{'s' * (self.rows_added > 1)} a step"
+        tokens = f"about {self.rows_added * self._mean_tokens:.0f} tokens"
         return {**super().paths, "anchor": f"{number}, {tokens}"}
 
     def setup(self, run: Run) -> None:
@@ -106,7 +106,7 @@ class AnchoredLM(RunHooks, CausalLM):
             self._mean_tokens = tokens_of_each(self._rows).double().mean().item()
             of_row = tokens_of_each(run.rows).double().mean().item()
             tokens = run.config.rows_per_step() * of_row
-            self._per_step = anchors_per_step(tokens, self._mean_tokens)
+            self.rows_added = anchors_per_step(tokens, self._mean_tokens)
 
     def before_step(self, rows: Sequence[Row], run: Run) -> Sequence[Sequence[Row]]:
         """Add the step's anchor rows to rows; none to an evaluation."""
@@ -123,8 +123,8 @@ class AnchoredLM(RunHooks, CausalLM):
 
     def _anchors(self, step: int, run: Run) -> list[AnchorRow]:
         """Return this process's anchor rows of a step, which depend on its number alone."""
-        first = (step * run.world.world_size + run.world.rank) * self._per_step
-        return [self._rows[n % len(self._rows)] for n in range(first, first + self._per_step)]
+        first = (step * run.world.world_size + run.world.rank) * self.rows_added
+        return [self._rows[n % len(self._rows)] for n in range(first, first + self.rows_added)]
 
     def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         parts = ((row,) if isinstance(row, AnchorRow) else self._apart((row,)) for row in rows)
