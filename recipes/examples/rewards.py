@@ -64,6 +64,7 @@ def main(seed: int = 0) -> None:
             f"train.output_dir={start}",
             f"train.seed={seed}",
             "train.epochs=4",
+            "train.batch_size=8",
             "train.learning_rate=5.0e-4",
             "base.quantize=none",
         ],

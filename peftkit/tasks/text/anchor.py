@@ -27,11 +27,12 @@ from peftkit.forward.loss import check_shared_head, divergence_of
 from peftkit.inference.generate import own_answers
 from peftkit.kernels.cross_entropy import Divergence
 from peftkit.model.modes import adapters_off, evaluating
+from peftkit.tasks.batches import split_micro_batches
 from peftkit.tasks.run_hooks import Reference, Run, RunHooks
 from peftkit.tasks.tokens import IGNORED, CausalLM
 
-LENGTH, SEED = 24, 2000
-"""Maximum tokens of an answer, and the seed of all answers."""
+LENGTH, SEED, TOGETHER = 24, 2000, 8
+"""Maximum tokens of an answer, the seed of all answers, and answers of a forward pass."""
 OF_ROWS, OF_ANCHOR, BEFORE = "of_rows", "of_anchor", "anchor_before"
 """Keys of a batch: indices into its targets, and the head's input or logits before training."""
 
@@ -63,7 +64,7 @@ class AnchoredLM(RunHooks, CausalLM):
         super().build(model)
         self._reference = Reference(partial(adapters_off, model))
         self._rows: list[AnchorRow] = []
-        self._before: list[Tensor] = []
+        self._before: dict[int, Tensor] = {}
         self._scale = torch.ones(())
         self._mean_tokens = 0.0
 
@@ -96,12 +97,18 @@ class AnchoredLM(RunHooks, CausalLM):
                 AnchorRow(row.input_ids, row.labels, row.lengths, row.source, number)
                 for number, row in enumerate(rows)
             ]
-            for number, row in enumerate(self._rows):
-                run.say(Progress("Preparing the anchor", number, len(self._rows)))
+            for part in split_micro_batches(
+                self._rows, self.num_positions, TOGETHER, bucket_key=self.bucket_key
+            ):
+                run.say(Progress("Preparing the anchor", len(self._before), len(self._rows)))
                 batch = {
-                    name: each.to(run.world.device) for name, each in self.padded([row]).items()
+                    name: each.to(run.world.device) for name, each in self.padded(part).items()
                 }
-                self._before.append(self.before_head(run.model, batch).cpu())
+                before = self.before_head(run.model, batch).cpu()
+                of_each = before.split([row.num_targets for row in part])
+                self._before |= {
+                    row.number: of_row for row, of_row in zip(part, of_each, strict=True)
+                }
         if self._rows:
             self._mean_tokens = tokens_of_each(self._rows).double().mean().item()
             of_row = tokens_of_each(run.rows).double().mean().item()
