@@ -65,7 +65,8 @@ def prepare_output(
     if resume and not results:
         raise checkpoints.nothing_to_resume()
     writable_folder(output_dir)
-    if not (results or any((output_dir / name).exists() for name in (CONFIG, *MARKS))):
+    moved = {f"{OVERWRITTEN}/{name}" for name in (CONFIG, *MARKS)}  # all that a killed run has
+    if not (results or any((output_dir / name).exists() for name in (CONFIG, *MARKS, *moved))):
         names = {*ADAPTER_FILES, *RECORDS} - {TEACHER_ANSWERS}  # which a run checks and continues
         if checkpoints.folder.exists():  # a server's job has its recipe before the run
             names.remove(RECIPE)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from peftkit.config.schema import from_dict
 from peftkit.errors import AdapterError, BaseError, CheckpointError, DataError
-from peftkit.events import Event, Notice, StepDone
+from peftkit.events import Event, Notice, Stage, StepDone
 from peftkit.formats.folders import set_aside
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.recipe import Recipe
@@ -31,6 +31,11 @@ def stop_after(step: int) -> Callable[[Event], None]:
             raise Stopped
 
     return listen
+
+
+def stop_while_trying(event: Event) -> None:
+    if isinstance(event, Stage) and event.text.startswith("Trying kernels"):
+        raise Stopped
 
 
 @pytest.fixture
@@ -218,6 +223,10 @@ def test_a_run_that_dies_after_overwriting_leaves_no_adapter_of_another(asked):
     with pytest.raises(AdapterError) as refused:
         open_adapter(folder)
     assert "--resume" not in refused.value.fix
+    for _ in range(2):  # before the run has written a file
+        with pytest.raises(Stopped):
+            run_recipe(asked, overwrite=True, on_event=stop_while_trying)
+    assert (aside / TENSORS).read_bytes() == trained
     run_recipe(asked, overwrite=True)
     assert (folder / TENSORS).read_bytes() == trained
     assert not aside.exists()
