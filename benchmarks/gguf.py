@@ -117,7 +117,6 @@ def trained(job: dict[str, str]) -> dict[str, Any]:
             f"data.train={job['train']}",
             f"data.eval={held_out}",
             f"train.output_dir={out}",
-            "method.targets=all-linear",
             *("train.batch_size=8", "train.epochs=1", "train.learning_rate=1.0e-3"),
             "train.eval_every=null",
         ],

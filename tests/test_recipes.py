@@ -32,7 +32,7 @@ def test_every_recipe_loads(file):
     loaded = load(file)
     assert loaded.train.output_dir.parts[0] == "runs"
     targets = loaded.method.targets
-    assert {targets} if isinstance(targets, str) else set(targets) <= {*ROLES, *GROUPS}
+    assert ({targets} if isinstance(targets, str) else {*targets}) <= {*ROLES, *GROUPS}
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)

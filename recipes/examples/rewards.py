@@ -63,7 +63,6 @@ def main(seed: int = 0) -> None:
             "data.eval=null",
             f"train.output_dir={start}",
             f"train.seed={seed}",
-            "method.targets=all-linear",
             *("train.epochs=4", "train.batch_size=8"),
             "train.learning_rate=5.0e-4",
             "base.quantize=none",
