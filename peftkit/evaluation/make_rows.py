@@ -149,11 +149,11 @@ def embedded(task: Embedding, model: Any, texts: Sequence[str], on_event: Listen
     return normalize(torch.cat(parts), dim=-1)
 
 
-def _texts(where: str, names: Sequence[str]) -> list[tuple[str, ...]]:
+def _texts(where: str, names: Sequence[str]) -> Sequence[tuple[str, ...]]:
     def read(record: Record) -> tuple[tuple[str, ...], Sequence[str]]:
         return tuple(full_text(record.fields, name) for name in names), names
 
-    return read_each(read_records(where), read, " and ".join(names), where)[0]
+    return read_each(read_records(where), read, " and ".join(names), where).examples
 
 
 def _closest_negatives(

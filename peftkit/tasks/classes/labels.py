@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from peftkit.data.format import read_each
+from peftkit.data.format import ParsedRow, read_each
 from peftkit.data.messages import WrongField, full_text
 from peftkit.data.records import Record, iterate_records, sources_of
-from peftkit.data.rows.encoder import EncodedRows, RowEncoder
+from peftkit.data.rows.encoder import RowEncoder
 from peftkit.errors import ConfigError, DataError, did_you_mean, first_few
 from peftkit.files.strict_json import shown
 from peftkit.settings import DataConfig
@@ -29,18 +28,12 @@ class RecordEncoder(RowEncoder):
 
     Attributes:
         what: Description of the records' format.
-        counts: Counts by name, summed over the records of one `read`.
     """
 
     what: str
 
-    def read(self, records: Sequence[Record], where: str) -> tuple[list[object], tuple[str, ...]]:
-        self.counts = Counter[str]()
+    def read(self, records: Sequence[Record], where: str) -> ParsedRow[object]:
         return read_each(records, partial(self.parse, where=where), self.what, where, FIX)
-
-    def rows(self, read: tuple[list[Any], tuple[str, ...]]) -> EncodedRows:
-        parsed, unused = read
-        return EncodedRows([*map(self.row, parsed)], counts=self.counts, unused=unused)
 
     @abstractmethod
     def parse(self, record: Record, where: str) -> tuple[object, Iterable[str]]:
@@ -50,9 +43,9 @@ class RecordEncoder(RowEncoder):
             WrongField: A field is missing or has a value of the wrong type.
         """
 
-    def row(self, parsed: Any) -> Any:
+    def row(self, example: Any) -> Any:
         """Return the row of a result of `parse`, or `Dropped`."""
-        return parsed
+        return example
 
 
 def field_of(fields: Mapping[str, object], name: str, setting: str) -> Any:

@@ -85,8 +85,8 @@ class ClassifiedEncoder(RecordEncoder):
         medium, name = self._medium_in(record, where)
         return (medium, label), (name, self._config.label)
 
-    def row(self, parsed: tuple[Media, int]) -> Any:
-        return self._row_of(*parsed)
+    def row(self, example: tuple[Media, int]) -> Any:
+        return self._row_of(*example)
 
     def file_of(self, where: str) -> str:
         return metadata_or_self(where)

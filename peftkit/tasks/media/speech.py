@@ -281,30 +281,30 @@ class SpeechEncoder(RecordEncoder):
     def parse(self, record: Record, where: str) -> tuple[Utterance, Sequence[str]]:
         return utterance(record, self._names, where)
 
-    def row(self, parsed: Utterance) -> SpeechRow | Dropped:
-        if not parsed.text.strip():
-            return Dropped(parsed.source, NO_TEXT)
+    def row(self, example: Utterance) -> SpeechRow | Dropped:
+        if not example.text.strip():
+            return Dropped(example.source, NO_TEXT)
         try:
-            (samples,) = self._hearing.decoded([parsed.clip])
+            (samples,) = self._hearing.decoded([example.clip])
         except (SilentAudio, LongAudio, ShortAudio) as problem:
-            return Dropped(parsed.source, self._reasons[type(problem)])
-        labels, num_prefix = self._labels(parsed)
+            return Dropped(example.source, self._reasons[type(problem)])
+        labels, num_prefix = self._labels(example)
         positions = self._hearing.positions(len(samples))
         if positions < self._hearing.fewest:
-            return Dropped(parsed.source, SHORT)
+            return Dropped(example.source, SHORT)
         if not self._fits(labels, positions):
-            return Dropped(parsed.source, self._too_many)
+            return Dropped(example.source, self._too_many)
         milliseconds = len(samples) * 1000 // self._hearing.rate
         self.counts.update(milliseconds=milliseconds, targets=len(labels))
         return SpeechRow(
-            parsed.clip,
+            example.clip,
             len(samples),
             positions,
             labels,
             num_prefix,
             len(labels) if self._has_decoder else 0,
-            parsed.text,
-            parsed.source,
+            example.text,
+            example.source,
         )
 
 

@@ -17,8 +17,9 @@ from peftkit.data.examples import Example
 from peftkit.data.pack import IGNORE, Labels, Row, cut_document
 from peftkit.data.preferences import NOTHING_TO_COMPARE
 from peftkit.data.rows.columns import row_digest
-from peftkit.data.rows.encoder import RowEncoder, tokenizer_key
+from peftkit.data.rows.encoder import RowEncoder
 from peftkit.data.rows.lazy import View, tokens_of_each
+from peftkit.data.style import Style
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice, Progress, Stage
 from peftkit.execution.signals import Interrupted
@@ -85,19 +86,16 @@ class AnswerEncoder(RowEncoder):
     drops: Mapping[str, str] = {**NOTHING_TO_COMPARE, NOTHING_LEFT: "raise data.max_length"}
 
     def __init__(self, tokenizer: Any, template: str | None, max_length: int) -> None:
-        self._tokenizer, self._template, self.max_length = tokenizer, template, max_length
+        self.tokenizer, self.max_length = tokenizer, max_length
+        self.settings = (template, max_length)
         self._encoder = Encoder(tokenizer, template)
-
-    def key(self, where: str) -> object:
-        return (*tokenizer_key(self._tokenizer), self._template, self.max_length)
 
     def encode(self, example: Example) -> Row:
         """Return an example as tokens, uncut."""
         return self._encoder.encode(example)
 
-    def agreed(self, example: Example) -> dict[str, str]:
-        """Return what all rows of a file must have in common."""
-        return {"style": self._encoder.style(example).kind}
+    def style_of(self, example: Example) -> Style:
+        return self._encoder.style(example)
 
 
 def compared(first: Row, second: Row, max_length: int, **more: Any) -> Compared | None:

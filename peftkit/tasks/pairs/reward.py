@@ -23,9 +23,8 @@ from peftkit.data.encode import Encoder
 from peftkit.data.examples import Completion, Conversation, Example, Instruction, Text
 from peftkit.data.format import parse
 from peftkit.data.pack import padded_rows
-from peftkit.data.preferences import NOTHING_TO_COMPARE, PAIRS, SIDES, read_pair
+from peftkit.data.preferences import NOTHING_TO_COMPARE, PAIRS, SIDES, Pair, read_pair
 from peftkit.data.records import Dropped, Record
-from peftkit.data.rows.encoder import EncodedRows
 from peftkit.data.style import Style
 from peftkit.errors import AdapterError
 from peftkit.events import Listener, ignore
@@ -66,7 +65,6 @@ class RewardEncoder(TextsEncoder):
 
     kind: ClassVar[type[RewardRow]] = RewardRow
     what = PAIRS
-    _agreed: Mapping[str, str] = {}
     drops: Mapping[str, str] = {**NOTHING_TO_COMPARE, TOO_LONG: "raise data.max_length"}
 
     def __init__(self, texts: Texts, config: RewardConfig, template: str | None) -> None:
@@ -79,21 +77,21 @@ class RewardEncoder(TextsEncoder):
     def key(self, where: str) -> object:
         return (super().key(where), self._template)
 
-    def rows(self, read: tuple[list[Any], tuple[str, ...]]) -> EncodedRows:
-        encoded_rows = super().rows(read)
-        encoded_rows.agreed = {**self._agreed}
-        return encoded_rows
+    def parse(self, record: Record, where: str) -> tuple[Pair | Dropped, Sequence[str]]:
+        return read_pair(record, self.config.margin)
 
-    def parse(self, record: Record, where: str) -> tuple[RewardRow | Dropped, Sequence[str]]:
-        pair, used = read_pair(record, self.config.margin)
-        if isinstance(pair, Dropped):
-            return pair, used
-        self._agreed = {"style": self._encoder.style(pair.chosen).kind}
-        chosen, rejected = self.encoded(pair.chosen), self.encoded(pair.rejected)
+    def row(self, example: Pair) -> RewardRow | Dropped:
+        chosen, rejected = self.encoded(example.chosen), self.encoded(example.rejected)
         if chosen.is_cut or rejected.is_cut:
-            return Dropped(pair.source, TOO_LONG), used
+            return Dropped(example.source, TOO_LONG)
         both = joined_texts([chosen, rejected])
-        return RewardRow(**both, margin=pair.margin or 0.0, source=pair.source), used
+        return RewardRow(**both, margin=example.margin or 0.0, source=example.source)
+
+    def example_of(self, example: Pair) -> Example:
+        return example.chosen
+
+    def style_of(self, example: Example) -> Style:
+        return self._encoder.style(example)
 
     def encoded(self, example: Example) -> Encoded:
         """Return the tokens of a prompt and its answer."""

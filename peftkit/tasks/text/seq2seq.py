@@ -24,7 +24,7 @@ from peftkit.data.format import FieldNames, ParsedRow, parse
 from peftkit.data.pack import padded_rows
 from peftkit.data.records import Dropped, Record
 from peftkit.data.rows.columns import StoredRows
-from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.rows.encoder import RowEncoder
 from peftkit.data.rows.lazy import tokens_of_each
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, Progress, ignore
@@ -86,16 +86,13 @@ class PairEncoder(RowEncoder):
     def __init__(
         self, tokenizer: Any, config: Seq2SeqConfig, name: Any, max_source: int, max_target: int
     ) -> None:
-        self._tokenizer, self._config, self._name = tokenizer, config, name
+        self.tokenizer, self._config, self._name = tokenizer, config, name
         self._end, self._prefix = tokenizer.eos_token_id, config.prefix
         self._frame = SpecialTokens(tokenizer)
         self._room, self._limits = self._frame.room(max_source), (max_source, max_target)
+        self.settings = (name, config.model_dump_json(), self._room, max_target)
 
-    def key(self, where: str) -> object:
-        settings = (self._name, self._config.model_dump_json(), self._room, self._limits[1])
-        return (*tokenizer_key(self._tokenizer), *settings)
-
-    def read(self, records: Sequence[Record], where: str) -> ParsedRow:
+    def read(self, records: Sequence[Record], where: str) -> ParsedRow[Example]:
         parsed = parse(records, self._name, where=where, fields=self._config.fields)
         for example in parsed.examples:
             if not isinstance(example, Completion | Instruction):
@@ -107,10 +104,8 @@ class PairEncoder(RowEncoder):
                 )
         return parsed
 
-    def rows(self, read: ParsedRow) -> EncodedRows:
-        counts = Counter[str]()
-        rows = [self.encode(each, counts) or Dropped(each.source, EMPTY) for each in read.examples]
-        return EncodedRows(rows, {"format": read.format}, counts, read.unused)
+    def row(self, example: Example) -> PairRow | Dropped:
+        return self.encode(example, self.counts) or Dropped(example.source, EMPTY)
 
     def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
         return [
