@@ -9,7 +9,8 @@ Shapes: n answer tokens of a batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -107,34 +108,30 @@ class Rollout:
     answers: tuple[ScoredAnswer, ...]
 
 
-RollOut = Callable[[Sequence[Any], Sequence[int] | None, ModelSampler], Rollout]
-"""Samples answers to prompts, with a seed for each prompt or greedily, and scores them."""
+class OnPolicyTask(DocumentTask):
+    """A task with optimizer steps on answers that the trained model samples.
 
-
-class OnPolicy:
-    """Optimizer steps on answers that the trained model samples.
-
-    Args:
-        task: Makes batches of the rows of a rollout; its config sets `max_new_tokens`.
-        stops: Tokens that end an answer.
+    Attributes:
+        stops: Tokens that end an answer; `build` sets them.
         updates: Optimizer steps with the same answers.
-        add_log_probs: Stores further log-probabilities with the rows of a batch before a step;
-            None: the loss needs none.
+        needs_log_probs: Whether the loss needs `add_log_probs`.
     """
 
-    def __init__(
-        self,
-        task: DocumentTask,
-        roll_out: RollOut,
-        stops: Sequence[int],
-        *,
-        updates: int = 1,
-        add_log_probs: Callable[[nn.Module, Sequence[Any], Mapping[str, Tensor]], None]
-        | None = None,
+    stops: Sequence[int]
+    updates = 1
+    needs_log_probs = False
+    _empty_steps, _is_sampler_checked = 0, False
+
+    @abstractmethod
+    def roll_out(
+        self, prompts: Sequence[Any], seeds: Sequence[int] | None, sampler: ModelSampler
+    ) -> Rollout:
+        """Sample answers to prompts, with a seed for each prompt or greedily, and score them."""
+
+    def add_log_probs(
+        self, model: nn.Module, rows: Sequence[Any], batch: Mapping[str, Tensor]
     ) -> None:
-        self._task, self._roll_out, self.stops = task, roll_out, stops
-        self._updates, self._add_log_probs = updates, add_log_probs
-        self._empty_steps, self._is_sampler_checked = 0, False
+        """Store further log-probabilities with the rows of a batch, before a step."""
 
     def sample(
         self,
@@ -147,16 +144,16 @@ class OnPolicy:
         return sampler.answers(
             prompts,
             drawn_seeds(seeds, number),
-            max_new_tokens=self._task.config.max_new_tokens,
+            max_new_tokens=self.config.max_new_tokens,
             stops=self.stops,
         )
 
     def sampler(self, model: nn.Module) -> ModelSampler:
         """Return the sampler of a model."""
-        self._task.layout.forget()
-        return ModelSampler(model, self._task.tokenizer, MAX_ROWS)
+        self.layout.forget()
+        return ModelSampler(model, self.tokenizer, MAX_ROWS)
 
-    def check(self, run: Run) -> None:
+    def check_alone(self, run: Run) -> None:
         """Check that each process can generate answers alone.
 
         Raises:
@@ -168,7 +165,7 @@ class OnPolicy:
                 fix="Set train.shard: none.",
             )
 
-    def step(self, prompts: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+    def rollout_steps(self, prompts: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
         """Return the rows of the optimizer steps that train on answers to prompts.
 
         Raises:
@@ -187,19 +184,19 @@ class OnPolicy:
             # rows of distillation also have the teacher's document
             ids = [getattr(row, "documents", (row,))[0].input_ids for row in prompts]
             with run.parallel.together():
-                checked = check_sampler(self._task, self.stops, ids, run)
+                checked = check_sampler(self, self.stops, ids, run)
             self._is_sampler_checked = run.world.max(checked) > 0
         if not run.world.max(len(rollout.rows)):
             self._count_empty(run.figures)
             return []
         self._empty_steps = 0
-        if self._add_log_probs is not None:
+        if self.needs_log_probs:
             autocast = run.world.autocast()
             with run.parallel.together(), torch.no_grad(), evaluating(run.model), autocast:
                 for part in run.micro_batches(rollout.rows):
-                    batch = OnDevice(self._task.collate(part), run.world.device)
-                    self._add_log_probs(run.model, part, batch)
-        return [rollout.rows] * self._updates
+                    batch = OnDevice(self.collate(part), run.world.device)
+                    self.add_log_probs(run.model, part, batch)
+        return [rollout.rows] * self.updates
 
     def greedy_metrics(self, prompts: Sequence[object], run: Run) -> dict[str, float]:
         """Return the mean rewards of greedy answers; "loss" is the negative reward."""
@@ -213,7 +210,7 @@ class OnPolicy:
         before = rng.capture(run.world.device)
         try:
             with run.parallel.together(), evaluating(run.model):
-                rollout = self._roll_out(prompts, seeds, self.sampler(run.model))
+                rollout = self.roll_out(prompts, seeds, self.sampler(run.model))
         finally:
             rng.restore(before, run.world.device)
         return rollout
