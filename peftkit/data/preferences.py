@@ -42,6 +42,7 @@ from peftkit.data.messages import (
     text_of,
 )
 from peftkit.data.records import Dropped, Record
+from peftkit.data.tokens import num_common
 from peftkit.errors import DataError
 
 SIDES = ("chosen", "rejected")
@@ -282,10 +283,7 @@ def _of_conversations(record: Record) -> tuple[Pair, set[str]]:
             raise WrongField("prompt", f"{side} does not begin with it")
         used = used if request in questions else set()
         sides.append(messages)
-    common = 0
-    while common < min(map(len, sides)) and sides[0][common] == sides[1][common]:
-        common += 1
-    examples = []
+    common, examples = num_common(*sides), []
     for side, messages in zip(SIDES, sides, strict=True):
         if common >= len(messages):
             raise WrongField(side, "there is nothing after what both begin with")

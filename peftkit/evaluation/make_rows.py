@@ -25,11 +25,12 @@ from peftkit.data.format import read_each
 from peftkit.data.generation import default_style, prompt_ids, stop_ids
 from peftkit.data.messages import Message, full_text
 from peftkit.data.records import Record, read_records
+from peftkit.data.tokens import decoded
 from peftkit.errors import DataError
 from peftkit.evaluation.predict import build_task
 from peftkit.events import Listener, Progress, Stage, Table, ignore
 from peftkit.formats.open_adapter import Opened
-from peftkit.inference.generate import decoded, generate_ids
+from peftkit.inference.generate import generate_ids
 from peftkit.tasks.distill.rows import TeacherPrompt
 from peftkit.tasks.retrieval.embedding import Embedding, EmbeddingConfig
 from peftkit.tasks.retrieval.reranker import RerankerConfig

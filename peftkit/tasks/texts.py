@@ -18,8 +18,7 @@ from torch.nn import functional
 
 from peftkit.base.heads import ClassHead, ProblemType
 from peftkit.data.pack import padded_rows, rounded_up
-from peftkit.data.rows.encoder import tokenizer_key
-from peftkit.data.tokens import special_tokens_around, tokens
+from peftkit.data.tokens import decoded, special_tokens_around, tokens
 from peftkit.errors import BaseError, DataError
 from peftkit.events import ClassReport, Listener, Progress, ignore
 from peftkit.forward.loss import accepted, unwrapped
@@ -131,6 +130,7 @@ class Texts:
 
     Attributes:
         max_length: Maximum number of tokens of a text, including special tokens.
+        pad_id: Token of the padding.
 
     Raises:
         BaseError: The model has no padding token.
@@ -146,12 +146,7 @@ class Texts:
                 found="Its config has no pad_token_id.",
                 fix="Load it for this task: load_base(..., purpose=task.purpose).",
             )
-        self._pad_id = int(pad_id)
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Everything that tokens depend on, for the cache key."""
-        return (*tokenizer_key(self.tokenizer), self.max_length, self._pad_id)
+        self.pad_id = int(pad_id)
 
     def encode(self, text: str, pair: str | None = None, *, offsets: bool = False) -> Encoded:
         """Tokenize a text or a pair of texts; the longer text of a pair is truncated first."""
@@ -162,7 +157,7 @@ class Texts:
             options |= {"truncation": True, "max_length": self.max_length}
             fields = self.tokenizer(text, pair, **options)
         return Encoded(
-            tuple(fields["input_ids"]) or (self._pad_id,),
+            tuple(fields["input_ids"]) or (self.pad_id,),
             tuple(fields.get("token_type_ids", ())),
             is_cut,
             tuple(fields.get("offset_mapping", ())),
@@ -180,7 +175,7 @@ class Texts:
         Args:
             texts: `Encoded` texts.
         """
-        ids, mask = padded_rows([text.input_ids for text in texts], self._pad_id)
+        ids, mask = padded_rows([text.input_ids for text in texts], self.pad_id)
         batch = {"input_ids": ids, "attention_mask": mask}
         if texts[0].types:
             batch["token_type_ids"], _ = padded_rows([text.types for text in texts], 0)
@@ -188,7 +183,7 @@ class Texts:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode tokens to text, including special tokens."""
-        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        return decoded(self.tokenizer, ids, special=True)
 
 
 class TextsEncoder(RecordEncoder):
@@ -200,11 +195,9 @@ class TextsEncoder(RecordEncoder):
     """
 
     def __init__(self, texts: Texts, config: Any, labels: Sequence[str] = ()) -> None:
-        self.texts, self.config = texts, config
+        self.texts, self.config, self.tokenizer = texts, config, texts.tokenizer
         self.numbers = {label: number for number, label in enumerate(labels)}
-
-    def key(self, where: str) -> object:
-        return (*self.texts.key, self.config.model_dump_json(), tuple(self.numbers))
+        self.settings = (texts.max_length, texts.pad_id, config.model_dump_json(), tuple(labels))
 
 
 def head_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

@@ -56,7 +56,7 @@ from peftkit.data.records import Dropped, Record
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.encoder import RowEncoder, tokenizer_key
 from peftkit.data.style import Style
-from peftkit.data.tokens import special_tokens_around
+from peftkit.data.tokens import num_common, special_tokens_around
 from peftkit.errors import DataError
 from peftkit.settings import FormatName
 
@@ -515,7 +515,7 @@ class MediaEncoder(RowEncoder):
             [row.text for row in rows], read, sources, padding_side="right", **suffix
         )
         pairs = zip(processed["input_ids"], processed["attention_mask"], strict=True)
-        num_common = [
+        lengths = [
             _num_common(row, ids[mask.bool()].tolist(), self.media_processor.media_ids)
             for row, (ids, mask) in zip(rows, pairs, strict=True)
         ]
@@ -527,7 +527,7 @@ class MediaEncoder(RowEncoder):
                 inputs[name] = value
                 continue
             aligned = value.new_zeros(len(rows), width, *value.shape[2:])
-            for number, (row, common) in enumerate(zip(rows, num_common, strict=True)):
+            for number, (row, common) in enumerate(zip(rows, lengths, strict=True)):
                 length = len(row.input_ids)
                 aligned[number, :common] = value[number, :common]
                 aligned[number, common:length] = value[number, max(common - 1, 0)]
@@ -629,9 +629,7 @@ def _num_common(row: MediaRow, ids: list[int], media_ids: Collection[int]) -> in
     Raises:
         DataError: The tokens differ before the last medium.
     """
-    pairs = zip(ids, row.input_ids, strict=False)
-    shorter = min(len(ids), len(row.input_ids))
-    common = next((n for n, (theirs, ours) in enumerate(pairs) if theirs != ours), shorter)
+    common = num_common(tuple(ids), row.input_ids)
     if any(token in media_ids for token in (*row.input_ids[common:], *ids[common:])):
         raise DataError(
             f"The processor makes other tokens of {row.source} than its text has.",

@@ -84,9 +84,7 @@ class LabelledEncoder(TextsEncoder):
     def __init__(self, texts: Texts, config: Any, labels: Sequence[str], problem: Problem) -> None:
         super().__init__(texts, config, labels)
         self._problem = problem
-
-    def key(self, where: str) -> object:
-        return (super().key(where), self._problem)
+        self.settings = (*self.settings, problem)
 
     def parse(self, record: Record, where: str) -> tuple[LabelledRow, Sequence[str]]:
         config, target = self.config, self._target(record.fields)

@@ -20,6 +20,7 @@ from peftkit.data.rows.columns import row_digest
 from peftkit.data.rows.encoder import RowEncoder
 from peftkit.data.rows.lazy import View, tokens_of_each
 from peftkit.data.style import Style
+from peftkit.data.tokens import num_common
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice, Progress, Stage
 from peftkit.execution.signals import Interrupted
@@ -110,22 +111,16 @@ def compared(first: Row, second: Row, max_length: int, **more: Any) -> Compared 
     is_pair = more.get("wanted") is None  # another prompt's answer may be the same one
     if not (a.num_targets and b.num_targets) or (is_pair and a.input_ids == b.input_ids):
         return None
+    start = min(map(answer_start, (a, b)))
     return Compared(
         input_ids=a.input_ids + b.input_ids,
         labels=a.labels + b.labels,
         lengths=(a.lengths[0], b.lengths[0]),
-        common=common_beginning(a, b),
+        common=num_common(a.input_ids[:start], b.input_ids[:start]),
         is_cut=max(first.lengths[0], second.lengths[0]) > max_length,
         source=first.source,
         **more,
     )
-
-
-def common_beginning(a: Row, b: Row) -> int:
-    """Return the length of the common prefix of both documents, before any answer."""
-    most = min(answer_start(a), answer_start(b))
-    pairs = zip(a.input_ids[:most], b.input_ids[:most], strict=True)
-    return next((n for n, (x, y) in enumerate(pairs) if x != y), most)
 
 
 def answer_start(row: Row) -> int:
@@ -135,8 +130,7 @@ def answer_start(row: Row) -> int:
 
 def after_common_tokens(a: Row, b: Row) -> tuple[Row, Row]:
     """Return two texts with their common prefix as the prompt."""
-    pairs = zip(a.input_ids, b.input_ids, strict=False)
-    shared = next((n for n, (x, y) in enumerate(pairs) if x != y), min(*a.lengths, *b.lengths))
+    shared = num_common(a.input_ids, b.input_ids)
     labels = [(IGNORE,) * shared + row.labels[shared:] for row in (a, b)]
     return replace(a, labels=labels[0]), replace(b, labels=labels[1])
 

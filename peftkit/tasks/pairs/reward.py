@@ -69,13 +69,10 @@ class RewardEncoder(TextsEncoder):
 
     def __init__(self, texts: Texts, config: RewardConfig, template: str | None) -> None:
         super().__init__(texts, config)
-        self._template, tokenizer = template, texts.tokenizer
+        self.settings, tokenizer = (*self.settings, template), texts.tokenizer
         self._encoder, self._chat = Encoder(tokenizer, template), Chat(tokenizer, template)
         bare = tokenizer("a", add_special_tokens=False)["input_ids"]
         self._frames = tokenizer("a")["input_ids"][-1] != bare[-1]  # an encoder's, as BERT's [SEP]
-
-    def key(self, where: str) -> object:
-        return (super().key(where), self._template)
 
     def parse(self, record: Record, where: str) -> tuple[Pair | Dropped, Sequence[str]]:
         return read_pair(record, self.config.margin)
