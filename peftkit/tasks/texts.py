@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from peftkit.base.heads import ClassHead, ProblemType
 from peftkit.data.pack import padded_rows, rounded_up
-from peftkit.data.tokens import decoded, special_tokens_around, tokens
+from peftkit.data.tokens import decoded, special_tokens_around
 from peftkit.errors import BaseError, DataError
 from peftkit.events import ClassReport, Listener, Progress, ignore
 from peftkit.forward.loss import accepted, unwrapped
@@ -92,7 +92,6 @@ class SpecialTokens:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
         self.lead, self.tail = special_tokens_around(tokenizer, "a")
         if special_tokens_around(tokenizer, "the 2 of us") != (self.lead, self.tail):
             raise BaseError(
@@ -115,10 +114,6 @@ class SpecialTokens:
                 fix="Set it to 128, for example.",
             )
         return room
-
-    def tokens(self, text: str) -> list[int]:
-        """Return the tokens of a text without special tokens."""
-        return tokens(self._tokenizer, text)
 
     def put_around(self, ids: Sequence[int]) -> list[int]:
         """Return tokens between `lead` and `tail`."""
@@ -162,10 +157,6 @@ class Texts:
             is_cut,
             tuple(fields.get("offset_mapping", ())),
         )
-
-    def bare(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a part of a text, without special tokens."""
-        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def collate(self, texts: Sequence[Encoded]) -> dict[str, Tensor]:
         """Return input_ids, attention_mask and, if there are any, token_type_ids (B, T).

@@ -160,16 +160,6 @@ class Distilled(Row):
         """The teacher's document."""
         return self.input_ids[self.lengths[0] :]
 
-    @property
-    def answer(self) -> tuple[int, ...]:
-        """The tokens of the answer, if any."""
-        return self.input_ids[len(self.input_ids) - self.num_targets // 2 :]
-
-    @property
-    def student_prompt(self) -> tuple[int, ...]:
-        """The student's document without the answer."""
-        return self.input_ids[: self.lengths[0] - self.num_targets // 2]
-
     def answered(self, ids: Sequence[int]) -> Distilled:
         """Return the row with an answer after both prompts."""
         return distilled(self.documents[0].input_ids, self.teacher_ids, ids, self)
@@ -330,7 +320,8 @@ class DemonstrationEncoder(DistillEncoder):
         turns.append({"role": "assistant", "content": other.reference})
         prompt = replace(self._prompt, turns=(*self._prompt.turns, *turns))
         teacher = prompt_ids(self.tokenizer, prompt.before(messages), self.style, tools)
-        student, answer = row.student_prompt, row.answer
+        start = row.lengths[0] - row.num_targets // 2
+        student, answer = row.input_ids[:start], row.input_ids[start : row.lengths[0]]
         if len(teacher) + (self._room or len(answer)) > self._limit:
             return None
         return distilled(student, teacher, answer, row)

@@ -30,6 +30,7 @@ from peftkit.base.heads import ClassHead
 from peftkit.data.messages import WrongField, full_text, texts_of
 from peftkit.data.records import Record
 from peftkit.data.rows.columns import StoredRows
+from peftkit.data.tokens import tokens
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.tasks.base import Task, over_batches
@@ -121,9 +122,9 @@ class RerankEncoder(TextsEncoder):
         """Return the tokens of a query and a text; the text is cut to the maximum length."""
         if not self.config.template:
             return self.texts.encode(query, text)
-        before = self.texts.bare(self._before.replace(QUERY, query))
-        after = self.texts.bare(self._after.replace(QUERY, query))
-        ids, room = self.texts.bare(text), self.texts.max_length - len(before) - len(after)
+        parts = (self._before.replace(QUERY, query), text, self._after.replace(QUERY, query))
+        before, ids, after = (tokens(self.tokenizer, part) for part in parts)
+        room = self.texts.max_length - len(before) - len(after)
         if room < 1:
             raise DataError(
                 f"Cannot use data.max_length: {self.texts.max_length}.",

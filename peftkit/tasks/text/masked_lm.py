@@ -29,6 +29,7 @@ from peftkit.data.pack import padded_rows
 from peftkit.data.records import Dropped, Record
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.encoder import EncodedRows, RowEncoder
+from peftkit.data.tokens import tokens
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.forward.batch_layout import BatchLayout
@@ -92,7 +93,7 @@ class MaskedEncoder(RowEncoder):
     def rows(self, read: ParsedRow[Text]) -> EncodedRows:
         rows: list[MaskedRow | Dropped] = []
         for example in read.examples:
-            ids = self._frame.tokens(example.text)
+            ids = tokens(self.tokenizer, example.text)
             self.counts["split" if self._splits else "cut"] += len(ids) > self._room
             rows_of_text = self._rows(ids, example.source)
             self.counts["targets"] += sum(num_chosen(row, self._share) for row in rows_of_text)

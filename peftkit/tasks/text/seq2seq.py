@@ -26,6 +26,7 @@ from peftkit.data.records import Dropped, Record
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.encoder import RowEncoder
 from peftkit.data.rows.lazy import tokens_of_each
+from peftkit.data.tokens import tokens
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.execution.out_of_memory import NO_ROOM
@@ -118,10 +119,10 @@ class PairEncoder(RowEncoder):
         if isinstance(example, Instruction):
             example = Completion(example.request, example.output, example.source)
         assert isinstance(example, Completion)
-        ids, target = self._frame.tokens(self._prefix + example.prompt), example.completion
+        ids, target = tokens(self.tokenizer, self._prefix + example.prompt), example.completion
         if not ids or not target.strip():
             return None
-        labels = self._frame.put_around(self._frame.tokens(target))
+        labels = self._frame.put_around(tokens(self.tokenizer, target))
         if self._end is not None and labels[-1] != self._end:
             labels.append(int(self._end))
         counts["cut sources"] += len(ids) > self._room
