@@ -18,15 +18,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from peftkit.data.pack import Row, collate, rounded_up
+from peftkit.data.pack import Row, answered_row, collate, rounded_up
 from peftkit.errors import ConfigError, RunError
-from peftkit.events import RolledOut, ScoredAnswer
+from peftkit.events import Notice, RolledOut, ScoredAnswer
 from peftkit.execution import rng
 from peftkit.forward.loss import token_log_probs
 from peftkit.forward.padding_free import num_positions
 from peftkit.forward.probes import check_causal
-from peftkit.inference.engine import MAX_ROWS
+from peftkit.inference.engine import MAX_ROWS, Limits
 from peftkit.inference.generate import ModelSampler, SampledAnswer
+from peftkit.inference.open_engine import open_engine
+from peftkit.inference.sampling import Sampling
 from peftkit.model.modes import adapters_off, evaluating
 from peftkit.tasks.batches import OnDevice
 from peftkit.tasks.completions import CompletingTask
@@ -36,6 +38,10 @@ from peftkit.tasks.tokens import TokenTask
 
 MAX_EMPTY = 20
 """Number of consecutive steps without rows to train on that end the run."""
+CHECKED_PROMPTS, CHECKED_TOKENS = 2, 16
+"""Prompts, and tokens of their answers, by which sampler and trainer are compared."""
+SMALL = 0.02
+"""Largest difference of a log-probability in nats that rounding explains."""
 
 
 class DocumentTask(RunHooks, CompletingTask, TokenTask):
@@ -179,12 +185,10 @@ class OnPolicyTask(DocumentTask):
         run.say(RolledOut(number + 1, seconds, rollout.answers))
         run.figures |= _means(rollout, run) | {"rollout_seconds": seconds}
         if not self._is_sampler_checked and number & (number - 1) == 0:  # steps 0, 1, 2, 4, ...
-            from peftkit.tasks.sampler_check import check_sampler
-
             # rows of distillation also have the teacher's document
             ids = [getattr(row, "documents", (row,))[0].input_ids for row in prompts]
             with run.parallel.together():
-                checked = check_sampler(self, self.stops, ids, run)
+                checked = self.check_sampler(ids, run)
             self._is_sampler_checked = run.world.max(checked) > 0
         if not run.world.max(len(rollout.rows)):
             self._count_empty(run.figures)
@@ -197,6 +201,51 @@ class OnPolicyTask(DocumentTask):
                     batch = OnDevice(self.collate(part), run.world.device)
                     self.add_log_probs(run.model, part, batch)
         return [rollout.rows] * self.updates
+
+    @torch.no_grad()
+    def check_sampler(self, prompts: Sequence[Sequence[int]], run: Run) -> bool:
+        """Check that the policy which samples rollouts is the policy that is trained.
+
+        Reports how sampler and trainer differ; returns whether the adapter is large enough to tell.
+
+        Args:
+            prompts: Tokens of this process's prompts, possibly none.
+
+        Raises:
+            RunError: The sampler's log-probabilities are the base's, and the trainer's are not.
+        """
+        if not prompts:
+            return False
+        ids = [list(prompt) for prompt in prompts[:CHECKED_PROMPTS]]
+        self.layout.forget()
+        with evaluating(run.model), run.world.autocast():
+            sampling = Sampling(max_new_tokens=CHECKED_TOKENS, stops=tuple(self.stops))
+            with open_engine(run.model, self.tokenizer, Limits(rows=len(ids))) as engine:
+                groups = engine.answers(ids, sampling, log_probs=True)
+            chosen = [group[0].chosen for group in groups]
+            sampled = torch.tensor([token.log_prob for tokens in chosen for token in tokens])
+            rows = [
+                answered_row(start, [token.token for token in tokens], "a rollout")
+                for start, tokens in zip(ids, chosen, strict=True)
+            ]
+            batch = OnDevice(self.padded(rows), run.world.device)
+            trained = self.token_log_probs(run.model, batch).cpu()
+            with adapters_off(run.model):
+                bare = self.token_log_probs(run.model, batch).cpu()
+        self.layout.forget()
+        differs, moved = _largest(sampled, trained), _largest(trained, bare)
+        if moved <= SMALL:
+            return False
+        if differs > SMALL and _largest(sampled, bare) < differs / 4:
+            raise RunError(
+                "rollouts are sampled from the base, not from the adapter",
+                found=f"Log-probabilities of sampler and trainer differ by up to {differs:.3g} "
+                f"nats, and those of sampler and base by {_largest(sampled, bare):.3g}.",
+                fix="Report this with the output of: peftkit env",
+            )
+        text = f"Sampler and trainer differ by up to {differs:.2g} nats in {len(sampled)} tokens"
+        run.say(Notice(f"{text}; the adapter changes them by up to {moved:.2g}."))
+        return True
 
     def greedy_metrics(self, prompts: Sequence[object], run: Run) -> dict[str, float]:
         """Return the mean rewards of greedy answers; "loss" is the negative reward."""
@@ -233,6 +282,10 @@ def drawn_seeds(seeds: Sequence[int] | None, number: int) -> list[list[int]] | N
     if seeds is None:
         return None
     return [[rng.seed_of(seed, n) for n in range(number)] for seed in seeds]
+
+
+def _largest(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max())
 
 
 def _means(rollout: Rollout, run: Run) -> dict[str, float]:

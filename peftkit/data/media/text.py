@@ -166,11 +166,6 @@ def parse_with_media(
     return ParsedRow(examples, parsed.unused, parsed.format)
 
 
-def marks_in(text: str) -> int:
-    """Return the number of media in a text of an example."""
-    return len(ANY_MARK.findall(text))
-
-
 class _Listed:
     """The media of one kind in a field of a row.
 
@@ -445,7 +440,7 @@ class MediaEncoder(RowEncoder):
         # no target sees what comes after the last one
         targets = example.target_turns
         messages = example.messages[: targets[-1] + 1] if targets else example.messages
-        used = sum(marks_in(message.get("content") or "") for message in messages)
+        used = sum(len(ANY_MARK.findall(message.get("content") or "")) for message in messages)
         rendered = self._chat.spans(replace(example, messages=messages))
         self._encoder.counts["off_prompt"] += not rendered.as_generated
         return self._row(rendered, media[:used], example.source, ends=True)

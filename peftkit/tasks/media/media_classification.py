@@ -82,7 +82,7 @@ class ClassifiedEncoder(RecordEncoder):
 
     def parse(self, record: Record, where: str) -> tuple[tuple[Media, int], Sequence[str]]:
         label = number_of(label_of(record.fields, self._config.label), self._numbers)
-        medium, name = self._medium_in(record, where)
+        medium, name = self.medium(record, where)
         return (medium, label), (name, self._config.label)
 
     def row(self, example: tuple[Media, int]) -> Any:
@@ -96,11 +96,8 @@ class ClassifiedEncoder(RecordEncoder):
         each = zip(self._numbers, counts, strict=True)
         return [(name, f"{count:,}") for name, count in each]
 
-    def medium(self, record: Record, where: str) -> Media:
-        """Return the image or audio clip of a record."""
-        return self._medium_in(record, where)[0]
-
-    def _medium_in(self, record: Record, where: str) -> tuple[Media, str]:
+    def medium(self, record: Record, where: str) -> tuple[Media, str]:
+        """Return the image or audio clip of a record, and its field."""
         config = self._config
         setting = f"task.{config.field_setting}"
         return medium_in(record, config.field, setting, config.media, where)
@@ -140,7 +137,7 @@ class ClassifiedMedia(Classifier):
         predictions, device = list[dict[str, object]](), next(model.parameters()).device
         for part in equal_parts(records, BATCH_SIZE):
             on_event(Progress(self.progress, len(predictions), len(records)))
-            media = [self.encoder.medium(one, one.source.rpartition(":")[0]) for one in part]
+            media = [self.encoder.medium(one, one.source.rpartition(":")[0])[0] for one in part]
             batch = {name: tensor.to(device) for name, tensor in self.inputs(media).items()}
             for values in self.logits(model, batch).softmax(-1).tolist():
                 pairs = sorted(zip(self.labels, values, strict=True), key=lambda pair: -pair[1])

@@ -140,7 +140,8 @@ class ComparedEncoder(AnswerEncoder):
         return read_pairs_of(records, where)
 
     def row(self, example: Pair) -> Compared | Dropped:
-        both = self.encode(example.chosen), self.encode(example.rejected)
+        encode = self._encoder.encode
+        both = encode(example.chosen), encode(example.rejected)
         both = after_common_tokens(*both) if example.shared else both
         row = compared(*both, self.max_length)
         if row is None:
@@ -234,7 +235,7 @@ class JudgedEncoder(AnswerEncoder):
         return read_verdicts(records, where)
 
     def row(self, example: Verdict) -> Judged | Dropped:
-        whole = self.encode(example.example)
+        whole = self._encoder.encode(example.example)
         row = cut_document(whole, self.max_length)
         self.counts["wanted" if example.wanted else "unwanted"] += 1
         if row.num_targets == 0:

@@ -89,11 +89,7 @@ class AnswerEncoder(RowEncoder):
     def __init__(self, tokenizer: Any, template: str | None, max_length: int) -> None:
         self.tokenizer, self.max_length = tokenizer, max_length
         self.settings = (template, max_length)
-        self._encoder = Encoder(tokenizer, template)
-
-    def encode(self, example: Example) -> Row:
-        """Return an example as tokens, uncut."""
-        return self._encoder.encode(example)
+        self._encoder = Encoder(tokenizer, template)  # its rows are uncut
 
     def style_of(self, example: Example) -> Style:
         return self._encoder.style(example)
