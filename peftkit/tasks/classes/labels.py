@@ -159,10 +159,10 @@ def names_in(
     return sorted_names((name for names, _ in lists for name in names), data.train_name)
 
 
-def training_records(data: DataConfig) -> Iterator[Record]:
-    """Yield all training records, with few in memory."""
+def training_records(data: DataConfig, file_of: Callable[[str], str] = str) -> Iterator[Record]:
+    """Yield all training records, with few in memory; see `RowEncoder.file_of`."""
     for source in sources_of(data):
-        yield from iterate_records(source.path)
+        yield from iterate_records(file_of(source.path))
 
 
 def problem_of(values: Iterable[tuple[object, str]]) -> Problem:
@@ -178,7 +178,7 @@ def problem_of(values: Iterable[tuple[object, str]]) -> Problem:
     numbers = whole = True
     for value, source in values:
         first.setdefault(_kind(value), source)
-        number = _as_number(value) if numbers else None
+        number = as_number(value) if numbers else None
         numbers = numbers and number is not None
         whole = whole and number is not None and number.is_integer()
     kinds = set(first)
@@ -199,7 +199,7 @@ def problem_of(values: Iterable[tuple[object, str]]) -> Problem:
 
 def value_of(value: object) -> float:
     """Return a number, which may be given as text."""
-    number = None if isinstance(value, bool) else _as_number(value)
+    number = as_number(value)
     if number is None:
         raise WrongField("", f"expected a number, found {shown(value)}")
     return number
@@ -210,9 +210,10 @@ def _kind(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-def _as_number(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
+    """Return a finite number, given as text in CSV files; None for other values."""
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         return None
     return number if math.isfinite(number) else None

@@ -34,7 +34,7 @@ from peftkit.data.tokens import tokens
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.tasks.base import Task, over_batches
-from peftkit.tasks.classes.labels import values_in
+from peftkit.tasks.classes.labels import as_number, values_in
 from peftkit.tasks.config import Predicts, TaskConfig
 from peftkit.tasks.metrics import ranking_metrics
 from peftkit.tasks.texts import (
@@ -107,8 +107,8 @@ class RerankEncoder(TextsEncoder):
             relevance = [1.0] * len(positives) + [0.0] * len(negatives)
             return [*positives, *negatives], relevance, (config.positive, config.negatives)
         texts, scores = texts_of(fields, config.text), fields.get(config.score)
-        listed = [_number(value) for value in (scores if isinstance(scores, list) else [scores])]
-        relevances = [value for value in listed if value is not None]
+        listed = [as_number(value) for value in (scores if isinstance(scores, list) else [scores])]
+        relevances = [value for value in listed if value is not None and 0 <= value <= 1]
         if len(relevances) < len(listed):
             raise WrongField(config.score, f"expected numbers from 0 to 1, found {scores!r:.40}")
         if len(relevances) != len(texts):
@@ -132,15 +132,6 @@ class RerankEncoder(TextsEncoder):
                 fix="Raise data.max_length, or shorten task.template.",
             )
         return Encoded((*before, *ids[:room], *after), (), len(ids) > room)
-
-
-def _number(value: object) -> float | None:
-    """Parse a number from 0 to 1, given as text in CSV files; None for other values."""
-    try:
-        number = None if isinstance(value, bool) else float(str(value))
-    except ValueError:
-        return None
-    return number if number is not None and 0 <= number <= 1 else None
 
 
 class Reranker(TextTask):
