@@ -171,7 +171,7 @@ class OnPolicyTask(DocumentTask):
                 fix="Set train.shard: none.",
             )
 
-    def rollout_steps(self, prompts: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
         """Return the rows of the optimizer steps that train on answers to prompts.
 
         Raises:
@@ -180,13 +180,13 @@ class OnPolicyTask(DocumentTask):
         began = time.perf_counter()
         number = run.state.step
         seeds = [rng.seed_of(run.config.seed, number, index) for index in run.indices]
-        rollout = self._rolled_out(prompts, seeds, run)
+        rollout, means = self.rolled_out(rows, seeds, run)
         seconds = time.perf_counter() - began
         run.say(RolledOut(number + 1, seconds, rollout.answers))
-        run.figures |= _means(rollout, run) | {"rollout_seconds": seconds}
+        run.figures |= means | {"rollout_seconds": seconds}
         if not self._is_sampler_checked and number & (number - 1) == 0:  # steps 0, 1, 2, 4, ...
             # rows of distillation also have the teacher's document
-            ids = [getattr(row, "documents", (row,))[0].input_ids for row in prompts]
+            ids = [getattr(row, "documents", (row,))[0].input_ids for row in rows]
             with run.parallel.together():
                 checked = self.check_sampler(ids, run)
             self._is_sampler_checked = run.world.max(checked) > 0
@@ -247,22 +247,24 @@ class OnPolicyTask(DocumentTask):
         run.say(Notice(f"{text}; the adapter changes them by up to {moved:.2g}."))
         return True
 
-    def greedy_metrics(self, prompts: Sequence[object], run: Run) -> dict[str, float]:
-        """Return the mean rewards of greedy answers; "loss" is the negative reward."""
-        means = _means(self._rolled_out(prompts, None, run), run)
-        return {"loss": -means["reward"], **means}
-
-    def _rolled_out(
+    def rolled_out(
         self, prompts: Sequence[object], seeds: Sequence[int] | None, run: Run
-    ) -> Rollout:
-        """Call `roll_out` in eval mode, and restore the random generators."""
+    ) -> tuple[Rollout, dict[str, float]]:
+        """Call `roll_out` in eval mode; return the means over all processes too.
+
+        The random generators are restored.
+        """
         before = rng.capture(run.world.device)
         try:
             with run.parallel.together(), evaluating(run.model):
                 rollout = self.roll_out(prompts, seeds, self.sampler(run.model))
         finally:
             rng.restore(before, run.world.device)
-        return rollout
+        number = len(rollout.answers)
+        sums = torch.tensor([number, *(value * number for value in rollout.metrics.values())])
+        total, *summed = run.world.sum(sums.to(run.world.device)).tolist()
+        values = (value / total for value in summed)
+        return rollout, dict(zip(rollout.metrics, values, strict=True))
 
     def _count_empty(self, figures: Mapping[str, float]) -> None:
         self._empty_steps += 1
@@ -286,11 +288,3 @@ def drawn_seeds(seeds: Sequence[int] | None, number: int) -> list[list[int]] | N
 
 def _largest(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max())
-
-
-def _means(rollout: Rollout, run: Run) -> dict[str, float]:
-    """Return the means over the answers of all processes."""
-    number = len(rollout.answers)
-    sums = torch.tensor([number, *(value * number for value in rollout.metrics.values())])
-    total, *summed = run.world.sum(sums.to(run.world.device)).tolist()
-    return {name: value / total for name, value in zip(rollout.metrics, summed, strict=True)}

@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,7 +25,7 @@ from peftkit.events import ClassReport, Listener, Progress, ignore
 from peftkit.forward.loss import accepted, unwrapped
 from peftkit.tasks.base import Task, over_batches
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, equal_parts
-from peftkit.tasks.classes.labels import RecordEncoder
+from peftkit.tasks.classes.labels import RecordEncoder, check_names
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.metrics import class_report, mean_f1
 from peftkit.tasks.row_loader import longest
@@ -348,6 +349,11 @@ class ClassifierConfig(TaskConfig):
     """Names of all labels, in the order of the head's outputs; by default those in data.train."""
     fresh_head: bool = False
     """Initialize a new head even if the base has one."""
+
+    @model_validator(mode="after")
+    def _check_labels(self) -> ClassifierConfig:
+        check_names(self.labels)
+        return self
 
     @property
     def problem_type(self) -> ProblemType | None:

@@ -27,7 +27,6 @@ from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.classes.labels import (
     Problem,
-    check_names,
     field_of,
     label_name,
     label_names,
@@ -289,7 +288,6 @@ class SequenceClassificationConfig(ClassifierConfig):
 
     @model_validator(mode="after")
     def _labels(self) -> SequenceClassificationConfig:
-        check_names(self.labels)
         if self.labels and self.problem == "regression":
             raise ConfigError(
                 "a regression has no labels.", fix="Remove task.labels or task.problem."

@@ -194,7 +194,7 @@ class Distill(OnPolicyTask):
 
     def before_step(self, rows: Sequence[Distilled], run: Run) -> Sequence[Sequence[Distilled]]:
         is_trained = self.makes_rows and torch.is_grad_enabled()
-        return self.rollout_steps(rows, run) if is_trained else [rows]
+        return super().before_step(rows, run) if is_trained else [rows]
 
     def _teacher_answers(self, prompts: Sequence[Sequence[int]], run: Run) -> list[SampledAnswer]:
         """Return the teacher's greedy answers to prompts."""

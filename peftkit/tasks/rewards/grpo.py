@@ -208,11 +208,10 @@ class GRPO(OnPolicyTask):
         adapter, style = self._adapters[folder], self.rows.prompt_style
         return adapter_rewards(model, adapter, self.tokenizer, style, self.pad_id, prompts, texts)
 
-    def before_step(self, rows: Sequence[Prompt], run: Run) -> Sequence[Sequence[Prompt]]:
-        return self.rollout_steps(rows, run)
-
     def evaluate(self, rows: Sequence[Prompt], run: Run) -> dict[str, float]:
-        return self.greedy_metrics(rows, run)
+        """Return the mean rewards of greedy answers; "loss" is the negative reward."""
+        _, means = self.rolled_out(rows, None, run)
+        return {"loss": -means["reward"], **means}
 
     def stop_reason(self, figures: Mapping[str, float]) -> str:
         limit, entropy = self.config.stop_entropy, figures.get("entropy")
