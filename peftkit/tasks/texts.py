@@ -331,6 +331,11 @@ class Classifier(Task):
             on_event(report)
         return {"loss": loss / targets.numel(), **measured}
 
+    def by_label(self, values: Tensor) -> list[dict[str, float]]:
+        """Return the values (B, L) of each row by label, the highest first."""
+        named = [zip(self.labels, row, strict=True) for row in values.tolist()]
+        return [dict(sorted(row, key=lambda pair: -pair[1])) for row in named]
+
     def report(self, logits: Tensor, targets: Tensor) -> ClassReport | None:
         """Return the metrics of each label; None if rows have several labels or numbers."""
         return class_report(logits.argmax(-1), targets, self.labels)

@@ -230,11 +230,7 @@ class SequenceClassification(Classifier, TextTask):
         self, model: nn.Module, texts: Sequence[str | tuple[str, str]]
     ) -> list[dict[str, float]]:
         """Return the probability of each label, or the "value", of each text."""
-        return self._by_label(self.predict(model, texts))
-
-    def _by_label(self, values: Tensor) -> list[dict[str, float]]:
-        named = [zip(self.labels, row, strict=True) for row in values.tolist()]
-        return [dict(sorted(row, key=lambda pair: -pair[1])) for row in named]
+        return self.by_label(self.predict(model, texts))
 
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
@@ -242,7 +238,7 @@ class SequenceClassification(Classifier, TextTask):
         """Return each row's `predicted_label` and `prediction`: the probabilities, or the value."""
         pairs = (texts for texts, _ in values_in(records, self.encoder.texts_of))
         texts = [text if pair is None else (text, pair) for text, pair in pairs]
-        predictions = self._by_label(self.predict(model, texts, on_event))
+        predictions = self.by_label(self.predict(model, texts, on_event))
         if self.problem == "regression":
             return [{"prediction": prediction} for prediction in predictions]
         return [{"predicted_label": self._label(p), "prediction": p} for p in predictions]

@@ -27,16 +27,16 @@ from peftkit.forward.loss import in_dtype_of, unwrapped
 from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import BATCH_SIZE, equal_parts
-from peftkit.tasks.classes.labels import RecordEncoder, label_of, number_of, sorted_names, values_in
+from peftkit.tasks.classes.labels import label_of, number_of, sorted_names, values_in
 from peftkit.tasks.config import Predicts
-from peftkit.tasks.media.speech import Hearing, medium_in, metadata_or_self
+from peftkit.tasks.media.speech import Hearing, MediumEncoder, medium_in, metadata_or_self
 from peftkit.tasks.metrics import class_metrics
 from peftkit.tasks.texts import Classifier, ClassifierConfig
 
 DATA_FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow"}
 
 
-class ClassifiedEncoder(RecordEncoder):
+class ClassifiedEncoder(MediumEncoder):
     """Encoder of labelled media; decodes each medium once to detect damage before training.
 
     Args:
@@ -45,8 +45,6 @@ class ClassifiedEncoder(RecordEncoder):
         row_of: Decodes a medium and returns its row, given the index of its label.
         decoding: Settings of decoding, for the cache key.
     """
-
-    at_once: ClassVar[int] = 100
 
     def __init__(
         self,
@@ -58,12 +56,9 @@ class ClassifiedEncoder(RecordEncoder):
     ) -> None:
         self.kind = kind  # type: ignore[misc]
         self.what = f"{config.media.kind} and label"
-        self._config, self._row_of, self._decoding = config, row_of, decoding
+        self._config, self._row_of = config, row_of
         self._numbers = {label: number for number, label in enumerate(labels)}
-
-    def key(self, where: str) -> object:
-        fields = (self._config.field, self._config.label)
-        return (str(Path(where).absolute().parent), *fields, tuple(self._numbers), self._decoding)
+        self.settings = (config.field, config.label, tuple(labels), decoding)
 
     def _in_folders(self, where: str) -> list[Record] | None:
         return class_folders(where, self._config.field, self._config.label)
@@ -87,9 +82,6 @@ class ClassifiedEncoder(RecordEncoder):
 
     def row(self, example: tuple[Media, int]) -> Any:
         return self._row_of(*example)
-
-    def file_of(self, where: str) -> str:
-        return metadata_or_self(where)
 
     def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
         counts = rows.values("label").bincount(minlength=len(self._numbers)).tolist()
@@ -139,10 +131,8 @@ class ClassifiedMedia(Classifier):
             on_event(Progress(self.progress, len(predictions), len(records)))
             media = [self.encoder.medium(one, one.source.rpartition(":")[0])[0] for one in part]
             batch = {name: tensor.to(device) for name, tensor in self.inputs(media).items()}
-            for values in self.logits(model, batch).softmax(-1).tolist():
-                pairs = sorted(zip(self.labels, values, strict=True), key=lambda pair: -pair[1])
-                label = pairs[0][0]
-                predictions.append({"predicted_label": label, "prediction": dict(pairs)})
+            for values in self.by_label(self.logits(model, batch).softmax(-1)):
+                predictions.append({"predicted_label": next(iter(values)), "prediction": values})
         return predictions
 
 

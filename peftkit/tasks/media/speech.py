@@ -229,7 +229,19 @@ class Utterance:
     source: str
 
 
-class SpeechEncoder(RecordEncoder):
+class MediumEncoder(RecordEncoder):
+    """Encoder of records with a medium; its file may be the METADATA of a folder."""
+
+    at_once: ClassVar[int] = 100
+
+    def key(self, where: str) -> object:
+        return (str(Path(where).absolute().parent), *self.settings)
+
+    def file_of(self, where: str) -> str:
+        return metadata_or_self(where)
+
+
+class SpeechEncoder(MediumEncoder):
     """Encoder of audio clips with their texts; decodes each clip once to find damaged files.
 
     Args:
@@ -242,7 +254,6 @@ class SpeechEncoder(RecordEncoder):
     """
 
     kind: ClassVar[type[SpeechRow]] = SpeechRow
-    at_once: ClassVar[int] = 100
     what = "an audio clip and its text"
 
     def __init__(
@@ -267,13 +278,7 @@ class SpeechEncoder(RecordEncoder):
             SHORT: "give these rows another clip",
         }
         self._reasons = {SilentAudio: SILENT, LongAudio: long, ShortAudio: SHORT}
-        self._key = (names, key, hearing.key)
-
-    def key(self, where: str) -> object:
-        return (str(Path(where).absolute().parent), self._key)
-
-    def file_of(self, where: str) -> str:
-        return metadata_or_self(where)
+        self.settings = (names, key, hearing.key)
 
     def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
         return [("minutes of audio", f"{rows.counts['milliseconds'] / 60_000:,.1f}")]
