@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from peftkit.data.chat import Chat, Rendered, Span, special_texts
 from peftkit.data.examples import Completion, Conversation, Example, Instruction, Text
 from peftkit.data.format import FieldNames, ParsedRow, parse
-from peftkit.data.messages import system_of, without_reasoning
+from peftkit.data.messages import without_reasoning
 from peftkit.data.pack import IGNORE, Row, cut_document
 from peftkit.data.records import Dropped, Record
-from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.rows.encoder import RowEncoder
 from peftkit.data.style import ALPACA, ALPACA_INPUT, Style
 from peftkit.data.tokens import continuation, segmentwise, tokens, with_bos
 from peftkit.errors import DataError
@@ -226,44 +226,28 @@ class DocumentEncoder(RowEncoder):
         reasoning: str = "learn",
     ) -> None:
         self._encoder = Encoder(tokenizer, template, reasoning)
-        self._tokenizer, self._template, self._reasoning = tokenizer, template, reasoning
+        self.counts = self._encoder.counts
         self._format, self._max_length, self._fields = format, max_length, fields
+        self.tokenizer = tokenizer
+        self.settings = (template, format, max_length, fields, reasoning)
 
-    def key(self, where: str) -> object:
-        settings = (self._template, self._format, self._max_length, self._fields, self._reasoning)
-        return (*tokenizer_key(self._tokenizer), *settings)
-
-    def read(self, records: Sequence[Record], where: str) -> ParsedRow:
+    def read(self, records: Sequence[Record], where: str) -> ParsedRow[Example]:
         parsed = parse(records, self._format, where=where, fields=self._fields)
         if self._fields is None or self._format != "auto" or not self._encoder.has_template:
             return parsed
         turns = (e.conversation if isinstance(e, Completion) else e for e in parsed.examples)
-        return replace(parsed, examples=tuple(turns))
+        return parsed._replace(examples=tuple(turns))
 
-    def rows(self, read: ParsedRow) -> EncodedRows:
-        encoder, counts = self._encoder, Counter[str]()
-        encoder.counts.clear()
-        rows: list[Row | Dropped] = []
-        for example in read.examples:
-            row = encoder.encode(example)
-            cut = cut_document(row, self._max_length)
-            if cut.num_targets == 0:
-                reason = NOTHING if all(label == IGNORE for label in row.labels) else BEYOND
-                rows.append(Dropped(row.source, reason))
-                continue
-            counts["cut"] += len(row.input_ids) > self._max_length
-            counts["targets"] += cut.num_targets
-            rows.append(cut)
-        counts.update(encoder.counts)
-        style: str = encoder.style(read.examples[0]).kind
-        agreed, shared = {"format": str(read.format), "style": style}, shared_system(read.examples)
-        return EncodedRows(rows, agreed, counts, read.unused, shared)
+    def row(self, example: Example) -> Row | Dropped:
+        row = self._encoder.encode(example)
+        cut = cut_document(row, self._max_length)
+        if cut.num_targets == 0:
+            return Dropped(row.source, BEYOND if row.num_targets else NOTHING)
+        self.counts.update(cut=len(row.input_ids) > self._max_length, targets=cut.num_targets)
+        return cut
 
-
-def shared_system(examples: Iterable[object]) -> dict[str, str]:
-    """Return the system prompt of all examples, for `EncodedRows.shared`; {} if they differ."""
-    systems = {system_of(getattr(example, "messages", ())) for example in examples}
-    return {"system": systems.pop()} if len(systems) == 1 and "" not in systems else {}
+    def style_of(self, example: Example) -> Style:
+        return self._encoder.style(example)
 
 
 def agreed_style(

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from peftkit.data.examples import (
     ANSWERS,
@@ -106,13 +106,17 @@ class FieldNames:
 Parsed = TypeVar("Parsed")
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedRow:
-    """The examples of records; `unused` are the fields that no example used."""
+class ParsedRow(NamedTuple, Generic[Parsed]):
+    """The examples of records.
 
-    format: FormatName
-    examples: tuple[Example, ...]
+    Attributes:
+        unused: Fields and keys that no example used.
+        format: Detected format; "": the task has one format.
+    """
+
+    examples: tuple[Parsed, ...]
     unused: tuple[str, ...]
+    format: FormatName | Literal[""] = ""
 
 
 MEDIA = {
@@ -133,7 +137,7 @@ def parse(
     *,
     where: str,
     fields: FieldNames | None = None,
-) -> ParsedRow:
+) -> ParsedRow[Example]:
     """Convert each record to an example.
 
     Args:
@@ -147,14 +151,13 @@ def parse(
         parsed = parse(fields.renamed(records, where), "prompt_completion", where=where)
         names = dict.fromkeys(name for record in records for name in record.fields)
         unused = tuple(n for n in names if n not in (fields.prompt, fields.completion))
-        return ParsedRow(parsed.format, parsed.examples, unused)
+        return parsed._replace(unused=unused)
     records = [with_usual_names(with_parsed_cells(record)) for record in records]
     format_name = detect(records[0].fields) if name == "auto" else name
     if format_name is None:
         raise _unknown_fields(records[0], where)
     read = partial(_example, name=format_name, auto=name == "auto")
-    examples, unused = read_each(records, read, format_name, where)
-    return ParsedRow(format_name, tuple(examples), unused)
+    return read_each(records, read, format_name, where)._replace(format=format_name)
 
 
 def read_each(
@@ -163,8 +166,8 @@ def read_each(
     what: str,
     where: str,
     fix: str = "Correct or remove these rows, or drop them: data.drop_invalid: true.",
-) -> tuple[list[Parsed], tuple[str, ...]]:
-    """Parse each record; return the results, and the fields and keys that no record used.
+) -> ParsedRow[Parsed]:
+    """Parse each record.
 
     Args:
         read: Returns a record's result, and the fields that it used.
@@ -188,7 +191,7 @@ def read_each(
     if problems:
         raise _bad_rows(problems, len(records), what, where, fix)
     names = dict.fromkeys(name for record in records for name in record.fields)
-    return parsed, (*[name for name in names if name not in used], *inner)
+    return ParsedRow(tuple(parsed), (*[name for name in names if name not in used], *inner))
 
 
 def detect(fields: Mapping[str, object]) -> FormatName | None:

@@ -29,7 +29,7 @@ from peftkit.data.examples import (
     first_of,
     with_parsed_cells,
 )
-from peftkit.data.format import parse, read_each, refuse_fields
+from peftkit.data.format import ParsedRow, parse, read_each, refuse_fields
 from peftkit.data.messages import (
     Message,
     WrongField,
@@ -42,6 +42,7 @@ from peftkit.data.messages import (
     text_of,
 )
 from peftkit.data.records import Dropped, Record
+from peftkit.data.tokens import num_common
 from peftkit.errors import DataError
 
 SIDES = ("chosen", "rejected")
@@ -100,10 +101,8 @@ def read_pair(record: Record, margin: str | None = None) -> tuple[Pair | Dropped
     return replace(pair, margin=_number(record.fields, margin)), [*used, margin]
 
 
-def read_pairs_of(
-    records: Sequence[Record], where: str
-) -> tuple[list[Pair | Dropped], tuple[str, ...]]:
-    """Return the pairs of a file, and the fields that were not used.
+def read_pairs_of(records: Sequence[Record], where: str) -> ParsedRow[Pair | Dropped]:
+    """Return the pairs of a file.
 
     Raises:
         DataError: With file, line and field of the first few rows that are no pairs.
@@ -111,10 +110,8 @@ def read_pairs_of(
     return read_each(records, read_pair, PAIRS, where)
 
 
-def read_verdicts(
-    records: Sequence[Record], where: str
-) -> tuple[list[Verdict], tuple[str, ...], str]:
-    """Return the judged answers of a file, the fields that were not used, and the rows' format.
+def read_verdicts(records: Sequence[Record], where: str) -> ParsedRow[Verdict]:
+    """Return the judged answers of a file.
 
     Raises:
         DataError: With file, line and field of the first few rows that are no such answers.
@@ -128,8 +125,8 @@ def read_verdicts(
             raise WrongField(LABEL, f"expected true or false, {there}")
         return Record(fields, record.source), set()
 
-    bare, _ = read_each(records, without_label, "answers with a label", where)
-    parsed = parse(bare, "auto", where=where)
+    bare = read_each(records, without_label, "answers with a label", where)
+    parsed = parse(bare.examples, "auto", where=where)
     verdicts = []
     for record, example in zip(records, parsed.examples, strict=True):
         if isinstance(example, Text):  # then all rows are
@@ -139,7 +136,7 @@ def read_verdicts(
         if isinstance(example, Conversation) and parsed.format != "prompt_completion":
             example = replace(example, target_turns=example.target_turns[-1:])
         verdicts.append(Verdict(example, record.fields[LABEL], record.source))
-    return verdicts, parsed.unused, parsed.format
+    return ParsedRow(tuple(verdicts), parsed.unused, parsed.format)
 
 
 def check_both_labels(where: str, wanted: int, unwanted: int) -> None:
@@ -286,10 +283,7 @@ def _of_conversations(record: Record) -> tuple[Pair, set[str]]:
             raise WrongField("prompt", f"{side} does not begin with it")
         used = used if request in questions else set()
         sides.append(messages)
-    common = 0
-    while common < min(map(len, sides)) and sides[0][common] == sides[1][common]:
-        common += 1
-    examples = []
+    common, examples = num_common(*sides), []
     for side, messages in zip(SIDES, sides, strict=True):
         if common >= len(messages):
             raise WrongField(side, "there is nothing after what both begin with")

@@ -37,6 +37,7 @@ class PromptExample:
         reference: The row's own answer, if it has one.
         tools: Functions that the assistant may call.
         variables: Variables of the chat template, which override the recipe's.
+        fields: All fields of the row.
     """
 
     prompt: str | tuple[Message, ...]
@@ -44,6 +45,7 @@ class PromptExample:
     tools: tuple[Tool, ...]
     source: str
     variables: Mapping[str, object] = field(default_factory=dict)
+    fields: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -55,17 +57,18 @@ class PromptExample:
 
 def read_prompts(
     records: Sequence[Record], name: Literal["auto"] | FormatName = "auto", *, where: str
-) -> tuple[list[PromptExample], ParsedRow]:
+) -> ParsedRow[PromptExample]:
     """Return the prompts of records in any format of conversations, questions or prompts.
 
     Raises:
         DataError: As `parse`; or a record is a text, without a prompt.
     """
     parsed = parse([_with_answer(record) for record in records], name, where=where)
-    return [_prompt(example) for example in parsed.examples], parsed
+    pairs = zip(parsed.examples, records, strict=True)
+    return ParsedRow(tuple(_prompt(*pair) for pair in pairs), parsed.unused, parsed.format)
 
 
-def _prompt(example: Example) -> PromptExample:
+def _prompt(example: Example, record: Record) -> PromptExample:
     if isinstance(example, Text):
         raise DataError(
             f"{example.source} asks nothing.",
@@ -84,7 +87,7 @@ def _prompt(example: Example) -> PromptExample:
         prompt, answer = example.prompt, example.completion
     reference = answer if answer.strip() and answer != OPEN else None
     variables = example.variables if isinstance(example, Conversation) else {}
-    return PromptExample(prompt, reference, tools, example.source, variables)
+    return PromptExample(prompt, reference, tools, example.source, variables, record.fields)
 
 
 def _with_answer(record: Record) -> Record:

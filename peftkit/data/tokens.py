@@ -43,6 +43,25 @@ def tokens(tokenizer: Any, text: str, limit: int | None = None) -> list[int]:
     return ids
 
 
+def num_common(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the length of the common prefix of two sequences of one type."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def decoded(tokenizer: Any, ids: Sequence[int], *, special: bool = False) -> str:
+    """Return tokens as text, optionally with special tokens."""
+    # clean-up would remove spaces from code and JSON
+    options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
+    return str(tokenizer.decode(list(ids), **options))
+
+
 def with_bos(tokenizer: object, text: str, limit: int | None = None) -> list[int]:
     """Return the tokens of the beginning of a document, with bos if the tokenizer adds it.
 
@@ -72,20 +91,14 @@ def continuation(tokenizer: Any, head: str, tail: str, source: str) -> list[int]
     Raises:
         DataError: No such tokens exist.
     """
-
-    def text_of(ids: list[int]) -> str:
-        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
-
     before, joint = tokens(tokenizer, head), tokens(tokenizer, head + tail)
     if joint[: len(before)] == before:
         return joint[len(before) :]
-    text = text_of(joint)
+    text = decoded(tokenizer, joint, special=True)
     for anchor in ("", "\n", ":", "."):
         lead, both = tokens(tokenizer, anchor), tokens(tokenizer, anchor + tail)
         ids = both[len(lead) :]
-        if both[: len(lead)] == lead and text_of(before + ids) == text:
+        if both[: len(lead)] == lead and decoded(tokenizer, before + ids, special=True) == text:
             return ids
     raise DataError(
         f"Cannot separate the tokens of the prompt and the response of {source}.",

@@ -25,11 +25,12 @@ from peftkit.data.format import read_each
 from peftkit.data.generation import default_style, prompt_ids, stop_ids
 from peftkit.data.messages import Message, full_text
 from peftkit.data.records import Record, read_records
+from peftkit.data.tokens import decoded
 from peftkit.errors import DataError
 from peftkit.evaluation.predict import build_task
 from peftkit.events import Listener, Progress, Stage, Table, ignore
 from peftkit.formats.open_adapter import Opened
-from peftkit.inference.generate import decoded, generate_ids
+from peftkit.inference.generate import generate_ids
 from peftkit.tasks.distill.rows import TeacherPrompt
 from peftkit.tasks.retrieval.embedding import Embedding, EmbeddingConfig
 from peftkit.tasks.retrieval.reranker import RerankerConfig
@@ -149,11 +150,11 @@ def embedded(task: Embedding, model: Any, texts: Sequence[str], on_event: Listen
     return normalize(torch.cat(parts), dim=-1)
 
 
-def _texts(where: str, names: Sequence[str]) -> list[tuple[str, ...]]:
+def _texts(where: str, names: Sequence[str]) -> Sequence[tuple[str, ...]]:
     def read(record: Record) -> tuple[tuple[str, ...], Sequence[str]]:
         return tuple(full_text(record.fields, name) for name in names), names
 
-    return read_each(read_records(where), read, " and ".join(names), where)[0]
+    return read_each(read_records(where), read, " and ".join(names), where).examples
 
 
 def _closest_negatives(

@@ -10,12 +10,12 @@ from typing import Any, cast
 from peftkit.data.media.files import Media
 from peftkit.data.records import read_records
 from peftkit.data.style import Style
+from peftkit.data.tokens import decoded
 from peftkit.errors import AdapterError, DataError
 from peftkit.evaluation.evaluate import trained_length
 from peftkit.events import Listener, Saved, Stage, ignore
 from peftkit.files.disk import write_text
 from peftkit.formats.open_adapter import Opened
-from peftkit.inference.generate import decoded
 from peftkit.settings import DataConfig
 from peftkit.tasks.config import Predicts
 from peftkit.tasks.media.media_text import MediaPrompt, MediaText

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from peftkit.data.tokens import num_common
 from peftkit.forward.attention import Layout, TrainingAttention
 from peftkit.kernels.varlen import Grid, Spans, grid_of, rounded_size, spans_of
 
@@ -125,18 +126,6 @@ def _places_in_row(documents: Sequence[list[int]], *, share: bool) -> list[list[
         if share:
             earlier.insert(place, (document, number))
     return places
-
-
-def num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def layout_in(batch: Mapping[str, Tensor]) -> Layout:

@@ -29,6 +29,7 @@ from peftkit.base.load import Base
 from peftkit.base.new_tokens import style_over
 from peftkit.data.generation import default_style, prompt_ids, stop_ids
 from peftkit.data.style import Style
+from peftkit.data.tokens import decoded
 from peftkit.errors import AdapterError, DataError, did_you_mean
 from peftkit.events import Fallback, Listener, Notice, Stage, ignore
 from peftkit.formats.find_adapter import adapter_folder
@@ -37,7 +38,6 @@ from peftkit.formats.peft.load import AdapterFile, check_weights, read_adapter
 from peftkit.formats.peft.low_rank import layers_of, read_low_rank
 from peftkit.inference.bank_layer import BankLinear, Routing, make_update, rows_in_order
 from peftkit.inference.engine import MAX_ROWS, Engine, Limits
-from peftkit.inference.generate import decoded
 from peftkit.inference.open_engine import open_engine
 from peftkit.inference.sampling import Sampling
 from peftkit.methods.base import ADAPTER_DTYPES

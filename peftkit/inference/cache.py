@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftkit.forward.padding_free import num_common
+from peftkit.data.tokens import num_common
 from peftkit.inference.states import SlotStates, States, copied
 
 Pair = tuple[Tensor, Tensor]

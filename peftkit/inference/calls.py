@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from peftkit.data.chat import Chat, special_texts
 from peftkit.data.generation import stop_ids
 from peftkit.data.style import Style
+from peftkit.data.tokens import decoded
 from peftkit.errors import ConfigError
 from peftkit.files.strict_json import JsonMap
 from peftkit.inference.call_formats import (
@@ -29,7 +30,7 @@ from peftkit.inference.call_formats import (
     dumped,
     typed,
 )
-from peftkit.inference.generate import decoded, num_held
+from peftkit.inference.generate import num_held
 
 Render = Callable[[Sequence[JsonMap]], str]
 """Writes a conversation with a chat template."""

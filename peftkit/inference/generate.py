@@ -20,6 +20,7 @@ from peftkit.data.generation import default_style, prompt_ids, stop_ids
 from peftkit.data.messages import Message
 from peftkit.data.pack import Row, answered_row
 from peftkit.data.style import Style
+from peftkit.data.tokens import decoded
 from peftkit.execution import rng
 from peftkit.inference.engine import (
     MAX_ROWS,
@@ -171,15 +172,6 @@ def stream(
         finally:
             completion.finish()
             thread.join()
-
-
-def decoded(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, special: bool = False
-) -> str:
-    """Return the text of an answer, optionally with special tokens."""
-    # clean-up would remove spaces from code and JSON
-    options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
-    return str(tokenizer.decode(list(ids), **options))
 
 
 class TextStream:

@@ -55,7 +55,7 @@ def encode_first(
     encoder.drops_invalid = data.drop_invalid
     where = encoder.file_of(sources_of(data)[0].path)
     records = chain.from_iterable(part() for part in encoder.parts(where))
-    return task, encoder.rows(encoder.read(list(islice(records, number)), where)).rows
+    return task, encoder.encode_records(list(islice(records, number)), where).rows
 
 
 def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:

@@ -10,6 +10,7 @@ from torch import nn
 
 from peftkit.data.generation import prompt_ids, stop_ids
 from peftkit.data.pack import IGNORE, Row, last_answer, last_answer_span
+from peftkit.data.tokens import decoded
 from peftkit.events import Sample
 from peftkit.forward.batch_layout import BatchLayout
 from peftkit.tasks.base import Task
@@ -64,7 +65,7 @@ class CompletingTask(Task):
 
     def completions(self, model: Any, rows: Sequence[Any], **options: Unpack[Options]) -> list[str]:
         """Return the text of each completion; see `answers`."""
-        from peftkit.inference.generate import decoded, generate_ids
+        from peftkit.inference.generate import generate_ids
 
         self.layout.forget()
         options["max_new_tokens"] = options.get("max_new_tokens") or longest_answer(rows)
@@ -78,8 +79,6 @@ class CompletingTask(Task):
 
     def prompt_text(self, row: Any) -> str:
         """Return a row's prompt as text."""
-        from peftkit.inference.generate import decoded
-
         return decoded(self.tokenizer, self._prompt(row)).strip()
 
     def reference_text(self, row: Any) -> str | None:

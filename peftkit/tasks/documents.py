@@ -9,7 +9,8 @@ Shapes: n answer tokens of a batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -17,15 +18,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from peftkit.data.pack import Row, collate, rounded_up
+from peftkit.data.pack import Row, answered_row, collate, rounded_up
 from peftkit.errors import ConfigError, RunError
-from peftkit.events import RolledOut, ScoredAnswer
+from peftkit.events import Notice, RolledOut, ScoredAnswer
 from peftkit.execution import rng
 from peftkit.forward.loss import token_log_probs
 from peftkit.forward.padding_free import num_positions
 from peftkit.forward.probes import check_causal
-from peftkit.inference.engine import MAX_ROWS
+from peftkit.inference.engine import MAX_ROWS, Limits
 from peftkit.inference.generate import ModelSampler, SampledAnswer
+from peftkit.inference.open_engine import open_engine
+from peftkit.inference.sampling import Sampling
 from peftkit.model.modes import adapters_off, evaluating
 from peftkit.tasks.batches import OnDevice
 from peftkit.tasks.completions import CompletingTask
@@ -35,6 +38,10 @@ from peftkit.tasks.tokens import TokenTask
 
 MAX_EMPTY = 20
 """Number of consecutive steps without rows to train on that end the run."""
+CHECKED_PROMPTS, CHECKED_TOKENS = 2, 16
+"""Prompts, and tokens of their answers, by which sampler and trainer are compared."""
+SMALL = 0.02
+"""Largest difference of a log-probability in nats that rounding explains."""
 
 
 class DocumentTask(RunHooks, CompletingTask, TokenTask):
@@ -107,34 +114,30 @@ class Rollout:
     answers: tuple[ScoredAnswer, ...]
 
 
-RollOut = Callable[[Sequence[Any], Sequence[int] | None, ModelSampler], Rollout]
-"""Samples answers to prompts, with a seed for each prompt or greedily, and scores them."""
+class OnPolicyTask(DocumentTask):
+    """A task with optimizer steps on answers that the trained model samples.
 
-
-class OnPolicy:
-    """Optimizer steps on answers that the trained model samples.
-
-    Args:
-        task: Makes batches of the rows of a rollout; its config sets `max_new_tokens`.
-        stops: Tokens that end an answer.
+    Attributes:
+        stops: Tokens that end an answer; `build` sets them.
         updates: Optimizer steps with the same answers.
-        add_log_probs: Stores further log-probabilities with the rows of a batch before a step;
-            None: the loss needs none.
+        needs_log_probs: Whether the loss needs `add_log_probs`.
     """
 
-    def __init__(
-        self,
-        task: DocumentTask,
-        roll_out: RollOut,
-        stops: Sequence[int],
-        *,
-        updates: int = 1,
-        add_log_probs: Callable[[nn.Module, Sequence[Any], Mapping[str, Tensor]], None]
-        | None = None,
+    stops: Sequence[int]
+    updates = 1
+    needs_log_probs = False
+    _empty_steps, _is_sampler_checked = 0, False
+
+    @abstractmethod
+    def roll_out(
+        self, prompts: Sequence[Any], seeds: Sequence[int] | None, sampler: ModelSampler
+    ) -> Rollout:
+        """Sample answers to prompts, with a seed for each prompt or greedily, and score them."""
+
+    def add_log_probs(
+        self, model: nn.Module, rows: Sequence[Any], batch: Mapping[str, Tensor]
     ) -> None:
-        self._task, self._roll_out, self.stops = task, roll_out, stops
-        self._updates, self._add_log_probs = updates, add_log_probs
-        self._empty_steps, self._is_sampler_checked = 0, False
+        """Store further log-probabilities with the rows of a batch, before a step."""
 
     def sample(
         self,
@@ -147,16 +150,16 @@ class OnPolicy:
         return sampler.answers(
             prompts,
             drawn_seeds(seeds, number),
-            max_new_tokens=self._task.config.max_new_tokens,
+            max_new_tokens=self.config.max_new_tokens,
             stops=self.stops,
         )
 
     def sampler(self, model: nn.Module) -> ModelSampler:
         """Return the sampler of a model."""
-        self._task.layout.forget()
-        return ModelSampler(model, self._task.tokenizer, MAX_ROWS)
+        self.layout.forget()
+        return ModelSampler(model, self.tokenizer, MAX_ROWS)
 
-    def check(self, run: Run) -> None:
+    def check_alone(self, run: Run) -> None:
         """Check that each process can generate answers alone.
 
         Raises:
@@ -168,7 +171,7 @@ class OnPolicy:
                 fix="Set train.shard: none.",
             )
 
-    def step(self, prompts: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
         """Return the rows of the optimizer steps that train on answers to prompts.
 
         Raises:
@@ -177,46 +180,91 @@ class OnPolicy:
         began = time.perf_counter()
         number = run.state.step
         seeds = [rng.seed_of(run.config.seed, number, index) for index in run.indices]
-        rollout = self._rolled_out(prompts, seeds, run)
+        rollout, means = self.rolled_out(rows, seeds, run)
         seconds = time.perf_counter() - began
         run.say(RolledOut(number + 1, seconds, rollout.answers))
-        run.figures |= _means(rollout, run) | {"rollout_seconds": seconds}
+        run.figures |= means | {"rollout_seconds": seconds}
         if not self._is_sampler_checked and number & (number - 1) == 0:  # steps 0, 1, 2, 4, ...
-            from peftkit.tasks.sampler_check import check_sampler
-
             # rows of distillation also have the teacher's document
-            ids = [getattr(row, "documents", (row,))[0].input_ids for row in prompts]
+            ids = [getattr(row, "documents", (row,))[0].input_ids for row in rows]
             with run.parallel.together():
-                checked = check_sampler(self._task, self.stops, ids, run)
+                checked = self.check_sampler(ids, run)
             self._is_sampler_checked = run.world.max(checked) > 0
         if not run.world.max(len(rollout.rows)):
             self._count_empty(run.figures)
             return []
         self._empty_steps = 0
-        if self._add_log_probs is not None:
+        if self.needs_log_probs:
             autocast = run.world.autocast()
             with run.parallel.together(), torch.no_grad(), evaluating(run.model), autocast:
                 for part in run.micro_batches(rollout.rows):
-                    batch = OnDevice(self._task.collate(part), run.world.device)
-                    self._add_log_probs(run.model, part, batch)
-        return [rollout.rows] * self._updates
+                    batch = OnDevice(self.collate(part), run.world.device)
+                    self.add_log_probs(run.model, part, batch)
+        return [rollout.rows] * self.updates
 
-    def greedy_metrics(self, prompts: Sequence[object], run: Run) -> dict[str, float]:
-        """Return the mean rewards of greedy answers; "loss" is the negative reward."""
-        means = _means(self._rolled_out(prompts, None, run), run)
-        return {"loss": -means["reward"], **means}
+    @torch.no_grad()
+    def check_sampler(self, prompts: Sequence[Sequence[int]], run: Run) -> bool:
+        """Check that the policy which samples rollouts is the policy that is trained.
 
-    def _rolled_out(
+        Reports how sampler and trainer differ; returns whether the adapter is large enough to tell.
+
+        Args:
+            prompts: Tokens of this process's prompts, possibly none.
+
+        Raises:
+            RunError: The sampler's log-probabilities are the base's, and the trainer's are not.
+        """
+        if not prompts:
+            return False
+        ids = [list(prompt) for prompt in prompts[:CHECKED_PROMPTS]]
+        self.layout.forget()
+        with evaluating(run.model), run.world.autocast():
+            sampling = Sampling(max_new_tokens=CHECKED_TOKENS, stops=tuple(self.stops))
+            with open_engine(run.model, self.tokenizer, Limits(rows=len(ids))) as engine:
+                groups = engine.answers(ids, sampling, log_probs=True)
+            chosen = [group[0].chosen for group in groups]
+            sampled = torch.tensor([token.log_prob for tokens in chosen for token in tokens])
+            rows = [
+                answered_row(start, [token.token for token in tokens], "a rollout")
+                for start, tokens in zip(ids, chosen, strict=True)
+            ]
+            batch = OnDevice(self.padded(rows), run.world.device)
+            trained = self.token_log_probs(run.model, batch).cpu()
+            with adapters_off(run.model):
+                bare = self.token_log_probs(run.model, batch).cpu()
+        self.layout.forget()
+        differs, moved = _largest(sampled, trained), _largest(trained, bare)
+        if moved <= SMALL:
+            return False
+        if differs > SMALL and _largest(sampled, bare) < differs / 4:
+            raise RunError(
+                "rollouts are sampled from the base, not from the adapter",
+                found=f"Log-probabilities of sampler and trainer differ by up to {differs:.3g} "
+                f"nats, and those of sampler and base by {_largest(sampled, bare):.3g}.",
+                fix="Report this with the output of: peftkit env",
+            )
+        text = f"Sampler and trainer differ by up to {differs:.2g} nats in {len(sampled)} tokens"
+        run.say(Notice(f"{text}; the adapter changes them by up to {moved:.2g}."))
+        return True
+
+    def rolled_out(
         self, prompts: Sequence[object], seeds: Sequence[int] | None, run: Run
-    ) -> Rollout:
-        """Call `roll_out` in eval mode, and restore the random generators."""
+    ) -> tuple[Rollout, dict[str, float]]:
+        """Call `roll_out` in eval mode; return the means over all processes too.
+
+        The random generators are restored.
+        """
         before = rng.capture(run.world.device)
         try:
             with run.parallel.together(), evaluating(run.model):
-                rollout = self._roll_out(prompts, seeds, self.sampler(run.model))
+                rollout = self.roll_out(prompts, seeds, self.sampler(run.model))
         finally:
             rng.restore(before, run.world.device)
-        return rollout
+        number = len(rollout.answers)
+        sums = torch.tensor([number, *(value * number for value in rollout.metrics.values())])
+        total, *summed = run.world.sum(sums.to(run.world.device)).tolist()
+        values = (value / total for value in summed)
+        return rollout, dict(zip(rollout.metrics, values, strict=True))
 
     def _count_empty(self, figures: Mapping[str, float]) -> None:
         self._empty_steps += 1
@@ -238,9 +286,5 @@ def drawn_seeds(seeds: Sequence[int] | None, number: int) -> list[list[int]] | N
     return [[rng.seed_of(seed, n) for n in range(number)] for seed in seeds]
 
 
-def _means(rollout: Rollout, run: Run) -> dict[str, float]:
-    """Return the means over the answers of all processes."""
-    number = len(rollout.answers)
-    sums = torch.tensor([number, *(value * number for value in rollout.metrics.values())])
-    total, *summed = run.world.sum(sums.to(run.world.device)).tolist()
-    return {name: value / total for name, value in zip(rollout.metrics, summed, strict=True)}
+def _largest(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max())

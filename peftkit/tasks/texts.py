@@ -13,19 +13,19 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.base.heads import ClassHead, ProblemType
 from peftkit.data.pack import padded_rows, rounded_up
-from peftkit.data.rows.encoder import tokenizer_key
-from peftkit.data.tokens import special_tokens_around, tokens
+from peftkit.data.tokens import decoded, special_tokens_around
 from peftkit.errors import BaseError, DataError
 from peftkit.events import ClassReport, Listener, Progress, ignore
 from peftkit.forward.loss import accepted, unwrapped
 from peftkit.tasks.base import Task, over_batches
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, equal_parts
-from peftkit.tasks.classes.labels import RecordEncoder
+from peftkit.tasks.classes.labels import RecordEncoder, check_names
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.metrics import class_report, mean_f1
 from peftkit.tasks.row_loader import longest
@@ -93,7 +93,6 @@ class SpecialTokens:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
         self.lead, self.tail = special_tokens_around(tokenizer, "a")
         if special_tokens_around(tokenizer, "the 2 of us") != (self.lead, self.tail):
             raise BaseError(
@@ -117,10 +116,6 @@ class SpecialTokens:
             )
         return room
 
-    def tokens(self, text: str) -> list[int]:
-        """Return the tokens of a text without special tokens."""
-        return tokens(self._tokenizer, text)
-
     def put_around(self, ids: Sequence[int]) -> list[int]:
         """Return tokens between `lead` and `tail`."""
         return [*self.lead, *ids, *self.tail]
@@ -131,6 +126,7 @@ class Texts:
 
     Attributes:
         max_length: Maximum number of tokens of a text, including special tokens.
+        pad_id: Token of the padding.
 
     Raises:
         BaseError: The model has no padding token.
@@ -146,12 +142,7 @@ class Texts:
                 found="Its config has no pad_token_id.",
                 fix="Load it for this task: load_base(..., purpose=task.purpose).",
             )
-        self._pad_id = int(pad_id)
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Everything that tokens depend on, for the cache key."""
-        return (*tokenizer_key(self.tokenizer), self.max_length, self._pad_id)
+        self.pad_id = int(pad_id)
 
     def encode(self, text: str, pair: str | None = None, *, offsets: bool = False) -> Encoded:
         """Tokenize a text or a pair of texts; the longer text of a pair is truncated first."""
@@ -162,15 +153,11 @@ class Texts:
             options |= {"truncation": True, "max_length": self.max_length}
             fields = self.tokenizer(text, pair, **options)
         return Encoded(
-            tuple(fields["input_ids"]) or (self._pad_id,),
+            tuple(fields["input_ids"]) or (self.pad_id,),
             tuple(fields.get("token_type_ids", ())),
             is_cut,
             tuple(fields.get("offset_mapping", ())),
         )
-
-    def bare(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a part of a text, without special tokens."""
-        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def collate(self, texts: Sequence[Encoded]) -> dict[str, Tensor]:
         """Return input_ids, attention_mask and, if there are any, token_type_ids (B, T).
@@ -180,7 +167,7 @@ class Texts:
         Args:
             texts: `Encoded` texts.
         """
-        ids, mask = padded_rows([text.input_ids for text in texts], self._pad_id)
+        ids, mask = padded_rows([text.input_ids for text in texts], self.pad_id)
         batch = {"input_ids": ids, "attention_mask": mask}
         if texts[0].types:
             batch["token_type_ids"], _ = padded_rows([text.types for text in texts], 0)
@@ -188,7 +175,7 @@ class Texts:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode tokens to text, including special tokens."""
-        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        return decoded(self.tokenizer, ids, special=True)
 
 
 class TextsEncoder(RecordEncoder):
@@ -200,11 +187,9 @@ class TextsEncoder(RecordEncoder):
     """
 
     def __init__(self, texts: Texts, config: Any, labels: Sequence[str] = ()) -> None:
-        self.texts, self.config = texts, config
+        self.texts, self.config, self.tokenizer = texts, config, texts.tokenizer
         self.numbers = {label: number for number, label in enumerate(labels)}
-
-    def key(self, where: str) -> object:
-        return (*self.texts.key, self.config.model_dump_json(), tuple(self.numbers))
+        self.settings = (texts.max_length, texts.pad_id, config.model_dump_json(), tuple(labels))
 
 
 def head_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -346,6 +331,11 @@ class Classifier(Task):
             on_event(report)
         return {"loss": loss / targets.numel(), **measured}
 
+    def by_label(self, values: Tensor) -> list[dict[str, float]]:
+        """Return the values (B, L) of each row by label, the highest first."""
+        named = [zip(self.labels, row, strict=True) for row in values.tolist()]
+        return [dict(sorted(row, key=lambda pair: -pair[1])) for row in named]
+
     def report(self, logits: Tensor, targets: Tensor) -> ClassReport | None:
         """Return the metrics of each label; None if rows have several labels or numbers."""
         return class_report(logits.argmax(-1), targets, self.labels)
@@ -364,6 +354,11 @@ class ClassifierConfig(TaskConfig):
     """Names of all labels, in the order of the head's outputs; by default those in data.train."""
     fresh_head: bool = False
     """Initialize a new head even if the base has one."""
+
+    @model_validator(mode="after")
+    def _check_labels(self) -> ClassifierConfig:
+        check_names(self.labels)
+        return self
 
     @property
     def problem_type(self) -> ProblemType | None:

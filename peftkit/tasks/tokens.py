@@ -24,6 +24,7 @@ from peftkit.data.pack import IGNORE, PackedRows, Row, collate, labelled_segment
 from peftkit.data.records import parts, sources_of
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.lazy import LazyRows
+from peftkit.data.tokens import decoded
 from peftkit.defaults import should_pack
 from peftkit.errors import PeftkitError
 from peftkit.events import Listener, Notice, ignore
@@ -93,9 +94,7 @@ class PackingLoader(RowLoader):
         if is_plain and has_template:
             self.on_event(Notice(PLAIN_PROMPTS))
         elif rows.agreed["format"] == "text":
-            beginning = str(
-                self.tokenizer.decode(rows[0].input_ids, clean_up_tokenization_spaces=False)
-            )
+            beginning = decoded(self.tokenizer, rows[0].input_ids, special=True)
             if mark := turns_in(beginning, self.tokenizer, self.template):
                 self.on_event(Notice(TEXTS_WITH_TURNS.format(mark)))
 
@@ -207,11 +206,7 @@ class TokenTask(Task):
 
     def text(self, ids: Sequence[int], *, special: bool = True) -> str:
         """Return tokens as text, with or without special tokens."""
-        return str(
-            self.tokenizer.decode(
-                list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
-            )
-        )
+        return decoded(self.tokenizer, ids, special=special)
 
 
 class CausalLM(CompletingTask, TokenTask):

@@ -224,7 +224,7 @@ def fallbacks_of(run: Run, plan: ExecutionPlan, wrong_groups: str = "") -> list[
         _mixers(run.model) if plan.on_gpu else None,
     ]
     samples = run.config.sample_every is not None or run.config.eval_generate
-    if samples or hasattr(run.task, "on_policy"):
+    if samples or hasattr(run.task, "roll_out"):
         found += _generation(run)
     return [*filter(None, found)]
 

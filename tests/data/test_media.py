@@ -34,12 +34,11 @@ def parsed(tmp_path: Path, row: dict[str, Any]) -> tuple[list[str], list[Any]]:
     """Return the contents of a row's messages, and what its pictures are."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    rows, pictures = parse_with_media(read_records(str(path)), "auto", where=str(path))
-    (example,) = rows.examples
+    ((example, pictures),), *_ = parse_with_media(read_records(str(path)), "auto", where=str(path))
     if isinstance(example, Conversation):
-        return [message["content"] for message in example.messages], [p.data for p in pictures[0]]
+        return [message["content"] for message in example.messages], [p.data for p in pictures]
     texts = [getattr(example, n, "") for n in ("request", "prompt", "output", "completion")]
-    return [text for text in texts if text], [p.data for p in pictures[0]]
+    return [text for text in texts if text], [p.data for p in pictures]
 
 
 def refused(tmp_path: Path, row: dict[str, Any]) -> str:
@@ -112,11 +111,11 @@ def test_bytes_of_a_data_set_are_images():
     record = Record(
         {"image": {"bytes": png(), "path": None}, "question": "a", "answer": "b"}, "x:1"
     )
-    _, ((image,),) = parse_with_media([record], "auto", where="x")
+    ((_, (image,)),), *_ = parse_with_media([record], "auto", where="x")
     assert image.decode().size == (9, 12)
     coded = {"type": "image", "base64": base64.b64encode(png()).decode()}
     record = Record({"messages": dialog(("user", [coded]), SEEN)}, "x:1")
-    _, ((image,),) = parse_with_media([record], "auto", where="x")
+    ((_, (image,)),), *_ = parse_with_media([record], "auto", where="x")
     assert image.decode().size == (9, 12)
 
 

@@ -57,7 +57,7 @@ def conversation(example: Any) -> Conversation:
     ],
 )
 def test_messages_are_one_prompt_and_two_answers(row):
-    (pair,), unused = read_pairs_of(records(row), "a.jsonl")
+    (pair,), unused, _ = read_pairs_of(records(row), "a.jsonl")
     for side, answer in ((pair.chosen, "the fox"), (pair.rejected, "the dog")):
         answered = conversation(side)
         assert [m["content"] for m in answered.messages] == ["who?", answer]
@@ -68,14 +68,14 @@ def test_messages_are_one_prompt_and_two_answers(row):
 
 def test_texts_follow_their_prompt_or_share_their_beginning():
     given = {"prompt": "a ", "chosen": "b", "rejected": "c", "id": 7}
-    (pair,), unused = read_pairs_of(records(given), "a.jsonl")
+    (pair,), unused, _ = read_pairs_of(records(given), "a.jsonl")
     assert pair.chosen == Completion("a ", "b", "a.jsonl:1")
     assert unused == ("id",)
-    (pair,), _ = read_pairs_of(records({"chosen": "a b", "rejected": "a c"}), "a.jsonl")
+    (pair,), _, _ = read_pairs_of(records({"chosen": "a b", "rejected": "a c"}), "a.jsonl")
     assert pair.chosen == Text("a b", "a.jsonl:1")
     assert pair.shared
     row = {"instruction": "add", "input": "1 2", "chosen": "3", "rejected": "4"}
-    (pair,), _ = read_pairs_of(records(row), "a.jsonl")
+    (pair,), _, _ = read_pairs_of(records(row), "a.jsonl")
     assert pair.rejected == Instruction("add", "1 2", "4", "a.jsonl:1")
 
 
@@ -97,7 +97,7 @@ ANSWERS = {"chosen": [GOOD], "rejected": [BAD]}
     ],
 )
 def test_a_column_that_is_no_prompt_of_both_answers_is_unused(row, unused):
-    (pair,), found = read_pairs_of(records(row), "a.jsonl")
+    (pair,), found, _ = read_pairs_of(records(row), "a.jsonl")
     assert conversation(pair.chosen).messages == (USER, GOOD)
     assert conversation(pair.rejected).messages == (USER, BAD)
     assert found == unused
@@ -105,7 +105,7 @@ def test_a_column_that_is_no_prompt_of_both_answers_is_unused(row, unused):
 
 def test_a_system_prompt_comes_before_the_question_of_both_answers():
     row = {"system": "Be kind.", "question": "who?", "chosen": "the fox", "rejected": "the dog"}
-    (pair,), unused = read_pairs_of(records(row), "a.jsonl")
+    (pair,), unused, _ = read_pairs_of(records(row), "a.jsonl")
     for side, answer in ((pair.chosen, GOOD), (pair.rejected, BAD)):
         system = {"role": "system", "content": "Be kind."}
         assert conversation(side).messages == (system, USER, answer)
@@ -120,7 +120,7 @@ def test_systems_tools_and_turns_after_a_call_belong_to_the_answer():
         "chosen": [USER, CALL, {"role": "tool", "content": "it is"}, GOOD],
         "rejected": [USER, BAD],
     }
-    (pair,), _ = read_pairs_of(records(row), "a.jsonl")
+    (pair,), _, _ = read_pairs_of(records(row), "a.jsonl")
     assert conversation(pair.chosen).target_turns == (2, 4)
     assert conversation(pair.rejected).messages[0] == {"role": "system", "content": "Be kind."}
     assert conversation(pair.chosen).tools[0]["function"]["name"] == "find"
@@ -134,7 +134,7 @@ def test_openai_s_comparisons_have_their_tools_and_calls():
         "non_preferred_output": [BAD],
         "id": 3,
     }
-    (pair,), unused = read_pairs_of(records(row), "a.jsonl")
+    (pair,), unused, _ = read_pairs_of(records(row), "a.jsonl")
     for side in (pair.chosen, pair.rejected):
         assert conversation(side).tools == tuple(tools)
         assert conversation(side).target_turns == (1,)
@@ -194,8 +194,8 @@ def test_rows_with_nothing_to_prefer_are_dropped(answers):
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
     rows.append({"prompt": "a", "chosen": answers[0], "rejected": answers[1]})
     rows.append(openai(preferred_output=answers[0], non_preferred_output=answers[1]))
-    pairs, _ = read_pairs_of(records(*rows), "a.jsonl")
-    assert pairs[1:] == [Dropped("a.jsonl:2", USELESS), Dropped("a.jsonl:3", USELESS)]
+    pairs = read_pairs_of(records(*rows), "a.jsonl").examples
+    assert pairs[1:] == (Dropped("a.jsonl:2", USELESS), Dropped("a.jsonl:3", USELESS))
 
 
 def test_a_margin_is_a_number():

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from peftkit.adapter import attach
-from peftkit.forward.padding_free import num_common
+from peftkit.data.tokens import num_common
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.cache import worth_sharing
 from peftkit.inference.cached_engine import CachedEngine

@@ -1,5 +1,6 @@
 """A reward model learns which answer is better, and scores texts."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,11 @@ from torch.nn.functional import logsigmoid
 
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
+from peftkit.data.chat_template import CHATML
+from peftkit.data.encode import Encoder
+from peftkit.data.preferences import Pair, read_pair
+from peftkit.data.records import Record
+from peftkit.data.style import STYLES, Style
 from peftkit.errors import DataError
 from peftkit.evaluation.evaluate import evaluate
 from peftkit.evaluation.predict import predict, predict_file
@@ -17,7 +23,7 @@ from peftkit.events import StepDone
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig
-from peftkit.tasks.pairs.reward import Reward, RewardConfig
+from peftkit.tasks.pairs.reward import Reward, RewardConfig, answered
 from tests.helpers.classifiers import save_base
 from tests.helpers.command_line import peftkit
 from tests.helpers.finished import finished, sections
@@ -55,6 +61,19 @@ def test_the_loss_is_its_formula(kind, model_folder, tmp_path):
     found = task.loss(model, task.collate(rows))
     assert found[0].item() == pytest.approx(sum(map(float, expected)), rel=1e-4)
     assert task.num_targets(task.collate(rows)) == len(PAIRS)
+
+
+@pytest.mark.parametrize("kind", STYLES)
+def test_an_answer_to_a_prompt_has_the_tokens_that_a_row_of_the_style_has(kind, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    template = tokenizer.chat_template = CHATML if kind == "chat" else None
+    encoder, (prompt, text, _) = Encoder(tokenizer, template), PAIRS[0]
+    field = "prompt" if kind == "plain" else "instruction"
+    row, _ = read_pair(Record({field: prompt, "chosen": text, "rejected": "no"}, "a:1"))
+    assert isinstance(row, Pair)
+    assert encoder.style(row.chosen).kind == kind
+    found = encoder.encode(answered(prompt, text, Style(kind), "an answer"))
+    assert found.input_ids == encoder.encode(row.chosen).input_ids
 
 
 def test_a_run_scores_texts_and_files(model_folder, tmp_path, peftkit):

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import attach
+from peftkit.data.format import ParsedRow
 from peftkit.data.records import Record
-from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.rows.encoder import RowEncoder
 from peftkit.events import Event, StepDone, Table
 from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig, TrainConfig
@@ -36,24 +37,12 @@ class LineEncoder(RowEncoder):
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
-    def key(self, where: str) -> object:
-        return tokenizer_key(self.tokenizer)
+    def read(self, records: Sequence[Record], where: str) -> ParsedRow[Record]:
+        return ParsedRow(tuple(records), ())
 
-    def read(self, records: Sequence[Record], where: str) -> list[Record]:
-        return list(records)
-
-    def rows(self, read: list[Record]) -> EncodedRows:
-        texts = [(record, str(record.fields["text"])) for record in read]
-        return EncodedRows(
-            [
-                Line(
-                    tuple(self.tokenizer(text).input_ids),
-                    float(record.fields["number"]),
-                    record.source,
-                )
-                for record, text in texts
-            ]
-        )
+    def row(self, example: Record) -> Line:
+        ids = self.tokenizer(str(example.fields["text"])).input_ids
+        return Line(tuple(ids), float(example.fields["number"]), example.source)
 
 
 class Lines(Task):

@@ -47,7 +47,7 @@ def test_first_piece_of_each_word_carries_its_tag(bert, tmp_path):
     task.texts.tokenizer = pieces
     words, tags = WORDS[0]
     record = Record({"words": words, "tags": tags}, "here")
-    (row,), _ = task.rows.encoder.read([record], "here")
+    (row,) = task.rows.encoder.read([record], "here").examples
     expected = pieces(words, is_split_into_words=True)
     first = [expected.word_ids().index(number) for number in range(len(words))]
     assert list(row.input_ids) == expected["input_ids"]

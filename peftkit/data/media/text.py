@@ -20,12 +20,11 @@ Shapes: B rows, T tokens of the longest row, rounded up.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -36,7 +35,6 @@ from peftkit.data.encode import (
     agreed_style,
     require_template,
     row_of,
-    shared_system,
 )
 from peftkit.data.examples import (
     QUESTIONS,
@@ -56,9 +54,9 @@ from peftkit.data.messages import Message, WrongField, kind_of, role_of, text_of
 from peftkit.data.pack import IGNORE, Row, cut_document
 from peftkit.data.records import Dropped, Record
 from peftkit.data.rows.columns import StoredRows
-from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.rows.encoder import RowEncoder, tokenizer_key
 from peftkit.data.style import Style
-from peftkit.data.tokens import special_tokens_around
+from peftkit.data.tokens import num_common, special_tokens_around
 from peftkit.errors import DataError
 from peftkit.settings import FormatName
 
@@ -136,13 +134,17 @@ _LISTS = (*TURNS, "prompt", "completion")
 """Fields that may be lists of messages."""
 
 
+class WithMedia(NamedTuple):
+    """An example whose texts have a mark in place of each medium, and its media in order."""
+
+    example: Example
+    media: tuple[Media, ...]
+
+
 def parse_with_media(
     records: Sequence[Record], name: Literal["auto"] | FormatName, *, where: str
-) -> tuple[ParsedRow, list[tuple[Media, ...]]]:
+) -> ParsedRow[WithMedia]:
     """Make an example of each record, as `peftkit.data.format.parse`, and find its media.
-
-    Returns:
-        Examples whose texts have a mark in place of each medium; and each one's media, in order.
 
     Raises:
         DataError: With file, line and field of the first few rows that cannot be used.
@@ -152,19 +154,16 @@ def parse_with_media(
         row = _Row(record, where)
         return (row.without_media(), tuple(row.media)), set()
 
-    pairs, _ = read_each([*map(with_parsed_cells, records)], read, "media in text", where)
+    parsed_cells = [*map(with_parsed_cells, records)]
+    pairs = read_each(parsed_cells, read, "media in text", where).examples
     parsed = parse([record for record, _ in pairs], name, where=where)
     for example in parsed.examples:
         try:
             _check(example)
         except WrongField as problem:
             raise DataError(f"Cannot use {example.source}: {problem}.") from None
-    return parsed, [media for _, media in pairs]
-
-
-def marks_in(text: str) -> int:
-    """Return the number of media in a text of an example."""
-    return len(ANY_MARK.findall(text))
+    examples = tuple(map(WithMedia, parsed.examples, (media for _, media in pairs)))
+    return ParsedRow(examples, parsed.unused, parsed.format)
 
 
 class _Listed:
@@ -323,7 +322,6 @@ def _check(example: Example) -> None:
 
 TOO_LONG = "media or the answer beyond the cut"
 """Reason to drop a row; see `RowEncoder.drops`."""
-Read = tuple[ParsedRow, list[tuple[Media, ...]]]
 
 
 class MediaEncoder(RowEncoder):
@@ -365,31 +363,31 @@ class MediaEncoder(RowEncoder):
         self._custom_template = template
         self._chat = Chat(self._tokenizer, self._template.chat_template, self._template)
         self._encoder = Encoder(self._tokenizer, self._template.chat_template)
+        self.counts = self._encoder.counts
 
     def key(self, where: str) -> object:
         folder, processor = str(Path(where).absolute().parent), self._processor
         names = (type(processor).__name__, processor.to_json_string(), processor.chat_template)
         return (folder, *tokenizer_key(processor.tokenizer), *names, *self._settings)
 
-    def read(self, records: Sequence[Record], where: str) -> Read:
+    def read(self, records: Sequence[Record], where: str) -> ParsedRow[WithMedia]:
         return parse_with_media(records, self._form, where=where)
 
-    def rows(self, read: Read) -> EncodedRows:
-        parsed, media = read
-        counts, style = self._encoder.counts, self.style(parsed.examples[0])
-        counts.clear()
-        rows: list[MediaRow | Dropped] = []
-        for example, its_media in zip(parsed.examples, media, strict=True):
-            agreed_style(style, self.style(example), example.source)
-            row = self._cut(self.encode(example, its_media), counts)
-            rows.append(row)
-            if isinstance(row, MediaRow):
-                counts.update({"without": not row.media, "targets": row.num_targets})
-                for one, number in zip(row.media, row.media_tokens, strict=True):
-                    counts.update({f"{one.kind}s": 1, f"tokens of {one.kind}s": number})
-        agreed = {"format": str(parsed.format), "style": str(style.kind)}
-        shared = shared_system(parsed.examples)
-        return EncodedRows(rows, agreed, Counter(counts), parsed.unused, shared)
+    def example_of(self, example: WithMedia) -> Example:
+        return example.example
+
+    def agreed(self, examples: Sequence[Example], form: str) -> dict[str, str]:
+        for example in examples:
+            agreed_style(self.style_of(examples[0]), self.style_of(example), example.source)
+        return super().agreed(examples, form)
+
+    def row(self, example: WithMedia) -> MediaRow | Dropped:
+        row = self._cut(self.encode(*example))
+        if isinstance(row, MediaRow):
+            self.counts.update({"without": not row.media, "targets": row.num_targets})
+            for one, number in zip(row.media, row.media_tokens, strict=True):
+                self.counts.update({f"{one.kind}s": 1, f"tokens of {one.kind}s": number})
+        return row
 
     def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
         names = {f"rows without {self._needed.kind}s": "without"}
@@ -398,7 +396,7 @@ class MediaEncoder(RowEncoder):
                 names |= {name: name for name in (f"{kind.kind}s", f"tokens of {kind.kind}s")}
         return [(name, f"{rows.counts[count]:,}") for name, count in names.items()]
 
-    def _cut(self, row: MediaRow, counts: Counter[str]) -> MediaRow | Dropped:
+    def _cut(self, row: MediaRow) -> MediaRow | Dropped:
         """Truncate a row to max_length tokens; drop it if that removes media or all targets."""
         if row.num_targets == 0:
             return Dropped(row.source, NOTHING)
@@ -408,10 +406,10 @@ class MediaEncoder(RowEncoder):
         lost = self.media_processor.media_ids.intersection(row.input_ids[self._max_length :])
         if cut.num_targets == 0 or lost:
             return Dropped(row.source, TOO_LONG)
-        counts["cut"] += 1
+        self.counts["cut"] += 1
         return cut
 
-    def style(self, example: Example) -> Style:
+    def style_of(self, example: Example) -> Style:
         """Return the prompt style for a model that is trained on an example.
 
         Raises:
@@ -434,7 +432,7 @@ class MediaEncoder(RowEncoder):
         self.media_processor.check(media, example.source)
         if isinstance(example, Instruction):
             example = example.conversation
-        if isinstance(example, Conversation) and self.style(example).kind == "plain":
+        if isinstance(example, Conversation) and self.style_of(example).kind == "plain":
             example = _as_completion(example)
         if isinstance(example, Completion):
             return self._completion(example, media)
@@ -442,7 +440,7 @@ class MediaEncoder(RowEncoder):
         # no target sees what comes after the last one
         targets = example.target_turns
         messages = example.messages[: targets[-1] + 1] if targets else example.messages
-        used = sum(marks_in(message.get("content") or "") for message in messages)
+        used = sum(len(ANY_MARK.findall(message.get("content") or "")) for message in messages)
         rendered = self._chat.spans(replace(example, messages=messages))
         self._encoder.counts["off_prompt"] += not rendered.as_generated
         return self._row(rendered, media[:used], example.source, ends=True)
@@ -512,7 +510,7 @@ class MediaEncoder(RowEncoder):
             [row.text for row in rows], read, sources, padding_side="right", **suffix
         )
         pairs = zip(processed["input_ids"], processed["attention_mask"], strict=True)
-        num_common = [
+        lengths = [
             _num_common(row, ids[mask.bool()].tolist(), self.media_processor.media_ids)
             for row, (ids, mask) in zip(rows, pairs, strict=True)
         ]
@@ -524,7 +522,7 @@ class MediaEncoder(RowEncoder):
                 inputs[name] = value
                 continue
             aligned = value.new_zeros(len(rows), width, *value.shape[2:])
-            for number, (row, common) in enumerate(zip(rows, num_common, strict=True)):
+            for number, (row, common) in enumerate(zip(rows, lengths, strict=True)):
                 length = len(row.input_ids)
                 aligned[number, :common] = value[number, :common]
                 aligned[number, common:length] = value[number, max(common - 1, 0)]
@@ -626,9 +624,7 @@ def _num_common(row: MediaRow, ids: list[int], media_ids: Collection[int]) -> in
     Raises:
         DataError: The tokens differ before the last medium.
     """
-    pairs = zip(ids, row.input_ids, strict=False)
-    shorter = min(len(ids), len(row.input_ids))
-    common = next((n for n, (theirs, ours) in enumerate(pairs) if theirs != ours), shorter)
+    common = num_common(tuple(ids), row.input_ids)
     if any(token in media_ids for token in (*row.input_ids[common:], *ids[common:])):
         raise DataError(
             f"The processor makes other tokens of {row.source} than its text has.",

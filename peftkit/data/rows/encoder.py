@@ -6,13 +6,16 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from peftkit.data import records
-from peftkit.data.records import Part, Record
+from peftkit.data.messages import system_of
+from peftkit.data.records import Dropped, Part, Record
+from peftkit.data.style import Style
 
 if TYPE_CHECKING:
     from peftkit.data.rows.columns import StoredRows
@@ -52,6 +55,7 @@ class RowEncoder(ABC):
         drops: Reasons to drop a record, each with a fix.
         placeholders: Tokens that the model replaces before its embedding.
         drops_invalid: Whether records that cannot be used are dropped instead of refused.
+        tokenizer, settings: What rows depend on, for `key`.
     """
 
     kind: ClassVar[type[Any]]
@@ -60,27 +64,60 @@ class RowEncoder(ABC):
     drops: Mapping[str, str] = MappingProxyType({})
     placeholders: Collection[int] = ()
     drops_invalid: bool = False
+    tokenizer: Any
+    settings: tuple[object, ...] = ()
 
     @property
     def reasons(self) -> Mapping[str, str]:
         """All reasons to drop a record, each with a fix."""
         return {**self.drops, INVALID: INVALID_FIX} if self.drops_invalid else self.drops
 
-    @abstractmethod
     def key(self, where: str) -> object:
         """Return everything that rows depend on, except the file's bytes and the code."""
+        return (*tokenizer_key(self.tokenizer), *self.settings)
+
+    def encode_records(self, records: Sequence[Record], where: str) -> EncodedRows:
+        """Parse records and encode them; raises DataError for records that cannot be used."""
+        self.counts.clear()
+        return self.rows(self.read(records, where))
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        """Counts by name, which `read` and `row` increase."""
+        return Counter()
 
     @abstractmethod
     def read(self, records: Sequence[Record], where: str) -> Any:
-        """Parse records without tokenising them.
+        """Parse records without tokenising them; by default to a `ParsedRow`.
 
         Raises:
             DataError: Records cannot be used; names the first few.
         """
 
-    @abstractmethod
     def rows(self, read: Any) -> EncodedRows:
-        """Encode the result of `read`."""
+        """Encode the result of `read`: each example that is not `Dropped`, by `row`."""
+        rows = [e if isinstance(e, Dropped) else self.row(e) for e in read.examples]
+        examples = [self.example_of(e) for e in read.examples if not isinstance(e, Dropped)]
+        agreed, shared = self.agreed(examples, read.format), shared_system(examples)
+        return EncodedRows(rows, agreed, Counter(self.counts), read.unused, shared)
+
+    def row(self, example: Any) -> Any:
+        """Return the row of an example, or `Dropped`."""
+        raise NotImplementedError
+
+    def example_of(self, example: Any) -> Any:
+        """Return the part of an example that has the prompt style and the system prompt."""
+        return example
+
+    def style_of(self, example: Any) -> Style | None:
+        """Return the prompt style of a part of an example; None: the task has no prompts."""
+        return None
+
+    def agreed(self, examples: Sequence[Any], form: str) -> dict[str, str]:
+        """Return names and values that all rows of a file must share: the format, the style."""
+        style = self.style_of(examples[0]) if examples else None
+        values = {"format": form, "style": style and style.kind}
+        return {name: value for name, value in values.items() if value}
 
     def parts(self, where: str) -> Iterator[Part]:
         """Yield functions, each of which reads some records, in the order of the file."""
@@ -105,6 +142,12 @@ class RowEncoder(ABC):
     def prepare(self, rows: LazyRows) -> LazyRows:
         """Return the rows that the model is trained on, made of the encoded ones."""
         return rows
+
+
+def shared_system(examples: Iterable[object]) -> dict[str, str]:
+    """Return the system prompt of all examples, for `EncodedRows.shared`; {} if they differ."""
+    systems = {system_of(getattr(example, "messages", ())) for example in examples}
+    return {"system": systems.pop()} if len(systems) == 1 and "" not in systems else {}
 
 
 def tokenizer_key(tokenizer: Any) -> tuple[object, ...]:

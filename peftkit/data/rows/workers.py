@@ -132,7 +132,7 @@ def _part_blocks(part: Part, where: str, encoder: RowEncoder) -> Iterator[Block]
         if encoder.drops_invalid:
             rows = _valid_rows(chunk, where, encoder)
         else:
-            rows = encoder.rows(encoder.read(chunk, where))
+            rows = encoder.encode_records(chunk, where)
         unused = {*rows.unused}
         yield Block(
             batch=columns_of(encoder.kind).batch(where, rows.rows, encoder.reasons),
@@ -152,7 +152,7 @@ def _valid_rows(records: Sequence[Record], where: str, encoder: RowEncoder) -> E
     whole, used, shared = EncodedRows([]), set[str](), list[set[tuple[str, str]]]()
     for record in records:
         try:
-            one = encoder.rows(encoder.read([record], where))
+            one = encoder.encode_records([record], where)
         except DataError:
             one = EncodedRows([Dropped(record.source, INVALID)])
         if any(whole.agreed.get(name, value) != value for name, value in one.agreed.items()):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from peftkit.data.format import read_each
+from peftkit.data.format import ParsedRow, read_each
 from peftkit.data.messages import WrongField, full_text
 from peftkit.data.records import Record, iterate_records, sources_of
-from peftkit.data.rows.encoder import EncodedRows, RowEncoder
+from peftkit.data.rows.encoder import RowEncoder
 from peftkit.errors import ConfigError, DataError, did_you_mean, first_few
 from peftkit.files.strict_json import shown
 from peftkit.settings import DataConfig
@@ -29,18 +28,12 @@ class RecordEncoder(RowEncoder):
 
     Attributes:
         what: Description of the records' format.
-        counts: Counts by name, summed over the records of one `read`.
     """
 
     what: str
 
-    def read(self, records: Sequence[Record], where: str) -> tuple[list[object], tuple[str, ...]]:
-        self.counts = Counter[str]()
+    def read(self, records: Sequence[Record], where: str) -> ParsedRow[object]:
         return read_each(records, partial(self.parse, where=where), self.what, where, FIX)
-
-    def rows(self, read: tuple[list[Any], tuple[str, ...]]) -> EncodedRows:
-        parsed, unused = read
-        return EncodedRows([*map(self.row, parsed)], counts=self.counts, unused=unused)
 
     @abstractmethod
     def parse(self, record: Record, where: str) -> tuple[object, Iterable[str]]:
@@ -50,9 +43,9 @@ class RecordEncoder(RowEncoder):
             WrongField: A field is missing or has a value of the wrong type.
         """
 
-    def row(self, parsed: Any) -> Any:
+    def row(self, example: Any) -> Any:
         """Return the row of a result of `parse`, or `Dropped`."""
-        return parsed
+        return example
 
 
 def field_of(fields: Mapping[str, object], name: str, setting: str) -> Any:
@@ -166,10 +159,10 @@ def names_in(
     return sorted_names((name for names, _ in lists for name in names), data.train_name)
 
 
-def training_records(data: DataConfig) -> Iterator[Record]:
-    """Yield all training records, with few in memory."""
+def training_records(data: DataConfig, file_of: Callable[[str], str] = str) -> Iterator[Record]:
+    """Yield all training records, with few in memory; see `RowEncoder.file_of`."""
     for source in sources_of(data):
-        yield from iterate_records(source.path)
+        yield from iterate_records(file_of(source.path))
 
 
 def problem_of(values: Iterable[tuple[object, str]]) -> Problem:
@@ -185,7 +178,7 @@ def problem_of(values: Iterable[tuple[object, str]]) -> Problem:
     numbers = whole = True
     for value, source in values:
         first.setdefault(_kind(value), source)
-        number = _as_number(value) if numbers else None
+        number = as_number(value) if numbers else None
         numbers = numbers and number is not None
         whole = whole and number is not None and number.is_integer()
     kinds = set(first)
@@ -206,7 +199,7 @@ def problem_of(values: Iterable[tuple[object, str]]) -> Problem:
 
 def value_of(value: object) -> float:
     """Return a number, which may be given as text."""
-    number = None if isinstance(value, bool) else _as_number(value)
+    number = as_number(value)
     if number is None:
         raise WrongField("", f"expected a number, found {shown(value)}")
     return number
@@ -217,9 +210,10 @@ def _kind(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-def _as_number(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
+    """Return a finite number, given as text in CSV files; None for other values."""
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         return None
     return number if math.isfinite(number) else None

@@ -27,7 +27,6 @@ from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.classes.labels import (
     Problem,
-    check_names,
     field_of,
     label_name,
     label_names,
@@ -84,9 +83,7 @@ class LabelledEncoder(TextsEncoder):
     def __init__(self, texts: Texts, config: Any, labels: Sequence[str], problem: Problem) -> None:
         super().__init__(texts, config, labels)
         self._problem = problem
-
-    def key(self, where: str) -> object:
-        return (super().key(where), self._problem)
+        self.settings = (*self.settings, problem)
 
     def parse(self, record: Record, where: str) -> tuple[LabelledRow, Sequence[str]]:
         config, target = self.config, self._target(record.fields)
@@ -233,11 +230,7 @@ class SequenceClassification(Classifier, TextTask):
         self, model: nn.Module, texts: Sequence[str | tuple[str, str]]
     ) -> list[dict[str, float]]:
         """Return the probability of each label, or the "value", of each text."""
-        return self._by_label(self.predict(model, texts))
-
-    def _by_label(self, values: Tensor) -> list[dict[str, float]]:
-        named = [zip(self.labels, row, strict=True) for row in values.tolist()]
-        return [dict(sorted(row, key=lambda pair: -pair[1])) for row in named]
+        return self.by_label(self.predict(model, texts))
 
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
@@ -245,7 +238,7 @@ class SequenceClassification(Classifier, TextTask):
         """Return each row's `predicted_label` and `prediction`: the probabilities, or the value."""
         pairs = (texts for texts, _ in values_in(records, self.encoder.texts_of))
         texts = [text if pair is None else (text, pair) for text, pair in pairs]
-        predictions = self._by_label(self.predict(model, texts, on_event))
+        predictions = self.by_label(self.predict(model, texts, on_event))
         if self.problem == "regression":
             return [{"prediction": prediction} for prediction in predictions]
         return [{"predicted_label": self._label(p), "prediction": p} for p in predictions]
@@ -291,7 +284,6 @@ class SequenceClassificationConfig(ClassifierConfig):
 
     @model_validator(mode="after")
     def _labels(self) -> SequenceClassificationConfig:
-        check_names(self.labels)
         if self.labels and self.problem == "regression":
             raise ConfigError(
                 "a regression has no labels.", fix="Remove task.labels or task.problem."

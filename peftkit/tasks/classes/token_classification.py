@@ -14,7 +14,6 @@ from itertools import accumulate
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import model_validator
 from torch import Tensor, nn
 
 from peftkit.base.heads import labels_of
@@ -25,7 +24,7 @@ from peftkit.errors import BaseError, DataError
 from peftkit.forward.loss import unwrapped
 from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task
-from peftkit.tasks.classes.labels import check_names, label_names, list_of, names_in, number_of
+from peftkit.tasks.classes.labels import label_names, list_of, names_in, number_of
 from peftkit.tasks.metrics import are_spans, entity_metrics, tag_metrics
 from peftkit.tasks.texts import (
     Classifier,
@@ -166,11 +165,6 @@ class TokenClassificationConfig(ClassifierConfig):
     """Field with the list of words."""
     tags: str = "tags"
     """Field with the list of their tags."""
-
-    @model_validator(mode="after")
-    def _labels(self) -> TokenClassificationConfig:
-        check_names(self.labels)
-        return self
 
     def resolve(self, data: DataConfig) -> TokenClassificationConfig:
         """Read the tags from the training data if they are not set."""

@@ -52,7 +52,7 @@ from peftkit.tasks.distill.teacher import (
     other_model,
     teacher_answers,
 )
-from peftkit.tasks.documents import DocumentTask, OnPolicy, Rollout
+from peftkit.tasks.documents import OnPolicyTask, Rollout
 from peftkit.tasks.metrics import exact_match
 from peftkit.tasks.row_loader import exact_length
 from peftkit.tasks.run_hooks import Run
@@ -69,7 +69,7 @@ DIVERGENCES = {"forward": "KL(teacher, student)", "reverse": "KL(student, teache
 """Names in the run header."""
 
 
-class Distill(DocumentTask):
+class Distill(OnPolicyTask):
     """Train the student to match the teacher's token distributions.
 
     Raises:
@@ -100,8 +100,7 @@ class Distill(DocumentTask):
             room=None if config.answers == "data" else config.max_new_tokens,
             shows_answer=config.teacher.answer is True,
         )
-        stops = stop_ids(self.tokenizer, self.encoder.style)
-        self.on_policy = OnPolicy(self, self.roll_out, stops)
+        self.stops = stop_ids(self.tokenizer, self.encoder.style)
         self._student = model
         self._adapter: SideAdapter | None = None
         self._average: MovingAverage | None = None
@@ -181,7 +180,7 @@ class Distill(DocumentTask):
                 text = "The checkpoint has no average of the student's weights: the teacher starts"
                 run.say(Notice(f"{text} with the weights of step {run.state.step}."))
         if self.makes_rows:
-            self.on_policy.check(run)
+            self.check_alone(run)
         if self.config.teacher.answer is True and len(run.rows):
             answer = partial(self._teacher_answers, run=run)
             minimum, decode = self.config.teacher.min_match, partial(self.text, special=False)
@@ -195,19 +194,19 @@ class Distill(DocumentTask):
 
     def before_step(self, rows: Sequence[Distilled], run: Run) -> Sequence[Sequence[Distilled]]:
         is_trained = self.makes_rows and torch.is_grad_enabled()
-        return self.on_policy.step(rows, run) if is_trained else [rows]
+        return super().before_step(rows, run) if is_trained else [rows]
 
     def _teacher_answers(self, prompts: Sequence[Sequence[int]], run: Run) -> list[SampledAnswer]:
         """Return the teacher's greedy answers to prompts."""
         other = self._other
-        sampler = self.on_policy.sampler(run.model if other is None else other.model)
+        sampler = self.sampler(run.model if other is None else other.model)
         with self._as_teacher(run.model, None) if other is None else nullcontext():
-            return [one for (one,) in self.on_policy.sample(prompts, None, sampler)]
+            return [one for (one,) in self.sample(prompts, None, sampler)]
 
     def _generate_answers(self, rows: Sequence[Distilled], run: Run) -> None:
         longest = self.config.max_new_tokens
         teacher = self.identity.get("teacher", "")
-        key = f"{self.reference.key} {teacher} {longest} {self.on_policy.stops}"
+        key = f"{self.reference.key} {teacher} {longest} {self.stops}"
         text = partial(self.text, special=False)
         answer = partial(self._teacher_answers, run=run)
         self._answers = teacher_answers(rows, key, answer, text, longest, run)
@@ -225,7 +224,7 @@ class Distill(DocumentTask):
     ) -> Rollout:
         """Sample the student's answers to rows, for on-policy distillation."""
         ids = [row.documents[0].input_ids for row in prompts]
-        sampled = self.on_policy.sample(ids, seeds, sampler)
+        sampled = self.sample(ids, seeds, sampler)
         rows, answers = [], []
         for row, (one,) in zip(prompts, sampled, strict=True):
             rows.append(row.answered(one.ids[: self.rows.max_length - row.lengths[0]]))

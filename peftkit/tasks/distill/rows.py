@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from peftkit.data.encode import (
     DocumentEncoder,
     Encoder,
     require_template,
-    shared_system,
 )
 from peftkit.data.examples import Conversation
 from peftkit.data.format import ParsedRow
@@ -28,7 +26,7 @@ from peftkit.data.pack import IGNORE, Row
 from peftkit.data.prompts import PromptExample, read_prompts
 from peftkit.data.records import Dropped, Record
 from peftkit.data.rows.columns import StoredRows
-from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.rows.encoder import RowEncoder
 from peftkit.data.rows.lazy import LazyRows, num_tokens
 from peftkit.data.style import Style
 from peftkit.errors import DataError, neighbours
@@ -145,7 +143,6 @@ DEMONSTRATION = (
 """The last message of the teacher's prompt if it shows the row's answer (SDFT)."""
 TOO_LONG = "too long after the teacher's prompt"
 """Reason to drop a row; see `RowEncoder.drops`."""
-Read = tuple[list[PromptExample], ParsedRow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,16 +159,6 @@ class Distilled(Row):
     def teacher_ids(self) -> tuple[int, ...]:
         """The teacher's document."""
         return self.input_ids[self.lengths[0] :]
-
-    @property
-    def answer(self) -> tuple[int, ...]:
-        """The tokens of the answer, if any."""
-        return self.input_ids[len(self.input_ids) - self.num_targets // 2 :]
-
-    @property
-    def student_prompt(self) -> tuple[int, ...]:
-        """The student's document without the answer."""
-        return self.input_ids[: self.lengths[0] - self.num_targets // 2]
 
     def answered(self, ids: Sequence[int]) -> Distilled:
         """Return the row with an answer after both prompts."""
@@ -228,30 +215,27 @@ class DistillEncoder(RowEncoder):
         shows_answer: bool = False,
     ) -> None:
         self.style = Style("chat", template)
-        self._tokenizer, self._format, self._prompt = tokenizer, data.format, prompt
+        self.tokenizer, self._format, self._prompt = tokenizer, data.format, prompt
         self._max_length, self._limit, self._room = max_length, limit, room
         self._encoder, self._shows_answer = Encoder(tokenizer, template), shows_answer
+        lengths = (max_length, limit, room)
+        self.settings = (self.style, data.format, *lengths, prompt, shows_answer)
 
-    def key(self, where: str) -> object:
-        settings = (self.style, self._format, self._max_length, self._limit, self._room)
-        return (*tokenizer_key(self._tokenizer), *settings, self._prompt, self._shows_answer)
-
-    def read(self, records: Sequence[Record], where: str) -> Read:
-        require_template(self._tokenizer, self.style.chat_template)
+    def read(self, records: Sequence[Record], where: str) -> ParsedRow[PromptExample]:
+        require_template(self.tokenizer, self.style.chat_template)
         return read_prompts(records, self._format, where=where)
 
-    def rows(self, read: Read) -> EncodedRows:
-        rows, counts, (examples, parsed) = list[Distilled | Dropped](), Counter[str](), read
-        for example in examples:
-            row = self._row(example, counts)
-            rows.append(row)
-            if isinstance(row, Distilled):
-                if targets := row.num_targets // 2:
-                    counts["targets"] += targets
-                for who, length in zip(("student", "teacher"), row.lengths, strict=True):
-                    counts[f"{who}_prompts"] += length - targets
-        agreed = {"format": str(parsed.format), "style": self.style.kind}
-        return EncodedRows(rows, agreed, counts, parsed.unused, shared_system(examples))
+    def row(self, example: PromptExample) -> Distilled | Dropped:
+        row = self._row(example)
+        if isinstance(row, Distilled):
+            if targets := row.num_targets // 2:
+                self.counts["targets"] += targets
+            for who, length in zip(("student", "teacher"), row.lengths, strict=True):
+                self.counts[f"{who}_prompts"] += length - targets
+        return row
+
+    def style_of(self, example: PromptExample) -> Style:
+        return self.style
 
     def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
         kept = max(len(rows), 1)
@@ -259,9 +243,9 @@ class DistillEncoder(RowEncoder):
         averages = f"{teacher:,.0f}, {student:,.0f}: {teacher - student:,.0f} saved per request"
         return [("tokens of a prompt, teacher's and student's", averages)]
 
-    def _row(self, example: PromptExample, counts: Counter[str]) -> Distilled | Dropped:
+    def _row(self, example: PromptExample) -> Distilled | Dropped:
         student, teacher = (
-            prompt_ids(self._tokenizer, messages, self.style, example.tools, example.variables)
+            prompt_ids(self.tokenizer, messages, self.style, example.tools, example.variables)
             for messages in (example.messages, self._prompt.before(self._demonstrated(example)))
         )
         if self._shows_answer and not example.reference:
@@ -272,7 +256,7 @@ class DistillEncoder(RowEncoder):
         room = self._max_length - len(student)
         if room <= 0:
             return Dropped(example.source, BEYOND)
-        counts["cut"] += len(answer) > room
+        self.counts["cut"] += len(answer) > room
         if len(teacher) + (self._room or min(len(answer), room)) > self._limit:
             return Dropped(example.source, TOO_LONG)
         return distilled(student, teacher, answer[:room], example)
@@ -321,8 +305,8 @@ class DemonstrationEncoder(DistillEncoder):
 
     kind: ClassVar[type[Distilled]] = StoredPrompt
 
-    def _row(self, example: PromptExample, counts: Counter[str]) -> Distilled | Dropped:
-        row = super()._row(example, counts)
+    def row(self, example: PromptExample) -> Distilled | Dropped:
+        row = super().row(example)
         if isinstance(row, Dropped):
             return row
         prompt = json.dumps([example.messages, example.tools])
@@ -335,8 +319,9 @@ class DemonstrationEncoder(DistillEncoder):
         turns = [turn for turn in json.loads(other.prompt)[0] if turn["role"] != "system"]
         turns.append({"role": "assistant", "content": other.reference})
         prompt = replace(self._prompt, turns=(*self._prompt.turns, *turns))
-        teacher = prompt_ids(self._tokenizer, prompt.before(messages), self.style, tools)
-        student, answer = row.student_prompt, row.answer
+        teacher = prompt_ids(self.tokenizer, prompt.before(messages), self.style, tools)
+        start = row.lengths[0] - row.num_targets // 2
+        student, answer = row.input_ids[:start], row.input_ids[start : row.lengths[0]]
         if len(teacher) + (self._room or len(answer)) > self._limit:
             return None
         return distilled(student, teacher, answer, row)

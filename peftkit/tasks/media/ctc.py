@@ -25,14 +25,13 @@ from torch.nn import functional
 from peftkit.base.heads import ClassHead
 from peftkit.base.purpose import Processor, Purpose
 from peftkit.data.media.files import Audio
-from peftkit.data.records import iterate_records, sources_of
 from peftkit.data.rows.encoder import tokenizer_key
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.forward.loss import accepted, in_dtype_of, unwrapped
 from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task, over_batches
-from peftkit.tasks.classes.labels import text_of, values_in
+from peftkit.tasks.classes.labels import text_of, training_records, values_in
 from peftkit.tasks.media.speech import (
     LENGTHS,
     Hearing,
@@ -202,13 +201,9 @@ class CTCConfig(SpeechConfig):
         Audio.require("jiwer")  # for error rates
         if self.tokens or self.vocabulary == "base":
             return self
-        used = set[str]()
-        for source in sources_of(data):
-            records = iterate_records(metadata_or_self(source.path))
-            for text, _ in values_in(
-                records, partial(text_of, name=self.text, setting="task.text")
-            ):
-                used.update(cased(text, self.case))
+        used, read = set[str](), partial(text_of, name=self.text, setting="task.text")
+        for text, _ in values_in(training_records(data, metadata_or_self), read):
+            used.update(cased(text, self.case))
         characters = sorted(c for c in used if not c.isspace() and c != SPACE)
         if not 0 < len(characters) <= MAX_CHARACTERS:
             raise DataError(

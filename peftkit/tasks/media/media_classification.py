@@ -27,16 +27,16 @@ from peftkit.forward.loss import in_dtype_of, unwrapped
 from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import BATCH_SIZE, equal_parts
-from peftkit.tasks.classes.labels import RecordEncoder, label_of, number_of, sorted_names, values_in
+from peftkit.tasks.classes.labels import label_of, number_of, sorted_names, values_in
 from peftkit.tasks.config import Predicts
-from peftkit.tasks.media.speech import Hearing, medium_in, metadata_or_self
+from peftkit.tasks.media.speech import Hearing, MediumEncoder, medium_in, metadata_or_self
 from peftkit.tasks.metrics import class_metrics
 from peftkit.tasks.texts import Classifier, ClassifierConfig
 
 DATA_FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow"}
 
 
-class ClassifiedEncoder(RecordEncoder):
+class ClassifiedEncoder(MediumEncoder):
     """Encoder of labelled media; decodes each medium once to detect damage before training.
 
     Args:
@@ -45,8 +45,6 @@ class ClassifiedEncoder(RecordEncoder):
         row_of: Decodes a medium and returns its row, given the index of its label.
         decoding: Settings of decoding, for the cache key.
     """
-
-    at_once: ClassVar[int] = 100
 
     def __init__(
         self,
@@ -58,12 +56,9 @@ class ClassifiedEncoder(RecordEncoder):
     ) -> None:
         self.kind = kind  # type: ignore[misc]
         self.what = f"{config.media.kind} and label"
-        self._config, self._row_of, self._decoding = config, row_of, decoding
+        self._config, self._row_of = config, row_of
         self._numbers = {label: number for number, label in enumerate(labels)}
-
-    def key(self, where: str) -> object:
-        fields = (self._config.field, self._config.label)
-        return (str(Path(where).absolute().parent), *fields, tuple(self._numbers), self._decoding)
+        self.settings = (config.field, config.label, tuple(labels), decoding)
 
     def _in_folders(self, where: str) -> list[Record] | None:
         return class_folders(where, self._config.field, self._config.label)
@@ -82,25 +77,19 @@ class ClassifiedEncoder(RecordEncoder):
 
     def parse(self, record: Record, where: str) -> tuple[tuple[Media, int], Sequence[str]]:
         label = number_of(label_of(record.fields, self._config.label), self._numbers)
-        medium, name = self._medium_in(record, where)
+        medium, name = self.medium(record, where)
         return (medium, label), (name, self._config.label)
 
-    def row(self, parsed: tuple[Media, int]) -> Any:
-        return self._row_of(*parsed)
-
-    def file_of(self, where: str) -> str:
-        return metadata_or_self(where)
+    def row(self, example: tuple[Media, int]) -> Any:
+        return self._row_of(*example)
 
     def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
         counts = rows.values("label").bincount(minlength=len(self._numbers)).tolist()
         each = zip(self._numbers, counts, strict=True)
         return [(name, f"{count:,}") for name, count in each]
 
-    def medium(self, record: Record, where: str) -> Media:
-        """Return the image or audio clip of a record."""
-        return self._medium_in(record, where)[0]
-
-    def _medium_in(self, record: Record, where: str) -> tuple[Media, str]:
+    def medium(self, record: Record, where: str) -> tuple[Media, str]:
+        """Return the image or audio clip of a record, and its field."""
         config = self._config
         setting = f"task.{config.field_setting}"
         return medium_in(record, config.field, setting, config.media, where)
@@ -140,12 +129,10 @@ class ClassifiedMedia(Classifier):
         predictions, device = list[dict[str, object]](), next(model.parameters()).device
         for part in equal_parts(records, BATCH_SIZE):
             on_event(Progress(self.progress, len(predictions), len(records)))
-            media = [self.encoder.medium(one, one.source.rpartition(":")[0]) for one in part]
+            media = [self.encoder.medium(one, one.source.rpartition(":")[0])[0] for one in part]
             batch = {name: tensor.to(device) for name, tensor in self.inputs(media).items()}
-            for values in self.logits(model, batch).softmax(-1).tolist():
-                pairs = sorted(zip(self.labels, values, strict=True), key=lambda pair: -pair[1])
-                label = pairs[0][0]
-                predictions.append({"predicted_label": label, "prediction": dict(pairs)})
+            for values in self.by_label(self.logits(model, batch).softmax(-1)):
+                predictions.append({"predicted_label": next(iter(values)), "prediction": values})
         return predictions
 
 

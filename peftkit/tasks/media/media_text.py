@@ -21,6 +21,7 @@ from peftkit.data.media.files import KINDS, Audio, Limits, Media, MediaClass, Pi
 from peftkit.data.media.processor import MediaProcessor, media_id
 from peftkit.data.media.text import MediaEncoder, MediaRow
 from peftkit.data.pack import IGNORE, collate
+from peftkit.data.tokens import decoded
 from peftkit.errors import BaseError
 from peftkit.execution.out_of_memory import NO_ROOM
 from peftkit.forward.batch_layout import BatchLayout
@@ -149,8 +150,6 @@ class MediaText(CompletingTask, TokenTask):
     def completions(
         self, model: nn.Module, rows: Sequence[MediaRow], **options: Unpack[Options]
     ) -> list[str]:
-        from peftkit.inference.generate import decoded
-
         options["max_new_tokens"] = options.get("max_new_tokens") or longest_answer(rows)
         options.pop("batch_size", None)  # media take memory, too
         prompts = [MediaPrompt(row.prompt, row.media) for row in rows]

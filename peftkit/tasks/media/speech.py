@@ -229,7 +229,19 @@ class Utterance:
     source: str
 
 
-class SpeechEncoder(RecordEncoder):
+class MediumEncoder(RecordEncoder):
+    """Encoder of records with a medium; its file may be the METADATA of a folder."""
+
+    at_once: ClassVar[int] = 100
+
+    def key(self, where: str) -> object:
+        return (str(Path(where).absolute().parent), *self.settings)
+
+    def file_of(self, where: str) -> str:
+        return metadata_or_self(where)
+
+
+class SpeechEncoder(MediumEncoder):
     """Encoder of audio clips with their texts; decodes each clip once to find damaged files.
 
     Args:
@@ -242,7 +254,6 @@ class SpeechEncoder(RecordEncoder):
     """
 
     kind: ClassVar[type[SpeechRow]] = SpeechRow
-    at_once: ClassVar[int] = 100
     what = "an audio clip and its text"
 
     def __init__(
@@ -267,13 +278,7 @@ class SpeechEncoder(RecordEncoder):
             SHORT: "give these rows another clip",
         }
         self._reasons = {SilentAudio: SILENT, LongAudio: long, ShortAudio: SHORT}
-        self._key = (names, key, hearing.key)
-
-    def key(self, where: str) -> object:
-        return (str(Path(where).absolute().parent), self._key)
-
-    def file_of(self, where: str) -> str:
-        return metadata_or_self(where)
+        self.settings = (names, key, hearing.key)
 
     def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
         return [("minutes of audio", f"{rows.counts['milliseconds'] / 60_000:,.1f}")]
@@ -281,30 +286,30 @@ class SpeechEncoder(RecordEncoder):
     def parse(self, record: Record, where: str) -> tuple[Utterance, Sequence[str]]:
         return utterance(record, self._names, where)
 
-    def row(self, parsed: Utterance) -> SpeechRow | Dropped:
-        if not parsed.text.strip():
-            return Dropped(parsed.source, NO_TEXT)
+    def row(self, example: Utterance) -> SpeechRow | Dropped:
+        if not example.text.strip():
+            return Dropped(example.source, NO_TEXT)
         try:
-            (samples,) = self._hearing.decoded([parsed.clip])
+            (samples,) = self._hearing.decoded([example.clip])
         except (SilentAudio, LongAudio, ShortAudio) as problem:
-            return Dropped(parsed.source, self._reasons[type(problem)])
-        labels, num_prefix = self._labels(parsed)
+            return Dropped(example.source, self._reasons[type(problem)])
+        labels, num_prefix = self._labels(example)
         positions = self._hearing.positions(len(samples))
         if positions < self._hearing.fewest:
-            return Dropped(parsed.source, SHORT)
+            return Dropped(example.source, SHORT)
         if not self._fits(labels, positions):
-            return Dropped(parsed.source, self._too_many)
+            return Dropped(example.source, self._too_many)
         milliseconds = len(samples) * 1000 // self._hearing.rate
         self.counts.update(milliseconds=milliseconds, targets=len(labels))
         return SpeechRow(
-            parsed.clip,
+            example.clip,
             len(samples),
             positions,
             labels,
             num_prefix,
             len(labels) if self._has_decoder else 0,
-            parsed.text,
-            parsed.source,
+            example.text,
+            example.source,
         )
 
 

@@ -8,7 +8,6 @@ Shapes: B rows, D = 2 B documents, n answer tokens of them all.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -17,7 +16,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from peftkit.data.encode import shared_system
+from peftkit.data.examples import Example
+from peftkit.data.format import ParsedRow
 from peftkit.data.pack import IGNORE, Row, cut_document, labelled_segments
 from peftkit.data.preferences import (
     USELESS,
@@ -29,7 +29,6 @@ from peftkit.data.preferences import (
 )
 from peftkit.data.records import Dropped, Record
 from peftkit.data.rows.columns import StoredRows
-from peftkit.data.rows.encoder import EncodedRows
 from peftkit.data.rows.lazy import LazyRows
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, ignore
@@ -137,27 +136,21 @@ class ComparedEncoder(AnswerEncoder):
 
     kind: ClassVar[type[Compared]] = Compared
 
-    def read(
-        self, records: Sequence[Record], where: str
-    ) -> tuple[list[Pair | Dropped], tuple[str, ...]]:
+    def read(self, records: Sequence[Record], where: str) -> ParsedRow[Pair | Dropped]:
         return read_pairs_of(records, where)
 
-    def rows(self, read: tuple[list[Pair | Dropped], tuple[str, ...]]) -> EncodedRows:
-        pairs, unused = read
-        rows, counts = list[Compared | Dropped](), Counter[str]()
-        for pair in pairs:
-            if isinstance(pair, Dropped):
-                rows.append(pair)
-                continue
-            both = self.encode(pair.chosen), self.encode(pair.rejected)
-            both = after_common_tokens(*both) if pair.shared else both
-            row = compared(*both, self.max_length)
-            rows.append(row or Dropped(pair.source, NOTHING_LEFT))
-            if row is not None:
-                counts.update(cut=row.is_cut, targets=row.num_targets, common=row.common)
-        agreed = next((self.agreed(pair.chosen) for pair in pairs if isinstance(pair, Pair)), {})
-        shared = shared_system(pair.chosen for pair in pairs if isinstance(pair, Pair))
-        return EncodedRows(rows, agreed, counts, unused, shared)
+    def row(self, example: Pair) -> Compared | Dropped:
+        encode = self._encoder.encode
+        both = encode(example.chosen), encode(example.rejected)
+        both = after_common_tokens(*both) if example.shared else both
+        row = compared(*both, self.max_length)
+        if row is None:
+            return Dropped(example.source, NOTHING_LEFT)
+        self.counts.update(cut=row.is_cut, targets=row.num_targets, common=row.common)
+        return row
+
+    def example_of(self, example: Pair) -> Example:
+        return example.chosen
 
     def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
         return [("tokens common to both answers, once more", f"{rows.counts['common']:,}")]
@@ -238,31 +231,21 @@ class JudgedEncoder(AnswerEncoder):
 
     kind: ClassVar[type[Judged]] = Judged
 
-    def read(
-        self, records: Sequence[Record], where: str
-    ) -> tuple[list[Verdict], tuple[str, ...], str]:
+    def read(self, records: Sequence[Record], where: str) -> ParsedRow[Verdict]:
         return read_verdicts(records, where)
 
-    def rows(self, read: tuple[list[Verdict], tuple[str, ...], str]) -> EncodedRows:
-        verdicts, unused, name = read
-        rows, counts = list[Judged | Dropped](), Counter[str]()
-        for verdict in verdicts:
-            whole = self.encode(verdict.example)
-            row = cut_document(whole, self.max_length)
-            counts["wanted" if verdict.wanted else "unwanted"] += 1
-            if row.num_targets == 0:
-                reason = NOTHING_LEFT if whole.num_targets else USELESS
-                rows.append(Dropped(verdict.source, reason))
-                continue
-            is_cut = row is not whole
-            counts.update(cut=is_cut, targets=row.num_targets)
-            start = answer_start(row)
-            rows.append(
-                Judged(row.input_ids, row.labels, start, is_cut, verdict.wanted, verdict.source)
-            )
-        agreed = {**self.agreed(verdicts[0].example), "format": name}
-        shared = shared_system(verdict.example for verdict in verdicts)
-        return EncodedRows(rows, agreed, counts, unused, shared)
+    def row(self, example: Verdict) -> Judged | Dropped:
+        whole = self._encoder.encode(example.example)
+        row = cut_document(whole, self.max_length)
+        self.counts["wanted" if example.wanted else "unwanted"] += 1
+        if row.num_targets == 0:
+            return Dropped(example.source, NOTHING_LEFT if whole.num_targets else USELESS)
+        is_cut, start = row is not whole, answer_start(row)
+        self.counts.update(cut=is_cut, targets=row.num_targets)
+        return Judged(row.input_ids, row.labels, start, is_cut, example.wanted, example.source)
+
+    def example_of(self, example: Verdict) -> Example:
+        return example.example
 
     def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
         return [("wanted, unwanted", f"{rows.counts['wanted']:,}, {rows.counts['unwanted']:,}")]

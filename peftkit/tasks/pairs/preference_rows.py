@@ -17,8 +17,10 @@ from peftkit.data.examples import Example
 from peftkit.data.pack import IGNORE, Labels, Row, cut_document
 from peftkit.data.preferences import NOTHING_TO_COMPARE
 from peftkit.data.rows.columns import row_digest
-from peftkit.data.rows.encoder import RowEncoder, tokenizer_key
+from peftkit.data.rows.encoder import RowEncoder
 from peftkit.data.rows.lazy import View, tokens_of_each
+from peftkit.data.style import Style
+from peftkit.data.tokens import num_common
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice, Progress, Stage
 from peftkit.execution.signals import Interrupted
@@ -85,19 +87,12 @@ class AnswerEncoder(RowEncoder):
     drops: Mapping[str, str] = {**NOTHING_TO_COMPARE, NOTHING_LEFT: "raise data.max_length"}
 
     def __init__(self, tokenizer: Any, template: str | None, max_length: int) -> None:
-        self._tokenizer, self._template, self.max_length = tokenizer, template, max_length
-        self._encoder = Encoder(tokenizer, template)
+        self.tokenizer, self.max_length = tokenizer, max_length
+        self.settings = (template, max_length)
+        self._encoder = Encoder(tokenizer, template)  # its rows are uncut
 
-    def key(self, where: str) -> object:
-        return (*tokenizer_key(self._tokenizer), self._template, self.max_length)
-
-    def encode(self, example: Example) -> Row:
-        """Return an example as tokens, uncut."""
-        return self._encoder.encode(example)
-
-    def agreed(self, example: Example) -> dict[str, str]:
-        """Return what all rows of a file must have in common."""
-        return {"style": self._encoder.style(example).kind}
+    def style_of(self, example: Example) -> Style:
+        return self._encoder.style(example)
 
 
 def compared(first: Row, second: Row, max_length: int, **more: Any) -> Compared | None:
@@ -112,22 +107,16 @@ def compared(first: Row, second: Row, max_length: int, **more: Any) -> Compared 
     is_pair = more.get("wanted") is None  # another prompt's answer may be the same one
     if not (a.num_targets and b.num_targets) or (is_pair and a.input_ids == b.input_ids):
         return None
+    start = min(map(answer_start, (a, b)))
     return Compared(
         input_ids=a.input_ids + b.input_ids,
         labels=a.labels + b.labels,
         lengths=(a.lengths[0], b.lengths[0]),
-        common=common_beginning(a, b),
+        common=num_common(a.input_ids[:start], b.input_ids[:start]),
         is_cut=max(first.lengths[0], second.lengths[0]) > max_length,
         source=first.source,
         **more,
     )
-
-
-def common_beginning(a: Row, b: Row) -> int:
-    """Return the length of the common prefix of both documents, before any answer."""
-    most = min(answer_start(a), answer_start(b))
-    pairs = zip(a.input_ids[:most], b.input_ids[:most], strict=True)
-    return next((n for n, (x, y) in enumerate(pairs) if x != y), most)
 
 
 def answer_start(row: Row) -> int:
@@ -137,8 +126,7 @@ def answer_start(row: Row) -> int:
 
 def after_common_tokens(a: Row, b: Row) -> tuple[Row, Row]:
     """Return two texts with their common prefix as the prompt."""
-    pairs = zip(a.input_ids, b.input_ids, strict=False)
-    shared = next((n for n, (x, y) in enumerate(pairs) if x != y), min(*a.lengths, *b.lengths))
+    shared = num_common(a.input_ids, b.input_ids)
     labels = [(IGNORE,) * shared + row.labels[shared:] for row in (a, b)]
     return replace(a, labels=labels[0]), replace(b, labels=labels[1])
 

@@ -23,10 +23,10 @@ from peftkit.data.encode import Encoder
 from peftkit.data.examples import Completion, Conversation, Example, Instruction, Text
 from peftkit.data.format import parse
 from peftkit.data.pack import padded_rows
-from peftkit.data.preferences import NOTHING_TO_COMPARE, PAIRS, SIDES, read_pair
+from peftkit.data.preferences import NOTHING_TO_COMPARE, PAIRS, SIDES, Pair, read_pair
 from peftkit.data.records import Dropped, Record
-from peftkit.data.rows.encoder import EncodedRows
 from peftkit.data.style import Style
+from peftkit.data.tokens import special_tokens_around
 from peftkit.errors import AdapterError
 from peftkit.events import Listener, ignore
 from peftkit.forward.loss import accepted, target_rows, unwrapped
@@ -66,34 +66,30 @@ class RewardEncoder(TextsEncoder):
 
     kind: ClassVar[type[RewardRow]] = RewardRow
     what = PAIRS
-    _agreed: Mapping[str, str] = {}
     drops: Mapping[str, str] = {**NOTHING_TO_COMPARE, TOO_LONG: "raise data.max_length"}
 
     def __init__(self, texts: Texts, config: RewardConfig, template: str | None) -> None:
         super().__init__(texts, config)
-        self._template, tokenizer = template, texts.tokenizer
+        self.settings, tokenizer = (*self.settings, template), texts.tokenizer
         self._encoder, self._chat = Encoder(tokenizer, template), Chat(tokenizer, template)
-        bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-        self._frames = tokenizer("a")["input_ids"][-1] != bare[-1]  # an encoder's, as BERT's [SEP]
+        _, after = special_tokens_around(tokenizer, "a")
+        self._frames = bool(after)  # an encoder's, as BERT's [SEP]
 
-    def key(self, where: str) -> object:
-        return (super().key(where), self._template)
+    def parse(self, record: Record, where: str) -> tuple[Pair | Dropped, Sequence[str]]:
+        return read_pair(record, self.config.margin)
 
-    def rows(self, read: tuple[list[Any], tuple[str, ...]]) -> EncodedRows:
-        encoded_rows = super().rows(read)
-        encoded_rows.agreed = {**self._agreed}
-        return encoded_rows
-
-    def parse(self, record: Record, where: str) -> tuple[RewardRow | Dropped, Sequence[str]]:
-        pair, used = read_pair(record, self.config.margin)
-        if isinstance(pair, Dropped):
-            return pair, used
-        self._agreed = {"style": self._encoder.style(pair.chosen).kind}
-        chosen, rejected = self.encoded(pair.chosen), self.encoded(pair.rejected)
+    def row(self, example: Pair) -> RewardRow | Dropped:
+        chosen, rejected = self.encoded(example.chosen), self.encoded(example.rejected)
         if chosen.is_cut or rejected.is_cut:
-            return Dropped(pair.source, TOO_LONG), used
+            return Dropped(example.source, TOO_LONG)
         both = joined_texts([chosen, rejected])
-        return RewardRow(**both, margin=pair.margin or 0.0, source=pair.source), used
+        return RewardRow(**both, margin=example.margin or 0.0, source=example.source)
+
+    def example_of(self, example: Pair) -> Example:
+        return example.chosen
+
+    def style_of(self, example: Example) -> Style:
+        return self._encoder.style(example)
 
     def encoded(self, example: Example) -> Encoded:
         """Return the tokens of a prompt and its answer."""
@@ -172,14 +168,12 @@ class Reward(TextTask):
     def predict_texts(
         self, model: nn.Module, texts: Sequence[str | tuple[str, str]]
     ) -> list[dict[str, float]]:
-        return [{"score": value} for value in self.scores(model, [*map(self._example, texts)])]
-
-    def _example(self, text: str | tuple[str, str]) -> Example:
-        if isinstance(text, str):
-            return Text(text, "the text")
-        if self.rows.style is not None and self.rows.style.kind != "plain":
-            return Instruction(text[0], "", text[1], "the text")
-        return Completion(text[0], text[1], "the text")
+        style = self.rows.style or Style("plain")
+        examples = [
+            Text(text, "the text") if isinstance(text, str) else answered(*text, style, "the text")
+            for text in texts
+        ]
+        return [{"score": value} for value in self.scores(model, examples)]
 
 
 class RewardConfig(TaskConfig):
@@ -227,7 +221,7 @@ def adapter_rewards(
     style = adapter.style or style
     encoder = Encoder(tokenizer, style.chat_template)
     documents = [
-        encoder.encode(_answered(prompt, text, style)).input_ids
+        encoder.encode(answered(prompt, text, style, "an answer")).input_ids
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     rewards = [0.0] * len(documents)
@@ -244,15 +238,24 @@ def adapter_rewards(
     return rewards
 
 
-def _answered(prompt: Any, text: str, style: Style) -> Example:
+def answered(prompt: Any, text: str, style: Style, source: str) -> Example:
+    """Return an answer to a prompt as an example of the adapter's training.
+
+    Args:
+        prompt: A text, or messages.
+
+    Raises:
+        AdapterError: The prompt is messages, and the adapter was trained on single prompts.
+    """
+    if isinstance(prompt, str):
+        if style.kind == "plain":
+            return Completion(prompt, text, source)
+        return Instruction(prompt, "", text, source)
     if style.kind != "chat":
-        if not isinstance(prompt, str):
-            raise AdapterError(
-                "a reward adapter cannot read conversations",
-                found="It was trained on single prompts.",
-                fix="Train it on messages, or give prompts as text.",
-            )
-        return Completion(prompt, text, "an answer")
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    turns = (*turns, {"role": "assistant", "content": text})
-    return Conversation(turns, (len(turns) - 1,), (), "an answer")
+        raise AdapterError(
+            "a reward adapter cannot read conversations",
+            found="It was trained on single prompts.",
+            fix="Train it on messages, or give prompts as text.",
+        )
+    turns = (*prompt, {"role": "assistant", "content": text})
+    return Conversation(turns, (len(turns) - 1,), (), source)

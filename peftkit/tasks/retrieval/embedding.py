@@ -27,7 +27,6 @@ from torch.nn import functional
 from peftkit.data.messages import WrongField, full_text, texts_of
 from peftkit.data.records import Record
 from peftkit.data.rows.columns import StoredRows
-from peftkit.data.rows.encoder import EncodedRows
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.files.disk import write_json, write_text
@@ -62,10 +61,9 @@ class EmbeddingEncoder(TextsEncoder):
     kind: ClassVar[type[EmbeddingRow]] = EmbeddingRow
     what = "an anchor and a positive"
 
-    def rows(self, read: tuple[list[EmbeddingRow], tuple[str, ...]]) -> EncodedRows:
-        encoded_rows = super().rows(read)
-        first = encoded_rows.rows[0]
-        for row in encoded_rows.rows:
+    def agreed(self, examples: Sequence[EmbeddingRow], form: str) -> dict[str, str]:
+        first = examples[0]
+        for row in examples:
             if len(row.lengths) != len(first.lengths):
                 raise DataError(
                     "Cannot use rows with different numbers of negatives.",
@@ -73,8 +71,7 @@ class EmbeddingEncoder(TextsEncoder):
                     f"{row.source} has {len(row.lengths) - 2}.",
                     fix="Give all rows the same number.",
                 )
-        encoded_rows.agreed = {"number of negatives": str(len(first.lengths) - 2)}
-        return encoded_rows
+        return {"number of negatives": str(len(first.lengths) - 2)}
 
     def parse(self, record: Record, where: str) -> tuple[EmbeddingRow, Sequence[str]]:
         config, fields = self.config, record.fields

@@ -30,10 +30,11 @@ from peftkit.base.heads import ClassHead
 from peftkit.data.messages import WrongField, full_text, texts_of
 from peftkit.data.records import Record
 from peftkit.data.rows.columns import StoredRows
+from peftkit.data.tokens import tokens
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.tasks.base import Task, over_batches
-from peftkit.tasks.classes.labels import values_in
+from peftkit.tasks.classes.labels import as_number, values_in
 from peftkit.tasks.config import Predicts, TaskConfig
 from peftkit.tasks.metrics import ranking_metrics
 from peftkit.tasks.texts import (
@@ -106,8 +107,8 @@ class RerankEncoder(TextsEncoder):
             relevance = [1.0] * len(positives) + [0.0] * len(negatives)
             return [*positives, *negatives], relevance, (config.positive, config.negatives)
         texts, scores = texts_of(fields, config.text), fields.get(config.score)
-        listed = [_number(value) for value in (scores if isinstance(scores, list) else [scores])]
-        relevances = [value for value in listed if value is not None]
+        listed = [as_number(value) for value in (scores if isinstance(scores, list) else [scores])]
+        relevances = [value for value in listed if value is not None and 0 <= value <= 1]
         if len(relevances) < len(listed):
             raise WrongField(config.score, f"expected numbers from 0 to 1, found {scores!r:.40}")
         if len(relevances) != len(texts):
@@ -121,9 +122,9 @@ class RerankEncoder(TextsEncoder):
         """Return the tokens of a query and a text; the text is cut to the maximum length."""
         if not self.config.template:
             return self.texts.encode(query, text)
-        before = self.texts.bare(self._before.replace(QUERY, query))
-        after = self.texts.bare(self._after.replace(QUERY, query))
-        ids, room = self.texts.bare(text), self.texts.max_length - len(before) - len(after)
+        parts = (self._before.replace(QUERY, query), text, self._after.replace(QUERY, query))
+        before, ids, after = (tokens(self.tokenizer, part) for part in parts)
+        room = self.texts.max_length - len(before) - len(after)
         if room < 1:
             raise DataError(
                 f"Cannot use data.max_length: {self.texts.max_length}.",
@@ -131,15 +132,6 @@ class RerankEncoder(TextsEncoder):
                 fix="Raise data.max_length, or shorten task.template.",
             )
         return Encoded((*before, *ids[:room], *after), (), len(ids) > room)
-
-
-def _number(value: object) -> float | None:
-    """Parse a number from 0 to 1, given as text in CSV files; None for other values."""
-    try:
-        number = None if isinstance(value, bool) else float(str(value))
-    except ValueError:
-        return None
-    return number if number is not None and 0 <= number <= 1 else None
 
 
 class Reranker(TextTask):

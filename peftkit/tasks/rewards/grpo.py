@@ -27,7 +27,7 @@ from peftkit.events import Listener, Notice, ScoredAnswer, Stage, ignore
 from peftkit.forward.loss import unwrapped
 from peftkit.inference.generate import ModelSampler, SampledAnswer, answers_to
 from peftkit.model.modes import SideAdapter, adapters_off, evaluating
-from peftkit.tasks.documents import DocumentTask, OnPolicy, Rollout
+from peftkit.tasks.documents import OnPolicyTask, Rollout
 from peftkit.tasks.metrics import exact_match
 from peftkit.tasks.pairs.reward import adapter_rewards
 from peftkit.tasks.rewards.grpo_losses import OF_TOKENS, advantages, kl_to_reference, policy_losses
@@ -39,7 +39,7 @@ from peftkit.tasks.tokens import IGNORED
 from peftkit.tasks.user_code import UserCode, source_hashes
 
 
-class GRPO(DocumentTask):
+class GRPO(OnPolicyTask):
     """Policy-gradient losses over groups of completions, weighted by group-relative advantages."""
 
     ignored_targets: ClassVar[Mapping[str, int] | None] = {
@@ -67,14 +67,8 @@ class GRPO(DocumentTask):
         self._rewards: Rewards | None = None
         self._code = UserCode()
         self._adapters: dict[str, SideAdapter] = {}
-        needs_log_probs = config.updates > 1 or config.kl > 0
-        self.on_policy = OnPolicy(
-            self,
-            self.roll_out,
-            stop_ids(tokenizer, rows.style),
-            updates=config.updates,
-            add_log_probs=self.add_log_probs if needs_log_probs else None,
-        )
+        self.stops, self.updates = stop_ids(tokenizer, rows.style), config.updates
+        self.needs_log_probs = config.updates > 1 or config.kl > 0
 
     def _schemas(self) -> Sequence[Mapping[str, Any]]:
         """Return the tools of prompts; called when rows are encoded, since opening runs no code."""
@@ -148,7 +142,7 @@ class GRPO(DocumentTask):
         self.use_rewards(model, terms)
         on_event(Stage(f"Answering {len(rows)} prompts"))
         with evaluating(model):
-            rollout = self.roll_out(rows, None, self.on_policy.sampler(model))
+            rollout = self.roll_out(rows, None, self.sampler(model))
         left_out = {"taught", "reward_std"}  # metrics of groups of completions
         if not terms or len(terms) < len(self.terms):
             left_out.add("reward")
@@ -176,7 +170,7 @@ class GRPO(DocumentTask):
 
     def setup(self, run: Run) -> None:
         """Load the reward functions: not in `build`, since opening an adapter runs no code."""
-        self.on_policy.check(run)
+        self.check_alone(run)
         if not self.terms:
             raise ConfigError(
                 "No reward is set for answers.",
@@ -214,11 +208,10 @@ class GRPO(DocumentTask):
         adapter, style = self._adapters[folder], self.rows.prompt_style
         return adapter_rewards(model, adapter, self.tokenizer, style, self.pad_id, prompts, texts)
 
-    def before_step(self, rows: Sequence[Prompt], run: Run) -> Sequence[Sequence[Prompt]]:
-        return self.on_policy.step(rows, run)
-
     def evaluate(self, rows: Sequence[Prompt], run: Run) -> dict[str, float]:
-        return self.on_policy.greedy_metrics(rows, run)
+        """Return the mean rewards of greedy answers; "loss" is the negative reward."""
+        _, means = self.rolled_out(rows, None, run)
+        return {"loss": -means["reward"], **means}
 
     def stop_reason(self, figures: Mapping[str, float]) -> str:
         limit, entropy = self.config.stop_entropy, figures.get("entropy")
@@ -265,7 +258,7 @@ class GRPO(DocumentTask):
         """Return prompts, the answers to each, and with tools the dialogues of all answers."""
         if self._tools is None:
             ids = [prompt.input_ids for prompt in prompts]
-            answers = self.on_policy.sample(ids, seeds, sampler, self.config.answers)
+            answers = self.sample(ids, seeds, sampler, self.config.answers)
             return prompts, answers, []
         number = 1 if seeds is None else self.config.answers
         groups = self._tools.sample(prompts, seeds, sampler, number)

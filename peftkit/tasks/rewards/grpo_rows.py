@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,12 +10,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from peftkit.data.encode import shared_system
+from peftkit.data.format import ParsedRow
 from peftkit.data.generation import prompt_ids
 from peftkit.data.pack import IGNORE, Row
 from peftkit.data.prompts import PromptExample, read_prompts
 from peftkit.data.records import Dropped, Record
-from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.rows.encoder import RowEncoder, tokenizer_key
 from peftkit.data.style import Style
 from peftkit.files.strict_json import Json, JsonMap
 
@@ -112,29 +111,22 @@ class PromptEncoder(RowEncoder):
     def _tools(self) -> Sequence[JsonMap]:
         return self._schemas()
 
-    def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_tools": self._tools, "_schemas": tuple}  # for other processes
-
     def key(self, where: str) -> object:
         style = (self._style.kind, self._style.chat_template)
         return (*tokenizer_key(self._tokenizer), *style, self._max_prompt, json.dumps(self._tools))
 
-    def read(self, records: Sequence[Record], where: str) -> list[tuple[PromptExample, str]]:
-        prompts, _ = read_prompts(records, where=where)
-        fields = (json.dumps(record.fields, default=str) for record in records)
-        return list(zip(prompts, fields, strict=True))
+    def read(self, records: Sequence[Record], where: str) -> ParsedRow[PromptExample]:
+        # rewards may read any field, and rows of several formats have the same prompts
+        return read_prompts(records, where=where)._replace(unused=(), format="")
 
-    def rows(self, read: list[tuple[PromptExample, str]]) -> EncodedRows:
-        rows: list[Prompt | Dropped] = []
-        for example, fields in read:
-            tools = self._tools or example.tools
-            prompt, variables = example.prompt, example.variables
-            ids = tuple(prompt_ids(self._tokenizer, prompt, self._style, tools, variables))
-            if len(ids) > self._max_prompt:
-                rows.append(Dropped(example.source, NO_ROOM))
-            else:
-                content = json.dumps(prompt, default=str)
-                rows.append(Prompt(ids, content, example.reference, fields, example.source))
-        agreed = {"style": str(self._style.kind)}
-        shared = shared_system(example for example, _ in read)
-        return EncodedRows(rows, agreed, Counter(), shared=shared)
+    def row(self, example: PromptExample) -> Prompt | Dropped:
+        tools = self._tools or example.tools
+        prompt, variables = example.prompt, example.variables
+        ids = tuple(prompt_ids(self._tokenizer, prompt, self._style, tools, variables))
+        if len(ids) > self._max_prompt:
+            return Dropped(example.source, NO_ROOM)
+        content, fields = (json.dumps(each, default=str) for each in (prompt, example.fields))
+        return Prompt(ids, content, example.reference, fields, example.source)
+
+    def style_of(self, example: PromptExample) -> Style:
+        return self._style

@@ -14,13 +14,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from peftkit.data.generation import prompt_ids
 from peftkit.data.style import Style
+from peftkit.data.tokens import num_common
 from peftkit.data.turns import Turns
 from peftkit.errors import ConfigError, RunError
-from peftkit.forward.padding_free import num_common
 from peftkit.inference.call_formats import Call
 from peftkit.inference.calls import CallStyle, whole
 from peftkit.inference.dialogues import Wait, dialogues
@@ -33,21 +33,6 @@ Message = dict[str, Any]
 NOT_TOOLS = ("reset", "get_reward")
 RESETS = 16
 """Maximum number of concurrent resets."""
-
-
-class ToolConfig(Protocol):
-    """The settings of tools; see `GRPOConfig`."""
-
-    @property
-    def tools(self) -> tuple[str, ...]: ...
-    @property
-    def environment(self) -> str | None: ...
-    @property
-    def max_turns(self) -> int: ...
-    @property
-    def tool_timeout(self) -> float: ...
-    @property
-    def max_new_tokens(self) -> int: ...
 
 
 class Sampled(NamedTuple):
@@ -69,6 +54,7 @@ class Tools:
 
     Args:
         style: Prompt style.
+        config: A `GRPOConfig`.
         max_prompt: Maximum tokens of a prompt.
 
     Attributes:
@@ -82,7 +68,7 @@ class Tools:
     """
 
     def __init__(
-        self, tokenizer: Any, style: Style, config: ToolConfig, code: UserCode, max_prompt: int
+        self, tokenizer: Any, style: Style, config: Any, code: UserCode, max_prompt: int
     ) -> None:
         self.tokenizer, self.config, self._style = tokenizer, config, style
         self._max_prompt = max_prompt

@@ -23,12 +23,13 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from peftkit.data.examples import Text
+from peftkit.data.examples import Example, Text
 from peftkit.data.format import ParsedRow, parse
 from peftkit.data.pack import padded_rows
 from peftkit.data.records import Dropped, Record
 from peftkit.data.rows.columns import StoredRows
-from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.rows.encoder import EncodedRows, RowEncoder
+from peftkit.data.tokens import tokens
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.forward.batch_layout import BatchLayout
@@ -72,17 +73,14 @@ class MaskedEncoder(RowEncoder):
     drops: Mapping[str, str] = {NO_WORDS: "give these rows a text"}
 
     def __init__(self, tokenizer: Any, config: MaskedLMConfig, name: Any, max_length: int) -> None:
-        self._tokenizer, self._name = tokenizer, name
+        self.tokenizer, self._name = tokenizer, name
         self._splits, self._share = config.long_texts == "split", config.share
         self._frame = SpecialTokens(tokenizer)
         self._special = set(tokenizer.all_special_ids)
         self._room, self._max_length = self._frame.room(max_length), max_length
+        self.settings = (name, self._room, self._splits, self._share)
 
-    def key(self, where: str) -> object:
-        settings = (self._name, self._room, self._splits, self._share)
-        return (*tokenizer_key(self._tokenizer), *settings)
-
-    def read(self, records: Sequence[Record], where: str) -> ParsedRow:
+    def read(self, records: Sequence[Record], where: str) -> ParsedRow[Example]:
         parsed = parse(records, self._name, where=where)
         if parsed.format != "text":
             raise DataError(
@@ -92,17 +90,16 @@ class MaskedEncoder(RowEncoder):
             )
         return parsed
 
-    def rows(self, read: ParsedRow) -> EncodedRows:
+    def rows(self, read: ParsedRow[Text]) -> EncodedRows:
         rows: list[MaskedRow | Dropped] = []
-        counts = Counter[str]()
         for example in read.examples:
-            assert isinstance(example, Text)
-            ids = self._frame.tokens(example.text)
-            counts["split" if self._splits else "cut"] += len(ids) > self._room
+            ids = tokens(self.tokenizer, example.text)
+            self.counts["split" if self._splits else "cut"] += len(ids) > self._room
             rows_of_text = self._rows(ids, example.source)
-            counts["targets"] += sum(num_chosen(row, self._share) for row in rows_of_text)
+            self.counts["targets"] += sum(num_chosen(row, self._share) for row in rows_of_text)
             rows += rows_of_text or [Dropped(example.source, NO_WORDS)]
-        return EncodedRows(rows, {"format": read.format}, counts, read.unused)
+        agreed = self.agreed(read.examples, read.format)
+        return EncodedRows(rows, agreed, Counter(self.counts), read.unused)
 
     def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
         if "split" not in rows.counts:

@@ -24,8 +24,9 @@ from peftkit.data.format import FieldNames, ParsedRow, parse
 from peftkit.data.pack import padded_rows
 from peftkit.data.records import Dropped, Record
 from peftkit.data.rows.columns import StoredRows
-from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.rows.encoder import RowEncoder
 from peftkit.data.rows.lazy import tokens_of_each
+from peftkit.data.tokens import tokens
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.execution.out_of_memory import NO_ROOM
@@ -86,16 +87,13 @@ class PairEncoder(RowEncoder):
     def __init__(
         self, tokenizer: Any, config: Seq2SeqConfig, name: Any, max_source: int, max_target: int
     ) -> None:
-        self._tokenizer, self._config, self._name = tokenizer, config, name
+        self.tokenizer, self._config, self._name = tokenizer, config, name
         self._end, self._prefix = tokenizer.eos_token_id, config.prefix
         self._frame = SpecialTokens(tokenizer)
         self._room, self._limits = self._frame.room(max_source), (max_source, max_target)
+        self.settings = (name, config.model_dump_json(), self._room, max_target)
 
-    def key(self, where: str) -> object:
-        settings = (self._name, self._config.model_dump_json(), self._room, self._limits[1])
-        return (*tokenizer_key(self._tokenizer), *settings)
-
-    def read(self, records: Sequence[Record], where: str) -> ParsedRow:
+    def read(self, records: Sequence[Record], where: str) -> ParsedRow[Example]:
         parsed = parse(records, self._name, where=where, fields=self._config.fields)
         for example in parsed.examples:
             if not isinstance(example, Completion | Instruction):
@@ -107,10 +105,8 @@ class PairEncoder(RowEncoder):
                 )
         return parsed
 
-    def rows(self, read: ParsedRow) -> EncodedRows:
-        counts = Counter[str]()
-        rows = [self.encode(each, counts) or Dropped(each.source, EMPTY) for each in read.examples]
-        return EncodedRows(rows, {"format": read.format}, counts, read.unused)
+    def row(self, example: Example) -> PairRow | Dropped:
+        return self.encode(example, self.counts) or Dropped(example.source, EMPTY)
 
     def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
         return [
@@ -123,10 +119,10 @@ class PairEncoder(RowEncoder):
         if isinstance(example, Instruction):
             example = Completion(example.request, example.output, example.source)
         assert isinstance(example, Completion)
-        ids, target = self._frame.tokens(self._prefix + example.prompt), example.completion
+        ids, target = tokens(self.tokenizer, self._prefix + example.prompt), example.completion
         if not ids or not target.strip():
             return None
-        labels = self._frame.put_around(self._frame.tokens(target))
+        labels = self._frame.put_around(tokens(self.tokenizer, target))
         if self._end is not None and labels[-1] != self._end:
             labels.append(int(self._end))
         counts["cut sources"] += len(ids) > self._room

@@ -22,8 +22,8 @@ from peftkit.model.modes import adapters_off
 from peftkit.planning.plan import plan_run
 from peftkit.run import run as run_recipe
 from peftkit.settings import DataConfig
+from peftkit.tasks.documents import OnPolicyTask
 from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
-from peftkit.tasks.sampler_check import check_sampler
 from peftkit_cli.app import run
 from tests.helpers.finished import WEIGHTS, Finished, finished, recipe, replaced
 from tests.helpers.folders import write_rows as write
@@ -117,7 +117,7 @@ def test_a_run_reports_that_it_trains_the_policy_that_it_samples(done):
 
 
 def test_a_process_without_prompts_checks_no_sampler():
-    assert not check_sampler(None, (), [], None)
+    assert not OnPolicyTask.check_sampler(None, [], None)
 
 
 def test_a_run_whose_sampler_ignores_the_adapter_stops(asked, monkeypatch):
@@ -126,7 +126,7 @@ def test_a_run_whose_sampler_ignores_the_adapter_stops(asked, monkeypatch):
         with adapters_off(model), open_engine(model, *args) as engine:
             yield engine
 
-    monkeypatch.setattr("peftkit.tasks.sampler_check.open_engine", bare)
+    monkeypatch.setattr("peftkit.tasks.documents.open_engine", bare)
     with pytest.raises(RunError, match="sampled from the base"):
         finished(asked("share_of_o"), train={"max_steps": 4})
 
