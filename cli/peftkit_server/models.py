@@ -53,8 +53,6 @@ class Models:
         self._loaded: OrderedDict[str, str] = OrderedDict()
         self._style = cache(_style_of)
         self._expires = 0.0  # when the next model may expire
-        if store is not None:
-            _add_parents(store)
         self.sweep()
 
     def sweep(self) -> None:
@@ -208,14 +206,6 @@ class Models:
             code="model_not_found",
             param="model",
         )
-
-
-def _add_parents(store: Store) -> None:
-    """Set the parent of documents by older servers to the adapter's name in the bank."""
-    with store.transaction():
-        for body in store.all(KIND, parent=""):
-            name = body["name"]
-            store.put(KIND, name, body, owner=store.owner(KIND, name), parent=body["inner"])
 
 
 def size_of(folder: Path) -> int:

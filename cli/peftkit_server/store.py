@@ -23,12 +23,11 @@ FILE = "server.sqlite"
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS documents (
     number INTEGER PRIMARY KEY, kind TEXT NOT NULL, id TEXT NOT NULL, owner TEXT NOT NULL,
-    parent TEXT NOT NULL, body TEXT NOT NULL, digest TEXT NOT NULL DEFAULT '', UNIQUE (kind, id));
+    parent TEXT NOT NULL, body TEXT NOT NULL, digest TEXT NOT NULL, UNIQUE (kind, id));
 CREATE INDEX IF NOT EXISTS of_parent ON documents (kind, parent);
 CREATE INDEX IF NOT EXISTS of_owner ON documents (kind, owner);
 CREATE TABLE IF NOT EXISTS entries (
-    number INTEGER PRIMARY KEY, parent TEXT NOT NULL, body TEXT NOT NULL,
-    digest TEXT NOT NULL DEFAULT '');
+    number INTEGER PRIMARY KEY, parent TEXT NOT NULL, body TEXT NOT NULL, digest TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS entries_of ON entries (parent);
 """
 
@@ -68,7 +67,6 @@ class Store:
                 "PRAGMA locking_mode=EXCLUSIVE; PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;"
                 + SCHEMA
             )
-            self._add_digests()
             problem = problem or self._damage()
         except sqlite3.OperationalError as error:
             is_locked = "locked" in str(error)
@@ -94,14 +92,6 @@ class Store:
             )
         self.lock = threading.RLock()
 
-    def _add_digests(self) -> None:
-        """Add the column of digests to a store of an older server; its rows have none."""
-        for name in ("documents", "entries"):
-            columns = {row[1] for row in self._database.execute(f"PRAGMA table_info({name})")}
-            if "digest" not in columns:
-                column = "digest TEXT NOT NULL DEFAULT ''"
-                self._database.execute(f"ALTER TABLE {name} ADD COLUMN {column}")
-
     def _damage(self) -> str:
         """Return what is wrong with the file; "": nothing. SQLite has no checksums of its pages."""
         (result,) = self._database.execute("PRAGMA integrity_check(1)").fetchone()
@@ -111,7 +101,7 @@ class Store:
             for *parts, digest in self._database.execute(
                 f"SELECT {', '.join(columns)}, digest FROM {name}"
             ):
-                if digest not in ("", _digest(*parts)):
+                if digest != _digest(*parts):
                     return f"{' '.join(parts[:-1])[:80]} does not match its digest."
         return ""
 

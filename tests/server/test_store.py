@@ -11,7 +11,6 @@ import pytest
 
 from peftkit.errors import OutputError
 from peftkit_server.store import FILE, Store, new_id
-from peftkit_server.tuning.progress import CHECKPOINT, JOB, rename_old_fields
 from tests.helpers.command_line import environment
 
 
@@ -150,19 +149,6 @@ def test_ids_are_names_of_files():
     assert new_id("file-") != new_id("file-")
 
 
-def test_fields_of_older_servers_are_renamed(tmp_path):
-    store = Store(tmp_path)
-    checkpoint = {"id": "c", "fine_tuning_job_id": "j"}
-    store.put(JOB, "j", {"told": {"id": "j"}, "asked": {"model": "base"}, "name": "m"}, owner="a")
-    store.put(CHECKPOINT, "c", {"told": checkpoint, "epoch": 1}, owner="a", parent="j")
-    for _ in range(2):
-        rename_old_fields(store)
-        job = {"response": {"id": "j"}, "request": {"model": "base"}, "name": "m"}
-        assert store.all(JOB, "a") == [job]
-        assert store.all(CHECKPOINT, "a", "j") == [{"response": checkpoint, "epoch": 1}]
-    store.close()
-
-
 def test_a_damaged_store_is_named(tmp_path):
     with closing(Store(tmp_path)) as store:
         for number in range(40):
@@ -189,15 +175,3 @@ def test_a_damaged_store_is_named(tmp_path):
     path.write_bytes(b"")  # a new store would not know the files, and remove them
     with pytest.raises(OutputError, match="files has data"):
         Store(tmp_path)
-
-
-def test_a_store_of_an_older_server_is_read(tmp_path):
-    with closing(Store(tmp_path)) as store:
-        store.put("file", "file-1", {"bytes": 1})
-    with closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as database:
-        database.execute("ALTER TABLE documents DROP COLUMN digest")
-        database.execute("ALTER TABLE entries DROP COLUMN digest")
-    for _ in range(2):
-        with closing(Store(tmp_path)) as store:
-            assert store.get("file", "file-1") == {"bytes": 1}
-            store.put("file", "file-2", {"bytes": 2})

@@ -108,8 +108,7 @@ class Files:
             JobError: The file is damaged or missing.
         """
         file, path = self._store.get(KIND, id), self.path(id)
-        digest = (file or {}).get("sha256")  # files of older servers have none
-        if not path.is_file() or digest not in (None, sha256_of(path)):
+        if file is None or not path.is_file() or file["sha256"] != sha256_of(path):
             problem = "damaged" if path.is_file() else "missing"
             raise JobError("file_damaged", f"The file {id} is {problem} on the server.")
 

@@ -51,7 +51,6 @@ from peftkit_server.tuning.progress import (
     add_event,
     add_warning_once,
     changing,
-    rename_old_fields,
     results,
 )
 from peftkit_server.tuning.recipes import grader_of, recipe_of
@@ -88,7 +87,6 @@ class Jobs:
         self._validation = DaemonThreads(1, "peftkit-rows")
         self._queue_lock, self._queued = threading.Lock(), set[str]()  # ids queued at the worker
         self._num_tries = Counter[str]()  # of jobs that met a full disk
-        rename_old_fields(self._store)
         self._tidy()
 
     def _tidy(self) -> None:
@@ -394,9 +392,7 @@ class Jobs:
             JobError: One of them is damaged or missing.
         """
         job, path = self._store.existing(JOB, id), self.folder(id) / RECIPE
-        digest = job.get("recipe")  # jobs of older servers have none
-        is_whole = path.is_file() and (not with_recipe or digest in (None, sha256_of(path)))
-        if not is_whole:
+        if not path.is_file() or (with_recipe and job["recipe"] != sha256_of(path)):
             problem = "damaged" if path.is_file() else "missing"
             text = f"The job's {RECIPE} is {problem} on the server."
             raise JobError("recipe_damaged", text)
@@ -406,8 +402,7 @@ class Jobs:
 
     def _waits_for_base(self, id: str) -> bool:
         """Return whether a job was created over another base than the server's; log that."""
-        job = self._store.existing(JOB, id)
-        base = job.get("base", self._server_base)  # jobs of earlier versions have none
+        base = self._store.existing(JOB, id)["base"]
         if base["fingerprint"] == self._server_base["fingerprint"]:
             return False
         text = f"The job waits for a server with its base: {base['model']}"

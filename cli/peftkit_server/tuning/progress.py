@@ -49,20 +49,6 @@ TURNS = (StepDone, EvalDone, Saved, RolledOut, Progress)
 """Events between two steps: the worker may serve other requests here."""
 
 
-def rename_old_fields(store: Store) -> None:
-    """Rename the fields `told` and `asked` of documents by older servers."""
-    with store.transaction():
-        for kind in (JOB, CHECKPOINT):
-            for body in store.all(kind):
-                if "told" in body:
-                    response = body["response"] = body.pop("told")
-                    if kind == JOB:
-                        body["request"] = body.pop("asked")
-                    owner = store.owner(kind, response["id"])
-                    parent = response.get("fine_tuning_job_id", "")
-                    store.put(kind, response["id"], body, owner=owner, parent=parent)
-
-
 @contextmanager
 def changing(store: Store, id: str) -> Iterator[dict[str, Any]]:
     """Yield a job's document and write it at the end; the context is one transaction."""
