@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -33,11 +32,11 @@ from peftkit_server.tuning.grader_process import ProcessCode
 from peftkit_server.tuning.jobs import ACTIONS, Jobs
 from peftkit_server.tuning.progress import CHECKPOINT, JOB
 from peftkit_server.tuning.recipes import grader_of
-from peftkit_server.validation import read_body
+from peftkit_server.validation import Strict, read_body
 
 JOBS = "/v1/fine_tuning/jobs"
 GRADERS = "/v1/fine_tuning/alpha/graders"
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M", bound=Strict)
 T = TypeVar("T")
 
 
