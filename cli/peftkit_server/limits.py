@@ -100,15 +100,10 @@ def parse_limits(settings: Sequence[str]) -> dict[str, Any]:
 def _value(name: str, text: str) -> int | float:
     match = _NUMBER.fullmatch(text)
     value = float(match[1]) * _SUFFIXES[match[2]] if match else 0.0
+    fix = "Use a whole number from 1; k, M and G multiply by 1,024 and its powers."
+    is_valid = value >= 1 and value.is_integer()
     if name == "key_share":
-        if not 0 < value <= 1:
-            raise ConfigError(
-                f"the limit {name} is '{text[:40]}'.", fix="Use a number from 0 to 1, such as 0.5."
-            )
-        return value
-    if value < 1 or value != int(value):
-        raise ConfigError(
-            f"the limit {name} is '{text[:40]}'.",
-            fix="Use a whole number from 1; k, M and G multiply by 1,024 and its powers.",
-        )
-    return int(value)
+        is_valid, fix = 0 < value <= 1, "Use a number from 0 to 1, such as 0.5."
+    if not is_valid:
+        raise ConfigError(f"the limit {name} is '{text[:40]}'.", fix=fix)
+    return value if name == "key_share" else int(value)
