@@ -32,7 +32,7 @@ CREATE INDEX IF NOT EXISTS entries_of ON entries (parent);
 """
 
 
-DATA = ("files", "jobs", "tinker/weights")
+DATA = ("files", "jobs", "checkpoints", "tinker/weights")
 """Subfolders with data of clients, which the store describes."""
 OF_DOCUMENT, OF_ENTRY = ("kind", "id", "owner", "parent", "body"), ("parent", "body")
 """Columns that a digest covers."""

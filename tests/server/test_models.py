@@ -88,7 +88,7 @@ def test_few_of_many_published_adapters_are_in_memory(
     assert models.listed() == ["base", "m0", "m1", "m2", "m3"]
     models.load(inner[1])  # again
     assert inner[1] in bank.names
-    models.withdraw("m3")
+    models._store.delete(published.KIND, "m3")
     with pytest.raises(RequestError, match="was deleted"):
         models.load(inner[3])
     with pytest.raises(RequestError, match="no model 'm3'"):

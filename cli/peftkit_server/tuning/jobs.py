@@ -37,7 +37,6 @@ from peftkit.run import run
 from peftkit.settings import BaseConfig
 from peftkit.tasks.rewards.graders import fields_of
 from peftkit.train.checkpoint_files import Checkpoints
-from peftkit_server.models import KEPT
 from peftkit_server.refusals import RequestError, public
 from peftkit_server.store import StoreError, full_disk_as_store_error, new_id
 from peftkit_server.threads import DaemonThreads
@@ -45,6 +44,7 @@ from peftkit_server.training import Training
 from peftkit_server.tuning.bodies import JobBody
 from peftkit_server.tuning.files import PURPOSE, RESULTS, Files
 from peftkit_server.tuning.progress import (
+    CHECKPOINTS,
     ENDED,
     JOB,
     JobProgress,
@@ -91,10 +91,9 @@ class Jobs:
 
     def _tidy(self) -> None:
         """Remove incomplete folders of a killed server (`files.disk.new_folder`)."""
-        jobs = self._training.folder.resolve() / "jobs"
-        for path in [*jobs.glob(f"*/.{START}-*"), *jobs.glob(f"*/{KEPT}/.step-*")]:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
+        folder = self._training.folder.resolve()
+        for path in (*folder.glob(f"jobs/*/.{START}-*"), *folder.glob(f"{CHECKPOINTS}/.*")):
+            shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
         """Validate no further rows; the next server does."""

@@ -26,11 +26,12 @@ from peftkit.events import (
 from peftkit.execution.signals import Interrupted, stop_here
 from peftkit.formats.folders import CONFIG, NOTES, START, TENSORS, new_adapter_folder
 from peftkit.report.history import History, read_history
-from peftkit_server.models import KEPT
 from peftkit_server.refusals import public
 from peftkit_server.store import Store, new_id
 from peftkit_server.training import Training
 
+CHECKPOINTS = "checkpoints"
+"""Subfolder of the server for the checkpoints that are models."""
 JOB, CHECKPOINT = "job", "checkpoint"
 """Kinds of documents. Fields: `response`, the object that clients receive; of a job further
 `request`, its body; `name`, the name of its model; and `base`, the base it trains over."""
@@ -204,7 +205,7 @@ class JobProgress:
         published = self._store.all(CHECKPOINT, parent=self._id)
         if not 0 < epoch < self._epochs or any(each["epoch"] >= epoch for each in published):
             return
-        folder = self._folder / KEPT / f"step-{step}"
+        folder = self._kept(step)
         folder.parent.mkdir(exist_ok=True)
         with new_adapter_folder(folder, force=True) as new:
             checkpoint = self._folder / "checkpoints" / f"step-{step}"
@@ -214,6 +215,10 @@ class JobProgress:
         with self._store.transaction():
             self.publish(f"{self._name}:ckpt-step-{step}", folder, step, read_history(self._folder))
         self.delete_old_checkpoints()
+
+    def _kept(self, step: int) -> Path:
+        """Return the folder of a checkpoint that is a model."""
+        return self._training.folder.resolve() / CHECKPOINTS / f"{self._id}-step-{step}"
 
     def publish(self, model: str, folder: Path, step: int, history: History) -> None:
         """Publish the adapter of a step as a model and a checkpoint of the job."""
@@ -237,10 +242,8 @@ class JobProgress:
         """Delete all checkpoints but the newest `MAX_CHECKPOINTS`."""
         for body in self._store.all(CHECKPOINT, parent=self._id)[:-MAX_CHECKPOINTS]:
             old = body["response"]
-            with self._store.transaction():
-                self._training.models.withdraw(old["fine_tuned_model_checkpoint"])
-                self._store.delete(CHECKPOINT, old["id"])
-            shutil.rmtree(self._folder / KEPT / f"step-{old['step_number']}", ignore_errors=True)
+            name, folder = old["fine_tuned_model_checkpoint"], self._kept(old["step_number"])
+            self._training.models.discard(name, folder, (CHECKPOINT, old["id"]))
 
 
 def results(history: History) -> bytes:
