@@ -8,7 +8,6 @@ reads it after each step, and saves and stops unless it is "running". A killed s
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import shutil
 import sqlite3
@@ -29,8 +28,7 @@ from peftkit.events import Listener
 from peftkit.execution.signals import Interrupted, pause_points
 from peftkit.files.disk import sha256_of, write_text
 from peftkit.files.strict_json import Json
-from peftkit.formats import folders
-from peftkit.formats.folders import CONFIG, NOTES, RECIPE, TENSORS, new_adapter_folder
+from peftkit.formats.folders import RECIPE
 from peftkit.recipe import Recipe
 from peftkit.report.history import read_history
 from peftkit.run import run
@@ -51,6 +49,7 @@ from peftkit_server.tuning.progress import (
     add_event,
     add_warning_once,
     changing,
+    copy_adapter,
     results,
 )
 from peftkit_server.tuning.recipes import grader_of, recipe_of
@@ -176,16 +175,9 @@ class Jobs:
     def _copy_start(self, id: str, model: str, owner: str) -> None:
         """Copy a client's model that a job starts from; it may be deleted while the job waits."""
         start = self._training.models.folder(model, owner)
-        if start is None or not start.is_relative_to(self._training.folder.resolve()):
-            return  # the base, or an operator's adapter
-        with new_adapter_folder(self.folder(id) / START, force=True) as new:
-            for name in (CONFIG, TENSORS, NOTES, folders.START):
-                if name == folders.START and not (start / name).exists():
-                    continue
-                try:
-                    os.link(start / name, new / name)
-                except OSError:  # not all file systems have links
-                    shutil.copyfile(start / name, new / name)
+        # not the base, nor an operator's adapter
+        if start is not None and start.is_relative_to(self._training.folder.resolve()):
+            copy_adapter(start, self.folder(id) / START)
 
     def change(self, id: str, owner: str, action: str) -> Json:
         """Cancel, pause or resume a job; return the response.

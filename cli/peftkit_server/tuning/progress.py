@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import os
 import shutil
 import signal
 import time
@@ -207,11 +208,7 @@ class JobProgress:
             return
         folder = self._kept(step)
         folder.parent.mkdir(exist_ok=True)
-        with new_adapter_folder(folder, force=True) as new:
-            checkpoint = self._folder / "checkpoints" / f"step-{step}"
-            for name in (CONFIG, TENSORS, NOTES, START):
-                if name != START or (checkpoint / name).exists():
-                    shutil.copyfile(checkpoint / name, new / name)
+        copy_adapter(self._folder / "checkpoints" / f"step-{step}", folder)
         with self._store.transaction():
             self.publish(f"{self._name}:ckpt-step-{step}", folder, step, read_history(self._folder))
         self.delete_old_checkpoints()
@@ -244,6 +241,17 @@ class JobProgress:
             old = body["response"]
             name, folder = old["fine_tuned_model_checkpoint"], self._kept(old["step_number"])
             self._training.models.discard(name, folder, (CHECKPOINT, old["id"]))
+
+
+def copy_adapter(source: Path, folder: Path) -> None:
+    """Copy the files of an adapter into a new folder, as links if the file system has them."""
+    with new_adapter_folder(folder, force=True) as new:
+        for name in (CONFIG, TENSORS, NOTES, START):
+            if name != START or (source / name).exists():
+                try:
+                    os.link(source / name, new / name)
+                except OSError:
+                    shutil.copyfile(source / name, new / name)
 
 
 def results(history: History) -> bytes:
