@@ -26,16 +26,9 @@ CREATE TABLE IF NOT EXISTS documents (
     parent TEXT NOT NULL, body TEXT NOT NULL, digest TEXT NOT NULL, UNIQUE (kind, id));
 CREATE INDEX IF NOT EXISTS of_parent ON documents (kind, parent);
 CREATE INDEX IF NOT EXISTS of_owner ON documents (kind, owner);
-CREATE TABLE IF NOT EXISTS entries (
-    number INTEGER PRIMARY KEY, parent TEXT NOT NULL, body TEXT NOT NULL, digest TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS entries_of ON entries (parent);
 """
-
-
 DATA = ("files", "jobs", "checkpoints", "tinker/weights")
 """Subfolders with data of clients, which the store describes."""
-OF_DOCUMENT, OF_ENTRY = ("kind", "id", "owner", "parent", "body"), ("parent", "body")
-"""Columns that a digest covers."""
 
 
 class StoreError(OutputError):
@@ -43,7 +36,7 @@ class StoreError(OutputError):
 
 
 class Store:
-    """Documents by kind and id, and journals of entries. Thread-safe.
+    """Documents by kind and id. Thread-safe.
 
     Args:
         folder: Folder of the server; created if needed.
@@ -97,12 +90,10 @@ class Store:
         (result,) = self._database.execute("PRAGMA integrity_check(1)").fetchone()
         if result != "ok":
             return str(result)
-        for name, columns in (("documents", OF_DOCUMENT), ("entries", OF_ENTRY)):
-            for *parts, digest in self._database.execute(
-                f"SELECT {', '.join(columns)}, digest FROM {name}"
-            ):
-                if digest != _digest(*parts):
-                    return f"{' '.join(parts[:-1])[:80]} does not match its digest."
+        rows = self._database.execute("SELECT kind, id, owner, parent, body, digest FROM documents")
+        for *parts, digest in rows:
+            if digest != _digest(*parts):
+                return f"{' '.join(parts[:-1])[:80]} does not match its digest."
         return ""
 
     def close(self) -> None:
@@ -208,17 +199,6 @@ class Store:
             delete()
         else:
             remove()
-
-    def append(self, parent: str, body: Json) -> None:
-        """Add an entry to the journal of a document."""
-        values = parent, json.dumps(body)
-        query = "INSERT INTO entries (parent, body, digest) VALUES (?, ?, ?)"
-        self._run(query, (*values, _digest(*values)))
-
-    def entries(self, parent: str) -> list[Json]:
-        """Return the journal of a document, oldest entry first."""
-        query = "SELECT body FROM entries WHERE parent = ? ORDER BY number"
-        return [json.loads(body) for (body,) in self._run(query, (parent,))]
 
     def _run(self, query: str, values: Sequence[object] = ()) -> list[Any]:
         """Return the rows of a query."""

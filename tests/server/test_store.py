@@ -37,17 +37,17 @@ def test_a_transaction_is_written_whole_or_not_at_all(tmp_path):
     def fails() -> None:
         with store.transaction():
             store.put("job", "j", {})
-            store.append("j", {"message": "begun"})
+            store.put("event", "e", {"message": "begun"}, parent="j")
             raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
         fails()
-    assert store.all("job") == store.entries("j") == []
+    assert store.all("job") == store.all("event", parent="j") == []
     with store.transaction():
         store.put("job", "j", {})
         with store.transaction():  # nested, as in a called function
-            store.append("j", {"message": "begun"})
-    assert store.entries("j") == [{"message": "begun"}]
+            store.put("event", "e", {"message": "begun"}, parent="j")
+    assert store.all("event", parent="j") == [{"message": "begun"}]
 
 
 def test_a_full_disk_is_told_and_costs_what_did_not_fit(tmp_path):
@@ -108,7 +108,7 @@ def test_threads_write_side_by_side(tmp_path):
 
     def write(name: str) -> None:
         for number in range(20):
-            store.append(name, {"n": number})
+            store.put("event", f"{name}{number}", {"n": number}, parent=name)
 
     threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
     for thread in threads:
@@ -116,7 +116,7 @@ def test_threads_write_side_by_side(tmp_path):
     for thread in threads:
         thread.join()
     for name in "abc":
-        assert [entry["n"] for entry in store.entries(name)] == list(range(20))
+        assert [event["n"] for event in store.all("event", parent=name)] == list(range(20))
 
 
 @pytest.mark.smoke
@@ -153,7 +153,7 @@ def test_a_damaged_store_is_named(tmp_path):
     with closing(Store(tmp_path)) as store:
         for number in range(40):
             store.put("file", f"file-{number}", {"bytes": number, "name": "rows"}, owner="ann")
-            store.append(f"file-{number}", {"message": f"entry {number}"})
+            store.put("event", f"e-{number}", {"message": f"entry {number}"}, parent="j")
     path = tmp_path / FILE
     undamaged = path.read_bytes()
     for text in (b'"bytes": 17', b"entry 23", b"ann", b"SQLite format", b"documents"):

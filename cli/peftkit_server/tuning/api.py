@@ -30,7 +30,7 @@ from peftkit_server.tuning.bodies import GraderBody, GraderRun, JobBody
 from peftkit_server.tuning.files import Files, Page
 from peftkit_server.tuning.grader_process import ProcessCode
 from peftkit_server.tuning.jobs import ACTIONS, Jobs
-from peftkit_server.tuning.progress import CHECKPOINT, JOB
+from peftkit_server.tuning.progress import CHECKPOINT, EVENT, JOB
 from peftkit_server.tuning.recipes import grader_of
 from peftkit_server.validation import Strict, read_body
 
@@ -114,7 +114,7 @@ class _Api:
 
     def events(self, request: Request) -> Response:
         page, id = Page.of(request), self._job(request)["id"]
-        return page.response(self._store.entries(id)[::-1])
+        return page.response(self._store.all(EVENT, parent=id)[::-1])
 
     def checkpoints(self, request: Request) -> Response:
         page, id = Page.of(request, default=10), self._job(request)["id"]

@@ -33,9 +33,10 @@ from peftkit_server.training import Training
 
 CHECKPOINTS = "checkpoints"
 """Subfolder of the server for the checkpoints that are models."""
-JOB, CHECKPOINT = "job", "checkpoint"
+JOB, CHECKPOINT, EVENT = "job", "checkpoint", "event"
 """Kinds of documents. Fields: `response`, the object that clients receive; of a job further
-`request`, its body; `name`, the name of its model; and `base`, the base it trains over."""
+`request`, its body; `name`, the name of its model; and `base`, the base it trains over. An event is
+that object itself."""
 ENDED = ("succeeded", "failed", "cancelled")
 
 Level = Literal["info", "warn", "error"]
@@ -64,7 +65,7 @@ def add_event(
     store: Store, id: str, text: str, level: Level = "info", data: Mapping[str, Any] | None = None
 ) -> None:
     """Append an event to a job's journal; its message is one line."""
-    event = {
+    event: dict[str, Any] = {
         "object": "fine_tuning.job.event",
         "id": new_id("ftevent-"),
         "created_at": int(time.time()),
@@ -73,12 +74,12 @@ def add_event(
         "type": "metrics" if data else "message",
         "data": dict(data or {}),
     }
-    store.append(id, event)
+    store.put(EVENT, event["id"], event, parent=id)
 
 
 def add_warning_once(store: Store, id: str, text: str) -> None:
     """Add a warning unless the job has it already; a resumed run repeats its notices."""
-    if _line(text) not in (event["message"] for event in store.entries(id)):
+    if _line(text) not in (event["message"] for event in store.all(EVENT, parent=id)):
         add_event(store, id, text, "warn")
 
 
