@@ -138,8 +138,6 @@ class Body(_Unsupported, SamplingFields):
         *("prompt_cache_retention", "safety_identifier", "service_tier", "store"),
     )
     UNSUPPORTED = frozenset(_Unsupported.model_fields)
-    keeps_end: ClassVar[bool] = False
-    """Whether the reported tokens include the end token."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
@@ -163,26 +161,6 @@ class Body(_Unsupported, SamplingFields):
     def stop_texts(self) -> tuple[str, ...]:
         """Texts that end a completion."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def num_top(self) -> int | None:
-        """Number of top tokens to report with each token; None: no log-probabilities."""
-        raise NotImplementedError
-
-    @property
-    def num_prompts(self) -> int:
-        """Number of prompts of the request."""
-        return 1
-
-    @property
-    def schema_of_answer(self) -> dict[str, object] | None:
-        """The JSON schema of the completion, if any."""
-        return None
-
-    @property
-    def stop_ids(self) -> Sequence[int]:
-        """End tokens in addition to the model's."""
-        return ()
 
     @property
     def wants_usage(self) -> bool:
@@ -248,11 +226,8 @@ class ChatBody(Body):
         return ToolUse.of(self.tools or (), self.tool_choice, self.parallel_tool_calls)
 
     @property
-    def num_top(self) -> int | None:
-        return self.top_logprobs or 0 if self.logprobs else None
-
-    @property
     def schema_of_answer(self) -> dict[str, object] | None:
+        """The JSON schema of the completion, if any."""
         if self.response_format is None or self.response_format.type == "text":
             return None
         form = self.response_format.json_schema
@@ -297,14 +272,6 @@ class TextBody(Body):
         | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True)]
     )
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-
-    @property
-    def num_top(self) -> int | None:
-        return self.logprobs
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.prompts())
 
     def prompts(self) -> Sequence[str | list[int]]:
         """Return the prompts, as texts or token ids."""
