@@ -30,6 +30,7 @@ from peftkit_server.validation import NullIsUnset, Strict, check_schema
 MAX_TOKENS = 1 << 20
 StopText = Annotated[str, Field(max_length=256)]
 """A stop text; its length is limited because the server searches for it at each token."""
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_BIASES = 1024
 TokenId = Annotated[str, Field(pattern=r"^(0|[1-9]\d{0,8})$")]
 
@@ -203,9 +204,7 @@ class ChatBody(Body):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     """Variables of the chat template; by default, the adapter's from training."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
+    reasoning_effort: Effort | None = None
 
     @model_validator(mode="after")
     def _requests_log_probs(self) -> ChatBody:
