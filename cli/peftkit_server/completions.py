@@ -35,7 +35,6 @@ from peftkit_server.limits import Limits
 from peftkit_server.models import BARE, Models
 from peftkit_server.refusals import RequestError
 from peftkit_server.requests import Body, ChatBody, TextBody
-from peftkit_server.schedule import Share
 from peftkit_server.threads import DaemonThreads, awaited
 from peftkit_server.tokens import TokenBody, token_answers, token_bytes, unknown_token, vocabulary
 from peftkit_server.tool_fields import ToolUse
@@ -108,9 +107,7 @@ class ParsedRequest(NamedTuple):
 class ChatService:
     """The endpoints of models that complete prompts."""
 
-    def __init__(
-        self, bank: AdapterBank, models: Models, worker: Worker, limits: Limits, share: Share
-    ) -> None:
+    def __init__(self, bank: AdapterBank, models: Models, worker: Worker, limits: Limits) -> None:
         self._bank, self._models, self._worker, self._limits = bank, models, worker, limits
         self._began, self._context = time.time(), context_length(bank.base.model.config)
         digest = hashlib.sha256(repr(bank.base.fingerprint).encode()).hexdigest()
@@ -122,7 +119,7 @@ class ChatService:
         self._stops = cache(lambda style: tuple(stop_ids(bank.base.tokenizer, style)))
         # prompts are slow to prepare, and tokenizers are not thread-safe: one thread
         self._thread = DaemonThreads(1, "peftkit-requests")
-        self._grammar_threads = DaemonThreads(GRAMMAR_THREADS, "peftkit-grammars", share)
+        self._grammar_threads = DaemonThreads(GRAMMAR_THREADS, "peftkit-grammars", limits.share)
 
     def close(self) -> None:
         """Drop requests that are not parsed yet."""

@@ -31,10 +31,10 @@ from peftkit_server.validation import read_body
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def client_routes(service: ChatService, limits: Limits, num_keys: int) -> Sequence[BaseRoute]:
+def client_routes(service: ChatService, limits: Limits) -> Sequence[BaseRoute]:
     """Return the routes of /v1/responses and /v1/messages."""
     size = limits.response_bytes
-    responses = _Responses(service, KeptResponses(size, limits.share(size, num_keys)))
+    responses = _Responses(service, KeptResponses(size, limits.share(size)))
     messages = _Messages(service, limits)
     return [
         Route("/v1/responses", partial(service.respond, parse=responses.parsed), methods=["POST"]),

@@ -79,7 +79,7 @@ class _Api:
         self._graders = DaemonThreads(
             training.limits.graders,
             "peftkit-graders",
-            training.quotas.share,
+            training.limits.share,
             max_calls=2 * training.limits.graders,
             kind="graders",
             code="graders",
