@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from peftkit.data.generation import prompt_ids, stop_ids
 from peftkit.data.style import Style
@@ -44,17 +44,13 @@ def dialect(training: Training) -> Dialect:
     """Return OpenAI's fine-tuning API."""
     files = Files(training)
     jobs = Jobs(training, files)
+    api = _Api(training, jobs)
 
     def on_start() -> None:
         files.tidy()
         jobs.resume()
 
-    api = _Api(training, jobs)
-    return Dialect(_routes(files, api), on_start, api.close)
-
-
-def _routes(files: Files, api: _Api) -> list[BaseRoute]:
-    return [
+    routes = [
         Route("/v1/files", files.upload, methods=["POST"]),
         Route("/v1/files", files.listed),
         Route("/v1/files/{id}", files.retrieve),
@@ -69,6 +65,7 @@ def _routes(files: Files, api: _Api) -> list[BaseRoute]:
         Route(GRADERS + "/validate", api.validate, methods=["POST"]),
         Route(GRADERS + "/run", api.grade, methods=["POST"]),
     ]
+    return Dialect(routes, on_start, api.close)
 
 
 class _Api:

@@ -223,7 +223,7 @@ class Jobs:
         """Validate a job's files, write its recipe, and queue it."""
         with self._retrying(id, self._start_validation):
             try:
-                if self._has_ended(id) or self._waits_for_base(id):
+                if not self._may_run(id):
                     return
                 with full_disk_as_store_error(), self._attempt(id):
                     self._make_recipe(id)
@@ -325,7 +325,7 @@ class Jobs:
             timer.start()
 
     def _run_once(self, id: str, yield_model: Callable[[], None]) -> None:
-        if self._has_ended(id) or self._waits_for_base(id):
+        if not self._may_run(id):
             return
         with changing(self._store, id) as job:
             if job["response"]["status"] not in ("queued", "running"):
@@ -391,19 +391,17 @@ class Jobs:
             if (file := job["response"][name]) is not None:
                 self._files.check(file)
 
-    def _waits_for_base(self, id: str) -> bool:
-        """Return whether a job was created over another base than the server's; log that."""
-        base = self._store.existing(JOB, id)["base"]
-        if base["fingerprint"] == self._server_base["fingerprint"]:
+    def _may_run(self, id: str) -> bool:
+        """Return whether a job has not ended and has the server's base; log another base."""
+        job = self._store.existing(JOB, id)
+        if _has_ended(job):
             return False
-        text = f"The job waits for a server with its base: {base['model']}"
+        if job["base"]["fingerprint"] == self._server_base["fingerprint"]:
+            return True
+        text = f"The job waits for a server with its base: {job['base']['model']}"
         add_warning_once(self._store, id, text)
         self._training.log(f"{id}: {text}")
-        return True
-
-    def _has_ended(self, id: str) -> bool:
-        job = self._store.get(JOB, id)
-        return job is None or _has_ended(job)
+        return False
 
     def _finish(self, id: str, progress: JobProgress) -> None:
         """Publish a job's adapter, unless the job was cancelled or paused after its last step."""
