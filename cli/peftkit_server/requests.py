@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from peftkit.files.strict_json import Json
 from peftkit.inference.call_formats import CallFormat
@@ -77,28 +77,22 @@ class _StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-def _refuse(value: object) -> Any:
-    if value is not None:
-        raise ValueError("unsupported")
-    return value
-
-
-class _Unsupported(Strict):
+class _Unsupported(NullIsUnset):
     """Unsupported fields; only their default values are accepted."""
 
-    audio: Annotated[Any, AfterValidator(_refuse)] = None
+    audio: None = None
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     echo: Literal[False] | None = None
     function_call: Literal["none", "auto"] | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     modalities: list[Literal["text"]] | None = None
-    moderation: Annotated[Any, AfterValidator(_refuse)] = None
+    moderation: None = None
     suffix: Annotated[str, Field(max_length=0)] | None = None
     verbosity: Literal["medium"] | None = None
-    web_search_options: Annotated[Any, AfterValidator(_refuse)] = None
+    web_search_options: None = None
 
 
-class SamplingFields(Strict):
+class SamplingFields(NullIsUnset):
     """Settings of the sampling of each token; None: the server's default."""
 
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -148,15 +142,6 @@ class Body(_Unsupported, SamplingFields):
     stop: StopText | Annotated[list[StopText], Field(max_length=4)] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_unknown_nulls(cls, fields: Any) -> Any:
-        """Drop unknown fields that are null: clients send unset options this way."""
-        if not isinstance(fields, dict):
-            return fields
-        known = cls.model_fields
-        return {name: value for name, value in fields.items() if value is not None or name in known}
 
     @property
     def stop_texts(self) -> tuple[str, ...]:

@@ -31,21 +31,23 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_ignored(cls, fields: Any) -> Any:
+    def _used(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        return {name: value for name, value in fields.items() if name not in cls.IGNORED}
+        return {name: value for name, value in fields.items() if cls.is_used(name, value)}
+
+    @classmethod
+    def is_used(cls, name: str, value: object) -> bool:
+        """Return whether a field is validated; others are dropped."""
+        return name not in cls.IGNORED
 
 
 class NullIsUnset(Strict):
     """Strict fields without nulls: clients send null for unset fields, and repeat responses."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        return {name: value for name, value in fields.items() if value is not None}
+    def is_used(cls, name: str, value: object) -> bool:
+        return value is not None and super().is_used(name, value)
 
 
 B = TypeVar("B", bound=Strict)

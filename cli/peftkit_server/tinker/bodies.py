@@ -39,7 +39,7 @@ PATH = re.compile(
     r"tinker://([A-Za-z0-9_:-]{1,128})/(weights|sampler_weights)/([A-Za-z0-9_.-]{1,128})"
 )
 MAX_RANK, MAX_SAMPLES, MAX_TOP, MAX_STOPS = 1024, 1024, 64, 64
-EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
+EMPTY: tuple[Any, ...] = (False, 0, "", [], {})
 
 
 class Body(NullIsUnset):
@@ -47,16 +47,10 @@ class Body(NullIsUnset):
 
     type: str | None = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _without_empty_ones(cls, fields: Any) -> Any:
-        """Drop empty fields of newer clients."""
-        if not isinstance(fields, dict):
-            return fields
-        known = cls.model_fields
-        return {
-            name: value for name, value in fields.items() if name in known or value not in EMPTY
-        }
+    def is_used(cls, name: str, value: object) -> bool:
+        is_empty = name not in cls.model_fields and value in EMPTY  # a field of newer clients
+        return not is_empty and super().is_used(name, value)
 
 
 class NewSession(Body):
