@@ -94,8 +94,8 @@ def _request_error(problem: ValidationError, kind: type[Strict]) -> RequestError
     fields = [str(error["loc"][0])[:MAX_NAME] if error["loc"] else "" for error in errors]
     for field, error in zip(fields, errors, strict=True):
         # pydantic adds the types of a union's branches: keep fields and indices only
-        parts = (part if isinstance(part, int) else part[:MAX_NAME] for part in error["loc"])
-        path = [part for part in parts if isinstance(part, int) or part.isidentifier()]
+        rest = [str(part)[:MAX_NAME] for part in error["loc"][1:]]
+        path = [field, *(part for part in rest if part.isdecimal() or part.isidentifier())]
         message = error["msg"]
         if field in kind.UNSUPPORTED:
             message = "this server does not support the field; remove it."
@@ -103,7 +103,7 @@ def _request_error(problem: ValidationError, kind: type[Strict]) -> RequestError
             known = (*kind.model_fields, *kind.IGNORED)
             hint = did_you_mean(field, known) if len(path) == 1 else ""
             message = f"unknown field. {hint}"
-        lines[f"{'.'.join(map(str, path))}: {message}".rstrip()] = None
+        lines[f"{'.'.join(path)}: {message}".rstrip()] = None
     return RequestError(
         text,
         found=first_few(lines, 5),

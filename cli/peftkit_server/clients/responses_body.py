@@ -24,11 +24,7 @@ class _Text(NullIsUnset):
 
 class _Refusal(NullIsUnset):
     type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
+    text: Annotated[str, Field(alias="refusal")]
 
 
 _Part = Annotated[_Text | _Refusal, Field(discriminator="type")]

@@ -27,7 +27,7 @@ from peftkit_server.refusals import RequestError
 from peftkit_server.threads import DaemonThreads
 from peftkit_server.training import Dialect, Training
 from peftkit_server.tuning.bodies import GraderBody, GraderRun, JobBody
-from peftkit_server.tuning.files import Files, Page
+from peftkit_server.tuning.files import Files, page_of
 from peftkit_server.tuning.grader_process import ProcessCode
 from peftkit_server.tuning.jobs import ACTIONS, Jobs
 from peftkit_server.tuning.progress import CHECKPOINT, EVENT, JOB
@@ -104,19 +104,18 @@ class _Api:
 
     def jobs(self, request: Request) -> Response:
         jobs = [job["response"] for job in self._store.all(JOB, request.state.owner)]
-        return Page.of(request).response(jobs[::-1])
+        return page_of(request, jobs[::-1])
 
     def job(self, request: Request) -> Response:
         return JSONResponse(self._job(request))
 
     def events(self, request: Request) -> Response:
-        page, id = Page.of(request), self._job(request)["id"]
-        return page.response(self._store.all(EVENT, parent=id)[::-1])
+        events = self._store.all(EVENT, parent=self._job(request)["id"])
+        return page_of(request, events[::-1])
 
     def checkpoints(self, request: Request) -> Response:
-        page, id = Page.of(request, default=10), self._job(request)["id"]
-        checkpoints = [each["response"] for each in self._store.all(CHECKPOINT, parent=id)]
-        return page.response(checkpoints[::-1])
+        checkpoints = self._store.all(CHECKPOINT, parent=self._job(request)["id"])
+        return page_of(request, [each["response"] for each in checkpoints[::-1]], default=10)
 
     def change(self, request: Request) -> Response:
         action = request.url.path.rpartition("/")[2]
