@@ -36,7 +36,7 @@ class Weights:
         self._folder.mkdir(parents=True, exist_ok=True)
         for saved in self._store.all(KIND):
             if saved["is_unnamed"]:  # their samplers do not survive a restart
-                self._discard(saved)
+                self.discard(saved)
         complete = {saved["folder"] for saved in self._store.all(KIND)}
         for folder in self._folder.iterdir():
             if folder.name not in complete:
@@ -128,21 +128,13 @@ class Weights:
         self._models.sweep()
         return sorted(self._store.all(KIND, owner, model_id), key=lambda saved: saved["time"])
 
-    def delete(self, path: str, owner: str) -> None:
-        """Delete weights.
-
-        Raises:
-            RequestError: As `get`.
-        """
-        self._discard(self.get(path, owner))
-
     def drop_unnamed(self, owner: str, model_id: str, *, keep: int = 0) -> None:
         """Delete the unnamed weights of a model, except the newest `keep`."""
         unnamed = [saved for saved in self.all(owner, model_id) if saved["is_unnamed"]]
         for saved in unnamed[: max(len(unnamed) - keep, 0)]:
-            self._discard(saved)
+            self.discard(saved)
 
-    def _discard(self, saved: Json) -> None:
+    def discard(self, saved: Json) -> None:
         self._models.discard(saved["path"], self.folder(saved))
 
 
@@ -219,7 +211,7 @@ class Runs:
 
     def delete_checkpoint(self, owner: str, id: str, use: str, name: str) -> Reply:
         """Delete saved weights."""
-        self._weights.delete(f"tinker://{id}/{use}/{name}", owner)
+        self._weights.discard(self._weights.get(f"tinker://{id}/{use}/{name}", owner))
         return {}
 
     def weights_info(self, body: OfPath, context: RequestContext) -> Reply:
