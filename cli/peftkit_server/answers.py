@@ -26,7 +26,13 @@ Event = Json | None
 
 
 class Reply(ABC):
-    """The response to one request, as a state machine that each output advances."""
+    """The response to one request, as a state machine that each output advances.
+
+    Attributes:
+        response: The response of one completion, whole after its last output.
+    """
+
+    response: Json
 
     @abstractmethod
     def start(self, num_prompt: int) -> Sequence[Event]:
@@ -44,9 +50,11 @@ class Reply(ABC):
     def failed(self, error: PeftkitError) -> Sequence[Event]:
         """Return the events of an error after the stream has begun."""
 
-    @abstractmethod
-    def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, object]:
+    def whole(self, answers: Sequence[Output], num_prompt: int) -> Json:
         """Return the response with whole completions."""
+        self.start(num_prompt)
+        self.take(0, *answers)
+        return self.response
 
     def streamed(
         self, generations: Sequence[Generation], queue: OutputQueue, num_prompt: int
@@ -117,7 +125,7 @@ class OpenAIReply(Reply):
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, object]:
+    def whole(self, answers: Sequence[Output], num_prompt: int) -> Json:
         choices = [
             self._choice(index, "message", message(answer), answer)
             for index, answer in enumerate(answers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -62,13 +63,12 @@ def make_app(
     Raises:
         OutputError: The folder of `training` cannot be used.
     """
-    limits = limits or Limits()
+    limits = replace(limits or Limits(), num_keys=len(keys))
     store = Store(training.folder) if training else None
     models = Models(bank, store, training.names if training else ())
     hide(bank.base.name, *(bank.file(name).folder for name in bank.names))
     if training:
         hide(training.folder)
-    share = partial(limits.share, num_keys=len(keys))
     worker = Worker(
         bank,
         limits=EngineLimits(
@@ -80,11 +80,11 @@ def make_app(
             prefix_tokens=PREFIX_TOKENS,
         ),
         max_waiting=limits.max_waiting,
-        share=share,
+        share=limits.share,
         ready=models.load,
     )
-    service, metrics = ChatService(bank, models, worker, limits, share), ServerMetrics(worker)
-    threads = DaemonThreads(BODY_THREADS, "peftkit-bodies", share)
+    service, metrics = ChatService(bank, models, worker, limits), ServerMetrics(worker)
+    threads = DaemonThreads(BODY_THREADS, "peftkit-bodies", limits.share)
     training_apis: Sequence[Dialect] = ()
     if training and store:
         training_apis = _dialects(
@@ -94,7 +94,7 @@ def make_app(
                 worker=worker,
                 store=store,
                 models=models,
-                quotas=Quotas(limits, store, len(keys), models.sweep),
+                quotas=Quotas(limits, store, models.sweep),
                 threads=threads,
             )
         )
@@ -138,7 +138,7 @@ def make_app(
             )
         ),
         *wrong_routes(COMPLETING),
-        *client_routes(service, limits, len(keys)),
+        *client_routes(service, limits),
         *(route for dialect in training_apis for route in dialect.routes),
     ]
     # with keys, web pages cannot use a visitor's access: browsers do not add the key

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from peftkit.data.chat_template import own_template
 from peftkit.data.generation import prompt_ids, stop_ids
 from peftkit.data.style import Style
+from peftkit.files.strict_json import JsonMap
 from peftkit.forward.row_lengths import context_length
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.calls import CallStyle
@@ -34,7 +35,6 @@ from peftkit_server.limits import Limits
 from peftkit_server.models import BARE, Models
 from peftkit_server.refusals import RequestError
 from peftkit_server.requests import Body, ChatBody, TextBody
-from peftkit_server.schedule import Share
 from peftkit_server.threads import DaemonThreads, awaited
 from peftkit_server.tokens import TokenBody, token_answers, token_bytes, unknown_token, vocabulary
 from peftkit_server.tool_fields import ToolUse
@@ -55,17 +55,25 @@ class ParsedRequest(NamedTuple):
         adapter: Name in the bank; None: the base.
         style: Prompt style of the adapter.
         prompts: Token ids.
+        num_top: Number of top tokens to report with each token; None: no log-probabilities.
+        schema: JSON schema of the completions, if any.
         calls: Syntax of tool calls; None: the request uses no tools.
         reply: Format of the response; None: chat or text completions.
+        stop_ids: End tokens in addition to the model's.
+        keeps_end: Whether the reported tokens include the end token.
     """
 
     body: Body
     adapter: str | None
     style: Style
     prompts: list[list[int]]
+    num_top: int | None = None
+    schema: JsonMap | None = None
     calls: CallStyle | None = None
     tools: ToolUse | None = None
     reply: Reply | None = None
+    stop_ids: Sequence[int] = ()
+    keeps_end: bool = False
 
     def call_parser(self, prompt: Sequence[int]) -> AnswerCalls | None:
         """Return the parser of tool calls in a completion; None: the completion is plain text."""
@@ -80,8 +88,8 @@ class ParsedRequest(NamedTuple):
         Raises:
             RequestError: The model's call format has no grammar.
         """
-        if (schema := self.body.schema_of_answer) is not None:
-            return json_grammar(schema)
+        if self.schema is not None:
+            return json_grammar(self.schema)
         if self.calls is None or self.tools is None or not self.tools.forced:
             return None
         thinks = self.calls.thinks(self.prompts[0])
@@ -99,9 +107,7 @@ class ParsedRequest(NamedTuple):
 class ChatService:
     """The endpoints of models that complete prompts."""
 
-    def __init__(
-        self, bank: AdapterBank, models: Models, worker: Worker, limits: Limits, share: Share
-    ) -> None:
+    def __init__(self, bank: AdapterBank, models: Models, worker: Worker, limits: Limits) -> None:
         self._bank, self._models, self._worker, self._limits = bank, models, worker, limits
         self._began, self._context = time.time(), context_length(bank.base.model.config)
         digest = hashlib.sha256(repr(bank.base.fingerprint).encode()).hexdigest()
@@ -113,7 +119,7 @@ class ChatService:
         self._stops = cache(lambda style: tuple(stop_ids(bank.base.tokenizer, style)))
         # prompts are slow to prepare, and tokenizers are not thread-safe: one thread
         self._thread = DaemonThreads(1, "peftkit-requests")
-        self._grammar_threads = DaemonThreads(GRAMMAR_THREADS, "peftkit-grammars", share)
+        self._grammar_threads = DaemonThreads(GRAMMAR_THREADS, "peftkit-grammars", limits.share)
 
     def close(self) -> None:
         """Drop requests that are not parsed yet."""
@@ -143,12 +149,14 @@ class ChatService:
 
     def tokens(self, data: bytes, owner: str) -> ParsedRequest:
         body = self._parse(data, TokenBody)
-        return ParsedRequest(body, *self._model(body, owner), [self._ids(body.token_ids)])
+        prompt, stop_ids = self._ids(body.token_ids), body.stop_token_ids or ()
+        request = ParsedRequest(body, *self._model(body, owner), [prompt], num_top=0)
+        return request._replace(stop_ids=stop_ids, keeps_end=True)
 
     def text(self, data: bytes, owner: str) -> ParsedRequest:
         body = self._parse(data, TextBody)
         prompts = [self._ids(prompt) for prompt in body.prompts()]
-        return ParsedRequest(body, *self._model(body, owner), prompts)
+        return ParsedRequest(body, *self._model(body, owner), prompts, body.logprobs)
 
     def chat(self, data: bytes, owner: str) -> ParsedRequest:
         return self.chat_request(self._parse(data, ChatBody), owner)
@@ -172,13 +180,15 @@ class ChatService:
         render = partial(
             prompt_ids, tokenizer, prompt, style, variables=variables, limit=self._context
         )
+        num_top = body.top_logprobs or 0 if body.logprobs else None
         ids = render()
+        request = ParsedRequest(body, adapter, style, [ids], num_top, body.schema_of_answer)
         if tools is None or not tools.offered:
-            return ParsedRequest(body, adapter, style, [ids])
+            return request
         with_tools = render(tools.offered)
         if with_tools == ids:
             raise RequestError("the model's chat template ignores tools.", param="tools")
-        return ParsedRequest(body, adapter, style, [with_tools], calls, tools)
+        return request._replace(prompts=[with_tools], calls=calls, tools=tools)
 
     def _parse(self, data: bytes, kind: type[B]) -> B:
         """Parse a request body; refuse more completions than the server allows.
@@ -188,7 +198,8 @@ class ChatService:
         """
         body = read_body(data, kind)
         copies = body.n or 1
-        if not 0 < (number := body.num_prompts * copies) <= self._limits.max_batch:
+        number = copies * (len(body.prompts()) if isinstance(body, TextBody) else 1)
+        if not 0 < number <= self._limits.max_batch:
             raise RequestError(
                 f"the request is for {number} completions.",
                 fix=f"Request 1 to {self._limits.max_batch}.",
@@ -243,7 +254,7 @@ class ChatService:
             partial(token_bytes, self._bank.base.tokenizer),
             self._fingerprint,
             body.wants_usage,
-            body.num_top,
+            parsed.num_top,
             parsed.tools is not None and parsed.tools.is_named,
         )
         if body.stream:
@@ -264,7 +275,7 @@ class ChatService:
         owner: str,
         take: Callable[[int, Output | Exception], None],
     ) -> list[Generation]:
-        body, adapter, style, prompts, calls, *_ = parsed
+        body, prompts, calls = parsed.body, parsed.prompts, parsed.calls
         copies, temperature = body.n or 1, body.temperature
         length = body.max_new_tokens or self._limits.max_new_tokens
         size = vocabulary(self._bank.base.model)
@@ -279,8 +290,8 @@ class ChatService:
                 top_p=body.top_p or 1.0,
                 seed=resolve_seed(body.seed),
                 top_k=max(body.top_k or 0, 0),  # 0: all tokens
-                stops=[*(calls.stops if calls else self._stops(style)), *body.stop_ids],
-                top_logprobs=body.num_top or 0,
+                stops=[*(calls.stops if calls else self._stops(parsed.style)), *parsed.stop_ids],
+                top_logprobs=parsed.num_top or 0,
                 min_p=body.min_p or 0.0,
                 penalties=body.penalties,
             )
@@ -288,14 +299,14 @@ class ChatService:
                 ids,
                 sampling,
                 seed_of(sampling, index),
-                adapter,
-                log_probs=body.num_top is not None,
+                parsed.adapter,
+                log_probs=parsed.num_top is not None,
                 constraint=self._constraint(grammar, tuple(sampling.stops)),
             )
             parser = parsed.call_parser(ids)
             send = partial(take, index)
             generations.append(
-                Generation(engine_request, send, body.stop_texts, parser, body.keeps_end, owner)
+                Generation(engine_request, send, body.stop_texts, parser, parsed.keeps_end, owner)
             )
         return generations
 

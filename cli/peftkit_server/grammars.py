@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,10 +106,6 @@ class Grammars:
         return Constraint(matcher, self._vocab_size)
 
 
-_checked: OrderedDict[tuple[Grammar, Limits], str] = OrderedDict()
-_lock = threading.Lock()
-
-
 def check_grammar(grammar: Grammar, limits: Limits = DEFAULTS) -> None:
     """Compile a grammar in a subprocess with limits; any thread may call this.
 
@@ -125,25 +120,20 @@ def check_grammar(grammar: Grammar, limits: Limits = DEFAULTS) -> None:
     if len(text) > limits.schema_bytes:
         reason = f"It has {len(text):,} characters; the limit is {limits.schema_bytes:,}."
         raise _no_grammar(reason, "Use a smaller schema.", param)
-    key = grammar, limits
-    with _lock:
-        problem = _checked.get(key)
-    if problem is None:
-        folder = str(Path(spec.origin).parents[1])
-        try:
-            problem = _compiled(text, folder, limits, is_lark=is_lark)
-        except TimeoutError as error:
-            raise _no_grammar(str(error), _FIX, param) from None
-        with _lock:
-            _checked[key] = problem
-            while len(_checked) > KEPT:
-                _checked.popitem(last=False)
+    try:
+        problem = _compiled(text, is_lark, str(Path(spec.origin).parents[1]), limits)
+    except TimeoutError as error:
+        raise _no_grammar(str(error), _FIX, param) from None
     if problem:
         raise _no_grammar(problem.splitlines()[0], _FIX, param)
 
 
-def _compiled(text: str, folder: str, limits: Limits, *, is_lark: bool) -> str:
+@lru_cache(KEPT)
+def _compiled(text: str, is_lark: bool, folder: str, limits: Limits) -> str:
     """Return what is wrong with a grammar; "": nothing.
+
+    Args:
+        folder: The site-packages folder of llguidance.
 
     Raises:
         TimeoutError: It takes too long by the clock, perhaps because the machine is busy.

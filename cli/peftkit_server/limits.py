@@ -22,6 +22,7 @@ class Limits:
         max_waiting: Most prompts that wait; further requests receive HTTP 429.
         max_new_tokens: Default maximum length of a completion.
         temperature: Default temperature; 0 is greedy.
+        num_keys: Number of API keys; 0: the server requires none.
     """
 
     max_batch: int = 32
@@ -57,16 +58,17 @@ class Limits:
     key_models: int = 10_000
     key_bytes: int = 256 << 30
     key_records: int = 100_000
+    num_keys: int = 0
 
-    def share(self, total: int, num_keys: int) -> int:
-        """Return the part of a common limit that one of `num_keys` keys may use."""
-        return total if num_keys < 2 else max(1, int(total * self.key_share))
+    def share(self, total: int) -> int:
+        """Return the part of a common limit that one key may use."""
+        return total if self.num_keys < 2 else max(1, int(total * self.key_share))
 
 
 DEFAULTS = Limits()
 OPTIONS = ("max_batch", "max_waiting", "max_new_tokens", "temperature")
 """Fields with an option in `peftkit serve`."""
-NAMES = tuple(each.name for each in fields(Limits) if each.name not in OPTIONS)
+NAMES = tuple(each.name for each in fields(Limits) if each.name not in (*OPTIONS, "num_keys"))
 _NUMBER = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)([kMG]?)", re.ASCII)
 _SUFFIXES = {"": 1, "k": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -100,15 +102,10 @@ def parse_limits(settings: Sequence[str]) -> dict[str, Any]:
 def _value(name: str, text: str) -> int | float:
     match = _NUMBER.fullmatch(text)
     value = float(match[1]) * _SUFFIXES[match[2]] if match else 0.0
+    fix = "Use a whole number from 1; k, M and G multiply by 1,024 and its powers."
+    is_valid = value >= 1 and value.is_integer()
     if name == "key_share":
-        if not 0 < value <= 1:
-            raise ConfigError(
-                f"the limit {name} is '{text[:40]}'.", fix="Use a number from 0 to 1, such as 0.5."
-            )
-        return value
-    if value < 1 or value != int(value):
-        raise ConfigError(
-            f"the limit {name} is '{text[:40]}'.",
-            fix="Use a whole number from 1; k, M and G multiply by 1,024 and its powers.",
-        )
-    return int(value)
+        is_valid, fix = 0 < value <= 1, "Use a number from 0 to 1, such as 0.5."
+    if not is_valid:
+        raise ConfigError(f"the limit {name} is '{text[:40]}'.", fix=fix)
+    return value if name == "key_share" else int(value)

@@ -13,8 +13,7 @@ import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 from peftkit.base.new_tokens import style_over
@@ -30,8 +29,8 @@ from peftkit_server.store import Store, new_id
 
 BARE = "base"
 """Model name of the base without an adapter."""
-KIND, KEPT = MODEL, "kept"
-"""Kind of the store's documents of published adapters; subfolder of a job for its checkpoints."""
+KIND = MODEL
+"""Kind of the store's documents of published adapters."""
 MAX_LOADED = 16
 """Published adapters in memory."""
 
@@ -53,8 +52,6 @@ class Models:
         self._loaded: OrderedDict[str, str] = OrderedDict()
         self._style = cache(_style_of)
         self._expires = 0.0  # when the next model may expire
-        if store is not None:
-            _add_parents(store)
         self.sweep()
 
     def sweep(self) -> None:
@@ -70,7 +67,7 @@ class Models:
             if (expires := model.get("expires")) is None:
                 continue
             if expires <= now:
-                self._discard(model)
+                self.discard(model["name"], Path(model["folder"]))
             else:
                 self._expires = min(self._expires, expires)
 
@@ -93,11 +90,6 @@ class Models:
         if expires is not None:
             self._expires = min(self._expires, expires)
 
-    def withdraw(self, name: str) -> None:
-        """Remove a published name; running completions continue."""
-        assert self._store is not None
-        self._store.delete(KIND, name)
-
     def delete(self, name: str, owner: str) -> None:
         """Delete a client's model and its files; running completions continue.
 
@@ -111,12 +103,17 @@ class Models:
                 status=403,
                 param="model",
             )
-        self._discard(self._published(name, owner))
+        self.discard(name, Path(self._published(name, owner)["folder"]))
 
-    def _discard(self, model: Json) -> None:
+    def discard(self, name: str, folder: Path, *documents: tuple[str, str]) -> None:
+        """Remove a published model with its folder; running completions continue.
+
+        Args:
+            documents: Further documents of the store that describe it, by kind and id.
+        """
         assert self._store is not None
-        documents = [(KIND, model["name"]), (WEIGHTS, model["name"])]
-        self._store.discard(documents, partial(_remove, Path(model["folder"])))
+        documents = (KIND, name), (WEIGHTS, name), *documents
+        self._store.discard(documents, lambda: shutil.rmtree(folder, ignore_errors=True))
 
     def inner(self, name: str, owner: str = "") -> str | None:
         """Return a model's adapter name in the bank; None: the base.
@@ -210,45 +207,15 @@ class Models:
         )
 
 
-def _add_parents(store: Store) -> None:
-    """Set the parent of documents by older servers to the adapter's name in the bank."""
-    with store.transaction():
-        for body in store.all(KIND, parent=""):
-            name = body["name"]
-            store.put(KIND, name, body, owner=store.owner(KIND, name), parent=body["inner"])
-
-
 def size_of(folder: Path) -> int:
-    """Return the bytes of a folder, without checkpoints that are models themselves."""
-    return sum(
-        path.lstat().st_size
-        for top in folder.iterdir()
-        if top.name != KEPT
-        for path in (top, *(top.rglob("*") if top.is_dir() else ()))
-        if path.is_file()
-    )
+    """Return the bytes of a folder."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _unusable(name: str, folder: Path, error: AdapterError) -> RequestError:
     """Return the error for a model whose files are damaged."""
     found = str(error).replace(f"{folder}{os.sep}", "")
     return RequestError(f"the model '{name}' cannot be loaded.", found=found, status=404)
-
-
-def _remove(folder: Path) -> None:
-    """Delete a model's folder, without checkpoints that are models themselves."""
-    for path in [*folder.iterdir()] if folder.is_dir() else ():
-        if path.name == KEPT:  # checkpoints are models themselves
-            continue
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    with suppress(OSError):  # other models are left
-        folder.rmdir()
-        if folder.parent.name == KEPT:
-            folder.parent.rmdir()
-            folder.parent.parent.rmdir()
 
 
 def _style_of(folder: Path, tokenizer: object) -> Style:

@@ -89,23 +89,12 @@ class Quotas:
     """What one owner may store.
 
     Args:
-        num_keys: Number of API keys of the server; 0: it requires none.
         sweep: Removes what has expired; called before each check.
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        store: Store,
-        num_keys: int = 0,
-        sweep: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.limits, self._store, self.num_keys, self._sweep = limits, store, num_keys, sweep
+    def __init__(self, limits: Limits, store: Store, sweep: Callable[[], None]) -> None:
+        self.limits, self._store, self._sweep = limits, store, sweep
         self._uploads: list[Upload] = []
-
-    def share(self, total: int) -> int:
-        """Return the part of a common limit that one owner may use."""
-        return self.limits.share(total, self.num_keys)
 
     def check_bytes(self, owner: str, size: int = 0) -> None:
         """Raise unless an owner may store `size` bytes in addition to its arriving uploads.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from peftkit.files.strict_json import Json
 from peftkit.inference.call_formats import CallFormat
@@ -30,6 +30,7 @@ from peftkit_server.validation import NullIsUnset, Strict, check_schema
 MAX_TOKENS = 1 << 20
 StopText = Annotated[str, Field(max_length=256)]
 """A stop text; its length is limited because the server searches for it at each token."""
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_BIASES = 1024
 TokenId = Annotated[str, Field(pattern=r"^(0|[1-9]\d{0,8})$")]
 
@@ -76,28 +77,22 @@ class _StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-def _refuse(value: object) -> Any:
-    if value is not None:
-        raise ValueError("unsupported")
-    return value
-
-
-class _Unsupported(Strict):
+class _Unsupported(NullIsUnset):
     """Unsupported fields; only their default values are accepted."""
 
-    audio: Annotated[Any, AfterValidator(_refuse)] = None
+    audio: None = None
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     echo: Literal[False] | None = None
     function_call: Literal["none", "auto"] | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     modalities: list[Literal["text"]] | None = None
-    moderation: Annotated[Any, AfterValidator(_refuse)] = None
+    moderation: None = None
     suffix: Annotated[str, Field(max_length=0)] | None = None
     verbosity: Literal["medium"] | None = None
-    web_search_options: Annotated[Any, AfterValidator(_refuse)] = None
+    web_search_options: None = None
 
 
-class SamplingFields(Strict):
+class SamplingFields(NullIsUnset):
     """Settings of the sampling of each token; None: the server's default."""
 
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -138,8 +133,6 @@ class Body(_Unsupported, SamplingFields):
         *("prompt_cache_retention", "safety_identifier", "service_tier", "store"),
     )
     UNSUPPORTED = frozenset(_Unsupported.model_fields)
-    keeps_end: ClassVar[bool] = False
-    """Whether the reported tokens include the end token."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
@@ -150,39 +143,10 @@ class Body(_Unsupported, SamplingFields):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_unknown_nulls(cls, fields: Any) -> Any:
-        """Drop unknown fields that are null: clients send unset options this way."""
-        if not isinstance(fields, dict):
-            return fields
-        known = cls.model_fields
-        return {name: value for name, value in fields.items() if value is not None or name in known}
-
     @property
     def stop_texts(self) -> tuple[str, ...]:
         """Texts that end a completion."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def num_top(self) -> int | None:
-        """Number of top tokens to report with each token; None: no log-probabilities."""
-        raise NotImplementedError
-
-    @property
-    def num_prompts(self) -> int:
-        """Number of prompts of the request."""
-        return 1
-
-    @property
-    def schema_of_answer(self) -> dict[str, object] | None:
-        """The JSON schema of the completion, if any."""
-        return None
-
-    @property
-    def stop_ids(self) -> Sequence[int]:
-        """End tokens in addition to the model's."""
-        return ()
 
     @property
     def wants_usage(self) -> bool:
@@ -225,9 +189,7 @@ class ChatBody(Body):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     """Variables of the chat template; by default, the adapter's from training."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
+    reasoning_effort: Effort | None = None
 
     @model_validator(mode="after")
     def _requests_log_probs(self) -> ChatBody:
@@ -248,11 +210,8 @@ class ChatBody(Body):
         return ToolUse.of(self.tools or (), self.tool_choice, self.parallel_tool_calls)
 
     @property
-    def num_top(self) -> int | None:
-        return self.top_logprobs or 0 if self.logprobs else None
-
-    @property
     def schema_of_answer(self) -> dict[str, object] | None:
+        """The JSON schema of the completion, if any."""
         if self.response_format is None or self.response_format.type == "text":
             return None
         form = self.response_format.json_schema
@@ -297,14 +256,6 @@ class TextBody(Body):
         | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True)]
     )
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-
-    @property
-    def num_top(self) -> int | None:
-        return self.logprobs
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.prompts())
 
     def prompts(self) -> Sequence[str | list[int]]:
         """Return the prompts, as texts or token ids."""

@@ -23,20 +23,12 @@ FILE = "server.sqlite"
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS documents (
     number INTEGER PRIMARY KEY, kind TEXT NOT NULL, id TEXT NOT NULL, owner TEXT NOT NULL,
-    parent TEXT NOT NULL, body TEXT NOT NULL, digest TEXT NOT NULL DEFAULT '', UNIQUE (kind, id));
+    parent TEXT NOT NULL, body TEXT NOT NULL, digest TEXT NOT NULL, UNIQUE (kind, id));
 CREATE INDEX IF NOT EXISTS of_parent ON documents (kind, parent);
 CREATE INDEX IF NOT EXISTS of_owner ON documents (kind, owner);
-CREATE TABLE IF NOT EXISTS entries (
-    number INTEGER PRIMARY KEY, parent TEXT NOT NULL, body TEXT NOT NULL,
-    digest TEXT NOT NULL DEFAULT '');
-CREATE INDEX IF NOT EXISTS entries_of ON entries (parent);
 """
-
-
-DATA = ("files", "jobs", "tinker/weights")
+DATA = ("files", "jobs", "checkpoints", "tinker/weights")
 """Subfolders with data of clients, which the store describes."""
-OF_DOCUMENT, OF_ENTRY = ("kind", "id", "owner", "parent", "body"), ("parent", "body")
-"""Columns that a digest covers."""
 
 
 class StoreError(OutputError):
@@ -44,7 +36,7 @@ class StoreError(OutputError):
 
 
 class Store:
-    """Documents by kind and id, and journals of entries. Thread-safe.
+    """Documents by kind and id. Thread-safe.
 
     Args:
         folder: Folder of the server; created if needed.
@@ -68,7 +60,6 @@ class Store:
                 "PRAGMA locking_mode=EXCLUSIVE; PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;"
                 + SCHEMA
             )
-            self._add_digests()
             problem = problem or self._damage()
         except sqlite3.OperationalError as error:
             is_locked = "locked" in str(error)
@@ -94,25 +85,15 @@ class Store:
             )
         self.lock = threading.RLock()
 
-    def _add_digests(self) -> None:
-        """Add the column of digests to a store of an older server; its rows have none."""
-        for name in ("documents", "entries"):
-            columns = {row[1] for row in self._database.execute(f"PRAGMA table_info({name})")}
-            if "digest" not in columns:
-                column = "digest TEXT NOT NULL DEFAULT ''"
-                self._database.execute(f"ALTER TABLE {name} ADD COLUMN {column}")
-
     def _damage(self) -> str:
         """Return what is wrong with the file; "": nothing. SQLite has no checksums of its pages."""
         (result,) = self._database.execute("PRAGMA integrity_check(1)").fetchone()
         if result != "ok":
             return str(result)
-        for name, columns in (("documents", OF_DOCUMENT), ("entries", OF_ENTRY)):
-            for *parts, digest in self._database.execute(
-                f"SELECT {', '.join(columns)}, digest FROM {name}"
-            ):
-                if digest not in ("", _digest(*parts)):
-                    return f"{' '.join(parts[:-1])[:80]} does not match its digest."
+        rows = self._database.execute("SELECT kind, id, owner, parent, body, digest FROM documents")
+        for *parts, digest in rows:
+            if digest != _digest(*parts):
+                return f"{' '.join(parts[:-1])[:80]} does not match its digest."
         return ""
 
     def close(self) -> None:
@@ -218,17 +199,6 @@ class Store:
             delete()
         else:
             remove()
-
-    def append(self, parent: str, body: Json) -> None:
-        """Add an entry to the journal of a document."""
-        values = parent, json.dumps(body)
-        query = "INSERT INTO entries (parent, body, digest) VALUES (?, ?, ?)"
-        self._run(query, (*values, _digest(*values)))
-
-    def entries(self, parent: str) -> list[Json]:
-        """Return the journal of a document, oldest entry first."""
-        query = "SELECT body FROM entries WHERE parent = ? ORDER BY number"
-        return [json.loads(body) for (body,) in self._run(query, (parent,))]
 
     def _run(self, query: str, values: Sequence[object] = ()) -> list[Any]:
         """Return the rows of a query."""

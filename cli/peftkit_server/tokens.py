@@ -30,7 +30,6 @@ class TokenBody(Body):
         *(*Body.IGNORED, "cache_salt", "priority", "request_id", "routed_experts_prompt_start"),
         *("skip_special_tokens", "spaces_between_special_tokens"),
     )
-    keeps_end = True
     token_ids: Annotated[list[int], Field(min_length=1, fail_fast=True)]
     temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
@@ -51,15 +50,6 @@ class TokenBody(Body):
         return {**fields, **non_null, _SETTINGS: None}
 
     sampling_params: None = None
-
-    @property
-    def num_top(self) -> int:
-        """Responses always include the log-probability of each token, without top tokens."""
-        return 0
-
-    @property
-    def stop_ids(self) -> Sequence[int]:
-        return self.stop_token_ids or ()
 
 
 def vocabulary(model: Any) -> int:

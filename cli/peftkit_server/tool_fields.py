@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from peftkit.files.strict_json import Json
 from peftkit.inference.call_formats import Call, CallFormat
@@ -18,17 +18,20 @@ TEMPLATE_ID = re.compile(r"[a-zA-Z0-9]{9}")
 """Call ids that every chat template accepts; Mistral's templates refuse others."""
 
 
+def _parsed_arguments(text: Any) -> Json:
+    try:
+        arguments = json.loads("{}" if text == "" else text)
+    except (TypeError, ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError("the arguments of a call must be a JSON object, as text")
+    return arguments
+
+
 class _CalledFunction(Strict):
     name: str
-    arguments: str
+    arguments: Annotated[Json, BeforeValidator(_parsed_arguments)]
     IGNORED = ("parsed_arguments",)  # added by OpenAI's client
-
-    @field_validator("arguments")
-    @classmethod
-    def _is_an_object(cls, text: str) -> str:
-        if not isinstance(_parse_json(text), dict):
-            raise ValueError("the arguments of a call must be a JSON object, as text")
-        return text
 
 
 class ToolCall(Strict):
@@ -43,7 +46,7 @@ class ToolCall(Strict):
     @property
     def call(self) -> Call:
         """The function and its arguments."""
-        return Call(self.function.name, _parse_json(self.function.arguments))
+        return Call(self.function.name, self.function.arguments)
 
 
 class _Schema(BaseModel):
@@ -236,10 +239,3 @@ def with_calls(
         else:
             messages.append(turn)
     return messages
-
-
-def _parse_json(text: str) -> Any:
-    try:
-        return json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return None

@@ -8,11 +8,13 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from peftkit.errors import did_you_mean, first_few
-from peftkit.files.strict_json import parse_json
+from peftkit.files.strict_json import Json, parse_json
 from peftkit_server.refusals import RequestError
 
 MAX_ERRORS = 100
 """Invalid fields of a request that are reported individually."""
+MAX_NAME = 80
+"""Characters of a field's name in an error."""
 
 
 class Strict(BaseModel):
@@ -29,24 +31,26 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_ignored(cls, fields: Any) -> Any:
+    def _used(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        return {name: value for name, value in fields.items() if name not in cls.IGNORED}
+        return {name: value for name, value in fields.items() if cls.is_used(name, value)}
+
+    @classmethod
+    def is_used(cls, name: str, value: object) -> bool:
+        """Return whether a field is validated; others are dropped."""
+        return name not in cls.IGNORED
 
 
 class NullIsUnset(Strict):
     """Strict fields without nulls: clients send null for unset fields, and repeat responses."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        return {name: value for name, value in fields.items() if value is not None}
+    def is_used(cls, name: str, value: object) -> bool:
+        return value is not None and super().is_used(name, value)
 
 
-B = TypeVar("B", bound=BaseModel)
+B = TypeVar("B", bound=Strict)
 
 
 def read_body(data: bytes, kind: type[B]) -> B:
@@ -56,8 +60,16 @@ def read_body(data: bytes, kind: type[B]) -> B:
         RequestError: The body is not a JSON object, or a field is missing, invalid, unknown or
             unsupported.
     """
-    fields = parse_json(data, "the request's body cannot be read.", error=RequestError)
-    return validated(fields, kind)
+    return validated(fields_of(data), kind)
+
+
+def fields_of(data: bytes) -> Json:
+    """Return the fields of a request's body.
+
+    Raises:
+        RequestError: The body is not a JSON object.
+    """
+    return parse_json(data, "the request's body cannot be read.", error=RequestError)
 
 
 def validated(fields: object, kind: type[B]) -> B:
@@ -72,38 +84,31 @@ def validated(fields: object, kind: type[B]) -> B:
         raise _request_error(problem, kind) from None
 
 
-def errors_of(problem: ValidationError) -> list[Any]:
-    """Return the errors of a request's fields.
-
-    Raises:
-        RequestError: There are more than `MAX_ERRORS`.
-    """
+def _request_error(problem: ValidationError, kind: type[Strict]) -> RequestError:
+    """Return the error for invalid fields; beyond `MAX_ERRORS` it has their number only."""
+    text = "the request has invalid fields."
     if (number := problem.error_count()) > MAX_ERRORS:
-        raise RequestError("the request has invalid fields.", found=f"There are {number:,} errors.")
-    return problem.errors(include_url=False, include_input=False, include_context=False)
-
-
-def _request_error(problem: ValidationError, kind: type[BaseModel]) -> RequestError:
+        return RequestError(text, found=f"There are {number:,} errors.")
     lines: dict[str, None] = {}
-    unsupported: Collection[str] = getattr(kind, "UNSUPPORTED", ())
-    known = (*kind.model_fields, *getattr(kind, "IGNORED", ()))
-    errors = errors_of(problem)
-    fields = [str(error["loc"][0]) if error["loc"] else "" for error in errors]
+    errors = problem.errors(include_url=False, include_input=False, include_context=False)
+    fields = [str(error["loc"][0])[:MAX_NAME] if error["loc"] else "" for error in errors]
     for field, error in zip(fields, errors, strict=True):
         # pydantic adds the types of a union's branches: keep fields and indices only
-        path = [part for part in error["loc"] if isinstance(part, int) or part.isidentifier()]
+        rest = [str(part)[:MAX_NAME] for part in error["loc"][1:]]
+        path = [field, *(part for part in rest if part.isdecimal() or part.isidentifier())]
         message = error["msg"]
-        if field in unsupported:
+        if field in kind.UNSUPPORTED:
             message = "this server does not support the field; remove it."
         elif error["type"] == "extra_forbidden":
+            known = (*kind.model_fields, *kind.IGNORED)
             hint = did_you_mean(field, known) if len(path) == 1 else ""
             message = f"unknown field. {hint}"
-        lines[f"{'.'.join(map(str, path))}: {message}".rstrip()] = None
+        lines[f"{'.'.join(path)}: {message}".rstrip()] = None
     return RequestError(
-        "the request has invalid fields.",
+        text,
         found=first_few(lines, 5),
         param=fields[0] or None,
-        code="unsupported_parameter" if fields[0] in unsupported else None,
+        code="unsupported_parameter" if fields[0] in kind.UNSUPPORTED else None,
     )
 
 

@@ -13,9 +13,9 @@ from peftkit_server.listening import listening
 from peftkit_server.refusals import RequestError
 from peftkit_server.requests import ChatBody, TextBody
 from peftkit_server.server import serve_adapters, vllm_command
-from peftkit_server.tinker.bodies import Sample, Sampling, checked, fields_of
+from peftkit_server.tinker.bodies import Sample, Sampling
 from peftkit_server.tokens import TokenBody
-from peftkit_server.validation import read_body
+from peftkit_server.validation import read_body, validated
 from tests.helpers.serving import refusal
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -178,9 +178,7 @@ def test_one_wrong_element_of_a_long_list_is_checked(kind, field, value):
     assert sum(error["loc"][0] == field for error in told.value.errors()) < 6
 
 
-@pytest.mark.parametrize(
-    "read", [partial(read_body, kind=TextBody), lambda data: checked(fields_of(data), Sample)]
-)
+@pytest.mark.parametrize("read", [partial(read_body, kind=kind) for kind in (TextBody, Sample)])
 def test_fields_that_are_wrong_by_the_thousand_are_counted(read):
     with pytest.raises(RequestError, match=r"1,0.* errors"):
         read(json.dumps({f"field{n}": 1 for n in range(MANY)}).encode())
@@ -189,8 +187,8 @@ def test_fields_that_are_wrong_by_the_thousand_are_counted(read):
 @pytest.mark.parametrize("stop", ["a" * 257, ["a" * 257]])
 def test_stop_texts_of_tinker_s_clients_are_bounded(stop):
     with pytest.raises(RequestError, match="at most 256 characters"):
-        checked({"stop": stop}, Sampling)
-    assert checked({"stop": "a" * 256}, Sampling)
+        validated({"stop": stop}, Sampling)
+    assert validated({"stop": "a" * 256}, Sampling)
 
 
 def test_a_prompt_that_fills_the_context_has_its_code(client):

@@ -65,7 +65,7 @@ def test_published_adapters_belong_to_an_owner(llama, tokenizer, folder, tmp_pat
 def test_published_adapters_are_found_by_id(llama, tokenizer, folder, tmp_path):
     store, bank = Store(tmp_path / "state"), AdapterBank(tiny_base(llama, tokenizer))
     body = {"name": PUBLIC, "inner": "published-1", "folder": str(folder)}
-    store.put(published.KIND, PUBLIC, body, owner="ann")  # as older servers stored it
+    store.put(published.KIND, PUBLIC, body, owner="ann", parent="published-1")
     models = Models(bank, store)
     models.load(models.inner(PUBLIC, "ann"))
     assert bank.names == ("published-1",)
@@ -88,7 +88,7 @@ def test_few_of_many_published_adapters_are_in_memory(
     assert models.listed() == ["base", "m0", "m1", "m2", "m3"]
     models.load(inner[1])  # again
     assert inner[1] in bank.names
-    models.withdraw("m3")
+    models._store.delete(published.KIND, "m3")
     with pytest.raises(RequestError, match="was deleted"):
         models.load(inner[3])
     with pytest.raises(RequestError, match="no model 'm3'"):

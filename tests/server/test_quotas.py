@@ -50,9 +50,9 @@ def test_limits_are_set_by_name():
         "key_share": 0.25,
         "upload_bytes": 2 << 20,
     }
-    assert Limits(**values).share(100, 2) == 25
-    assert DEFAULTS.share(100, 1) == DEFAULTS.share(100, 0) == 100
-    assert DEFAULTS.share(1, 2) == 1
+    assert Limits(**values, num_keys=2).share(100) == 25
+    assert Limits(num_keys=1).share(100) == DEFAULTS.share(100) == 100
+    assert Limits(num_keys=2).share(1) == 1
 
 
 @pytest.mark.parametrize(

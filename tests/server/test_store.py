@@ -11,7 +11,6 @@ import pytest
 
 from peftkit.errors import OutputError
 from peftkit_server.store import FILE, Store, new_id
-from peftkit_server.tuning.progress import CHECKPOINT, JOB, rename_old_fields
 from tests.helpers.command_line import environment
 
 
@@ -38,17 +37,17 @@ def test_a_transaction_is_written_whole_or_not_at_all(tmp_path):
     def fails() -> None:
         with store.transaction():
             store.put("job", "j", {})
-            store.append("j", {"message": "begun"})
+            store.put("event", "e", {"message": "begun"}, parent="j")
             raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
         fails()
-    assert store.all("job") == store.entries("j") == []
+    assert store.all("job") == store.all("event", parent="j") == []
     with store.transaction():
         store.put("job", "j", {})
         with store.transaction():  # nested, as in a called function
-            store.append("j", {"message": "begun"})
-    assert store.entries("j") == [{"message": "begun"}]
+            store.put("event", "e", {"message": "begun"}, parent="j")
+    assert store.all("event", parent="j") == [{"message": "begun"}]
 
 
 def test_a_full_disk_is_told_and_costs_what_did_not_fit(tmp_path):
@@ -109,7 +108,7 @@ def test_threads_write_side_by_side(tmp_path):
 
     def write(name: str) -> None:
         for number in range(20):
-            store.append(name, {"n": number})
+            store.put("event", f"{name}{number}", {"n": number}, parent=name)
 
     threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
     for thread in threads:
@@ -117,7 +116,7 @@ def test_threads_write_side_by_side(tmp_path):
     for thread in threads:
         thread.join()
     for name in "abc":
-        assert [entry["n"] for entry in store.entries(name)] == list(range(20))
+        assert [event["n"] for event in store.all("event", parent=name)] == list(range(20))
 
 
 @pytest.mark.smoke
@@ -150,24 +149,11 @@ def test_ids_are_names_of_files():
     assert new_id("file-") != new_id("file-")
 
 
-def test_fields_of_older_servers_are_renamed(tmp_path):
-    store = Store(tmp_path)
-    checkpoint = {"id": "c", "fine_tuning_job_id": "j"}
-    store.put(JOB, "j", {"told": {"id": "j"}, "asked": {"model": "base"}, "name": "m"}, owner="a")
-    store.put(CHECKPOINT, "c", {"told": checkpoint, "epoch": 1}, owner="a", parent="j")
-    for _ in range(2):
-        rename_old_fields(store)
-        job = {"response": {"id": "j"}, "request": {"model": "base"}, "name": "m"}
-        assert store.all(JOB, "a") == [job]
-        assert store.all(CHECKPOINT, "a", "j") == [{"response": checkpoint, "epoch": 1}]
-    store.close()
-
-
 def test_a_damaged_store_is_named(tmp_path):
     with closing(Store(tmp_path)) as store:
         for number in range(40):
             store.put("file", f"file-{number}", {"bytes": number, "name": "rows"}, owner="ann")
-            store.append(f"file-{number}", {"message": f"entry {number}"})
+            store.put("event", f"e-{number}", {"message": f"entry {number}"}, parent="j")
     path = tmp_path / FILE
     undamaged = path.read_bytes()
     for text in (b'"bytes": 17', b"entry 23", b"ann", b"SQLite format", b"documents"):
@@ -189,15 +175,3 @@ def test_a_damaged_store_is_named(tmp_path):
     path.write_bytes(b"")  # a new store would not know the files, and remove them
     with pytest.raises(OutputError, match="files has data"):
         Store(tmp_path)
-
-
-def test_a_store_of_an_older_server_is_read(tmp_path):
-    with closing(Store(tmp_path)) as store:
-        store.put("file", "file-1", {"bytes": 1})
-    with closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as database:
-        database.execute("ALTER TABLE documents DROP COLUMN digest")
-        database.execute("ALTER TABLE entries DROP COLUMN digest")
-    for _ in range(2):
-        with closing(Store(tmp_path)) as store:
-            assert store.get("file", "file-1") == {"bytes": 1}
-            store.put("file", "file-2", {"bytes": 2})

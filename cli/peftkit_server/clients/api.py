@@ -31,11 +31,9 @@ from peftkit_server.validation import read_body
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def client_routes(service: ChatService, limits: Limits, num_keys: int) -> Sequence[BaseRoute]:
+def client_routes(service: ChatService, limits: Limits) -> Sequence[BaseRoute]:
     """Return the routes of /v1/responses and /v1/messages."""
-    size = limits.response_bytes
-    responses = _Responses(service, KeptResponses(size, limits.share(size, num_keys)))
-    messages = _Messages(service, limits)
+    responses, messages = _Responses(service, limits), _Messages(service, limits)
     return [
         Route("/v1/responses", partial(service.respond, parse=responses.parsed), methods=["POST"]),
         Route("/v1/responses/{id}", responses.retrieve),
@@ -50,21 +48,40 @@ def client_routes(service: ChatService, limits: Limits, num_keys: int) -> Sequen
     ]
 
 
-class KeptResponses:
-    """Conversations by owner and response id; the oldest are dropped first.
+class _Responses:
+    """Responses with their conversations, by owner and id; the oldest are dropped first."""
 
-    Args:
-        max_bytes: Most bytes of all conversations as JSON.
-        max_key_bytes: Most bytes of the conversations of one owner.
-    """
-
-    def __init__(self, max_bytes: int, max_key_bytes: int) -> None:
-        self._max_bytes, self._max_key_bytes = max_bytes, max_key_bytes
+    def __init__(self, service: ChatService, limits: Limits) -> None:
+        self._service, self._max_bytes = service, limits.response_bytes
+        self._max_key_bytes = limits.share(limits.response_bytes)
         self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
-        self._sizes: Counter[str] = Counter()
+        self._sizes: Counter[str] = Counter()  # by owner
         self._lock = threading.Lock()
 
-    def put(self, owner: str, response: Json, messages: list[Json]) -> None:
+    def parsed(self, data: bytes, owner: str) -> ParsedRequest:
+        body = read_body(data, ResponsesBody)
+        before = body.previous_response_id
+        earlier = self._get(owner, before)["messages"] if before is not None else []
+        chat = body.chat(earlier)
+
+        def keep(response: dict[str, object], message: dict[str, object]) -> None:
+            if body.store is not False:
+                self._keep(owner, response, [*earlier, *body.turns(), message])
+
+        return self._service.chat_request(chat, owner)._replace(reply=ResponsesReply(body, keep))
+
+    async def retrieve(self, request: Request) -> Response:
+        kept = self._get(request.state.owner, request.path_params["id"])
+        return JSONResponse(kept["response"])
+
+    async def delete(self, request: Request) -> Response:
+        owner, id = request.state.owner, request.path_params["id"]
+        self._get(owner, id)
+        with self._lock:
+            self._drop((owner, id))
+        return JSONResponse({"id": id, "object": "response", "deleted": True})
+
+    def _keep(self, owner: str, response: Json, messages: list[Json]) -> None:
         """Keep a response with the messages of its conversation, its own included."""
         data = json.dumps({"response": response, "messages": messages}).encode()
         with self._lock:
@@ -75,13 +92,7 @@ class KeptResponses:
             while self._sizes.total() > self._max_bytes:
                 self._drop(next(iter(self._kept)))
 
-    def delete(self, owner: str, id: str) -> None:
-        """Drop a response; errors as `get`."""
-        self.get(owner, id)
-        with self._lock:
-            self._drop((owner, id))
-
-    def get(self, owner: str, id: str) -> Json:
+    def _get(self, owner: str, id: str) -> Json:
         """Return "response" and the "messages" up to it, without instructions.
 
         Raises:
@@ -102,36 +113,8 @@ class KeptResponses:
         return kept
 
     def _drop(self, key: tuple[str, str]) -> None:
-        data = self._kept.pop(key, b"")
-        self._sizes[key[0]] -= len(data)
-        if not self._sizes[key[0]]:
-            del self._sizes[key[0]]
-
-
-class _Responses:
-    def __init__(self, service: ChatService, kept: KeptResponses) -> None:
-        self._service, self._kept = service, kept
-
-    def parsed(self, data: bytes, owner: str) -> ParsedRequest:
-        body = read_body(data, ResponsesBody)
-        before = body.previous_response_id
-        earlier = self._kept.get(owner, before)["messages"] if before is not None else []
-        chat = body.chat(earlier)
-
-        def keep(response: dict[str, object], message: dict[str, object]) -> None:
-            if body.store is not False:
-                self._kept.put(owner, response, [*earlier, *body.turns(), message])
-
-        return self._service.chat_request(chat, owner)._replace(reply=ResponsesReply(body, keep))
-
-    async def retrieve(self, request: Request) -> Response:
-        kept = self._kept.get(request.state.owner, request.path_params["id"])
-        return JSONResponse(kept["response"])
-
-    async def delete(self, request: Request) -> Response:
-        id = request.path_params["id"]
-        self._kept.delete(request.state.owner, id)
-        return JSONResponse({"id": id, "object": "response", "deleted": True})
+        self._sizes[key[0]] -= len(self._kept.pop(key, b""))
+        self._sizes += Counter()  # drops owners without responses
 
 
 class _Messages:

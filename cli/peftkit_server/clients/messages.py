@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
 from peftkit.errors import PeftkitError
 from peftkit.inference.call_formats import Call
@@ -65,18 +64,8 @@ class _ToolResult(NullIsUnset):
     """Ignored: chat templates have no field for it."""
 
 
-def _block_type(block: Any) -> str:
-    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", "")
-    return kind if isinstance(kind, str) else ""
-
-
 _Block = Annotated[
-    Annotated[_Text, Tag("text")]
-    | Annotated[_Thinking, Tag("thinking")]
-    | Annotated[_RedactedThinking, Tag("redacted_thinking")]
-    | Annotated[_ToolUse, Tag("tool_use")]
-    | Annotated[_ToolResult, Tag("tool_result")],
-    Discriminator(_block_type),
+    _Text | _Thinking | _RedactedThinking | _ToolUse | _ToolResult, Field(discriminator="type")
 ]
 _BLOCKS = {
     "user": (_Text, _ToolResult),
@@ -131,10 +120,8 @@ class _Tool(NullIsUnset):
     strict: bool | None = None
 
     def plain(self) -> dict[str, Any]:
-        function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
-        optional: dict[str, Any] = {"description": self.description, "strict": self.strict}
-        function |= {name: value for name, value in optional.items() if value is not None}
-        return {"type": "function", "function": function}
+        function = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
+        return {"type": "function", "function": {**function, "parameters": self.input_schema}}
 
 
 class _ToolChoice(NullIsUnset):
@@ -199,8 +186,11 @@ class CountBody(NullIsUnset):
             raise ValueError("the last message must have the role user")
         return self
 
-    def chat(self) -> ChatBody:
+    def chat(self, **sampling: Any) -> ChatBody:
         """Return the request as a chat.
+
+        Args:
+            sampling: Fields that affect the completion alone.
 
         Raises:
             RequestError: A tool, a call or the choice of tools is invalid.
@@ -222,11 +212,7 @@ class CountBody(NullIsUnset):
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         if self.thinking is not None and self.thinking.type != "adaptive":
             fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.type == "enabled"}
-        return validated({**fields, **self._sampling()}, ChatBody)
-
-    def _sampling(self) -> dict[str, Any]:
-        """Return the fields that affect the completion alone."""
-        return {}
+        return validated({**fields, **sampling}, ChatBody)
 
 
 class MessagesBody(CountBody):
@@ -240,9 +226,9 @@ class MessagesBody(CountBody):
     top_k: Annotated[int, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
 
-    def _sampling(self) -> dict[str, Any]:
+    def chat(self, **sampling: Any) -> ChatBody:
         same = {"max_tokens", "stream", "temperature", "top_k", "top_p"}
-        return {"stop": self.stop_sequences, **self.model_dump(include=same)}
+        return super().chat(stop=self.stop_sequences, **self.model_dump(include=same), **sampling)
 
 
 ERRORS = {
@@ -276,7 +262,7 @@ class MessagesReply(Reply):
     def __init__(self, model: str) -> None:
         self._blocks: list[dict[str, Any]] = []
         self._is_open, self._texts = False, [""]
-        self._message: dict[str, Any] = {
+        self.response = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
@@ -287,8 +273,8 @@ class MessagesReply(Reply):
         }
 
     def start(self, num_prompt: int) -> list[Event]:
-        self._message["usage"] = {"input_tokens": num_prompt, "output_tokens": 0}
-        return [{"type": "message_start", "message": dict(self._message)}]
+        self.response["usage"] = {"input_tokens": num_prompt, "output_tokens": 0}
+        return [{"type": "message_start", "message": dict(self.response)}]
 
     def take(self, index: int, output: Output) -> list[Event]:
         events: list[Event] = []
@@ -304,11 +290,6 @@ class MessagesReply(Reply):
 
     def failed(self, error: PeftkitError) -> list[Event]:
         return [message_error(error)]
-
-    def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
-        self.start(num_prompt)
-        self.take(0, *answers)
-        return self._message
 
     def _event(self, kind: str, **fields: Any) -> Event:
         """Return an event of the last block."""
@@ -353,7 +334,7 @@ class MessagesReply(Reply):
             reason = "tool_use"
         elif output.stop_text is not None:
             reason = "stop_sequence"
-        usage = {**self._message["usage"], "output_tokens": output.num_tokens}
+        usage = {**self.response["usage"], "output_tokens": output.num_tokens}
         delta = {"stop_reason": reason, "stop_sequence": output.stop_text}
-        self._message |= {**delta, "content": self._blocks, "usage": usage}
+        self.response |= {**delta, "content": self._blocks, "usage": usage}
         return [{"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]

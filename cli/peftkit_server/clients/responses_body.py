@@ -11,11 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from peftkit.files.strict_json import Json
-from peftkit_server.requests import MAX_TOKENS, ChatBody
+from peftkit_server.requests import MAX_TOKENS, ChatBody, Effort
 from peftkit_server.tool_fields import MAX_TOOLS
 from peftkit_server.validation import NullIsUnset, check_schema, validated
-
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class _Text(NullIsUnset):
@@ -26,11 +24,7 @@ class _Text(NullIsUnset):
 
 class _Refusal(NullIsUnset):
     type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
+    text: Annotated[str, Field(alias="refusal")]
 
 
 _Part = Annotated[_Text | _Refusal, Field(discriminator="type")]

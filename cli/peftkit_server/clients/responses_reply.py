@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from peftkit.errors import PeftkitError
@@ -43,7 +43,7 @@ class ResponsesReply(Reply):
             }
         )
         text_format = body.text.format if body.text else None
-        self._response: Json = {
+        self.response = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
@@ -88,23 +88,18 @@ class ResponsesReply(Reply):
     def failed(self, error: PeftkitError) -> list[Event]:
         fields = error_fields(error)["error"]
         reported = {name: fields[name] for name in ("code", "message", "param")}
-        self._response |= {
+        self.response |= {
             "status": "failed",
             "error": {"code": fields["code"] or fields["type"], "message": fields["message"]},
         }
         return [self._event("error", **reported), self._state("failed")]
-
-    def whole(self, answers: Sequence[Output], num_prompt: int) -> Json:
-        self.start(num_prompt)
-        self.take(0, *answers)
-        return self._response
 
     def _event(self, kind: str, **fields: object) -> Event:
         self._num_events += 1
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
     def _state(self, status: str) -> Event:
-        return self._event(f"response.{status}", response=dict(self._response))
+        return self._event(f"response.{status}", response=dict(self.response))
 
     def _place(self) -> Json:
         """Return the fields that locate the text of the open item."""
@@ -186,7 +181,7 @@ class ResponsesReply(Reply):
     def _ended(self, output: Output) -> Event:
         is_cut = output.reason == "length"
         status = "incomplete" if is_cut else "completed"
-        self._response |= {
+        self.response |= {
             "status": status,
             "completed_at": int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
@@ -205,7 +200,7 @@ class ResponsesReply(Reply):
             message["reasoning_content"] = "".join(self._thoughts)
         if self._calls:
             message["tool_calls"] = self._calls
-        self._keep(self._response, message)
+        self._keep(self.response, message)
         return self._state(status)
 
 

@@ -11,6 +11,7 @@ import struct
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,7 +32,6 @@ from peftkit_server.limits import Limits
 from peftkit_server.predictions.predictor import Predictor
 from peftkit_server.quotas import Intake
 from peftkit_server.refusals import RequestError, refuse, refuse_route, wrong_routes
-from peftkit_server.schedule import Share
 from peftkit_server.threads import DaemonThreads
 from peftkit_server.validation import NullIsUnset, read_body, validated
 
@@ -156,8 +156,7 @@ def make_predictor_app(
     Args:
         keys: Accepted keys, as in `make_app`.
     """
-    limits = limits or Limits()
-    service = _Service(predictor, name, limits, partial(limits.share, num_keys=len(keys)))
+    service = _Service(predictor, name, replace(limits or Limits(), num_keys=len(keys)))
     respond = service.respond
     endpoints = {
         "/v1/embeddings": partial(respond, kind=EmbeddingsBody, answer=service.embed),
@@ -184,10 +183,12 @@ def make_predictor_app(
 
 
 class _Service:
-    def __init__(self, predictor: Predictor, name: str, limits: Limits, share: Share) -> None:
+    def __init__(self, predictor: Predictor, name: str, limits: Limits) -> None:
         self._predictor, self._name, self.limits = predictor, name, limits
         self._began, self._disk = int(time.time()), DiskRoom()
-        self.threads = DaemonThreads(1, "peftkit-predictions", share, max_calls=limits.max_waiting)
+        self.threads = DaemonThreads(
+            1, "peftkit-predictions", limits.share, max_calls=limits.max_waiting
+        )
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "fallbacks": []})

@@ -25,13 +25,12 @@ from peftkit_server.tinker.bodies import (
     Body,
     OperationBody,
     RequestContext,
-    checked,
     digest_of,
-    fields_of,
 )
 from peftkit_server.tinker.service import Service
 from peftkit_server.tinker.wire import parsed
 from peftkit_server.training import Dialect, Training
+from peftkit_server.validation import fields_of, validated
 
 HOLD_SECONDS = 20.0
 """Seconds of a poll before the reply `try_again`; clients give up after 45."""
@@ -120,7 +119,7 @@ class _Api:
 
         async def handle(request: Request) -> Response:
             context = await self._context(request)
-            body = await self._threads.call(partial(checked, context.fields, kind), request)
+            body = await self._threads.call(partial(validated, context.fields, kind), request)
             return JSONResponse(await self.changes.call(partial(of, body, context), request))
 
         return handle
@@ -138,7 +137,7 @@ class _Api:
             place = {name: context.fields.get(name) for name in ("model_id", "seq_id")}
 
             def prepare(model: Any) -> Callable[[], object]:
-                return of(checked(context.fields, kind), model)
+                return of(validated(context.fields, kind), model)
 
             return await self._submitted(request, place, context, prepare)
 
@@ -147,7 +146,7 @@ class _Api:
     async def _submitted(
         self, request: Request, place: Json, context: RequestContext, prepare: Any
     ) -> Response:
-        ordered = checked(place, OperationBody)
+        ordered = validated(place, OperationBody)
         submit = partial(self._service.submit, ordered, context, prepare)
         return JSONResponse(await self._threads.call(submit, request))
 
@@ -167,7 +166,9 @@ class _Api:
 
     async def _retrieve(self, request: Request) -> Response:
         context = await self._context(request)
-        body = await self._threads.call(partial(checked, context.fields, bodies.OfFuture), request)
+        body = await self._threads.call(
+            partial(validated, context.fields, bodies.OfFuture), request
+        )
         pending = self._service.pending(body, context)
         pending.check()
         await asyncio.wait([asyncio.wrap_future(pending.future)], timeout=HOLD_SECONDS)

@@ -12,24 +12,26 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from peftkit.errors import first_few
-from peftkit.files.strict_json import parse_json
 from peftkit_server.limits import Limits
 from peftkit_server.refusals import RequestError
 from peftkit_server.requests import MAX_TOKENS, StopText
-from peftkit_server.validation import errors_of
+from peftkit_server.validation import NullIsUnset
 
-B = TypeVar("B", bound="Body")
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_](\.?[A-Za-z0-9_-]){0,127}$")]
+def _is_name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_](\.?[A-Za-z0-9_-]){0,127}", text):
+        raise ValueError("use letters, digits, '_', '-' and single dots, at most 128 of them")
+    return text
+
+
+Name = Annotated[str, AfterValidator(_is_name)]
 """Name of weights."""
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_:-]{1,128}$")]
 """Id that the server generated."""
-NAMES = "use letters, digits, '_', '-' and single dots, at most 128 of them"
 Number = Annotated[int, Field(ge=0, lt=1 << 31)]
 Seconds = Annotated[int, Field(ge=1, le=10 * 366 * 24 * 3600)]
 Metadata = Annotated[dict[str, Any], Field(max_length=64)]
@@ -37,38 +39,25 @@ PATH = re.compile(
     r"tinker://([A-Za-z0-9_:-]{1,128})/(weights|sampler_weights)/([A-Za-z0-9_.-]{1,128})"
 )
 MAX_RANK, MAX_SAMPLES, MAX_TOP, MAX_STOPS = 1024, 1024, 64, 64
-UNSUPPORTED = {
-    "record_stability_info": "the server does not support the loss stable_reinforce, which has no "
-    "public formula; use loss_fn=importance_sampling"
-}
-"""Reasons for fields that clients send by default."""
-EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
+EMPTY: tuple[Any, ...] = (False, 0, "", [], {})
 
 
-class Body(BaseModel):
+class Body(NullIsUnset):
     """A request body; `type` is ignored."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
     type: str | None = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _without_empty_ones(cls, fields: Any) -> Any:
-        """Drop nulls, and empty fields of newer clients."""
-        if not isinstance(fields, dict):
-            return fields
-        return {
-            name: value
-            for name, value in fields.items()
-            if value is not None and (name in cls.model_fields or value not in EMPTY)
-        }
+    def is_used(cls, name: str, value: object) -> bool:
+        is_empty = name not in cls.model_fields and value in EMPTY  # a field of newer clients
+        return not is_empty and super().is_used(name, value)
 
 
 class NewSession(Body):
     """create_session."""
 
-    tags: Annotated[list[str], Field(max_length=256)] = []
-    user_metadata: Metadata = {}
+    tags: list[str] = Field(default_factory=list, max_length=256)
+    user_metadata: Metadata = Field(default_factory=dict)
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None
@@ -102,7 +91,7 @@ class NewModel(OfSession):
     model_seq_id: Number
     base_model: str
     lora_config: Lora = Lora()
-    user_metadata: Metadata = {}
+    user_metadata: Metadata = Field(default_factory=dict)
     optimizer_config: Optimizer = Optimizer()
 
 
@@ -141,7 +130,7 @@ class Save(OperationBody):
     path: Name | None = None
     ttl_seconds: Seconds | None = None
     overwrite: bool = False
-    user_metadata: Metadata = {}
+    user_metadata: Metadata = Field(default_factory=dict)
 
 
 class SaveForSampler(OperationBody):
@@ -151,7 +140,7 @@ class SaveForSampler(OperationBody):
     sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: Seconds | None = None
-    user_metadata: Metadata = {}
+    user_metadata: Metadata = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _is_one(self) -> SaveForSampler:
@@ -168,7 +157,7 @@ class Load(Body):
     session_id: Id | None = None
     model_seq_id: Number | None = None
     base_model: str | None = None
-    user_metadata: Metadata = {}
+    user_metadata: Metadata = Field(default_factory=dict)
     path: str
     optimizer: bool
     optimizer_config: Optimizer = Optimizer()
@@ -231,7 +220,7 @@ class Targets(Body):
 
     dtype: Literal["int64"]
     shape: Annotated[list[Number], Field(min_length=2, max_length=2)]
-    data: Annotated[list[int], Field(max_length=MAX_TOKENS, fail_fast=True)] = []
+    data: list[int] = Field(default_factory=list, max_length=MAX_TOKENS, fail_fast=True)
     sparse_crow_indices: Annotated[list[int], Field(max_length=MAX_TOKENS + 1)] | None = None
     sparse_col_indices: Annotated[list[int], Field(max_length=MAX_TOKENS)] | None = None
 
@@ -271,6 +260,17 @@ class Sample(Body):
     topk_sample_logprobs: Top = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
     target_prompt_logprobs: Targets | None = None
+    record_stability_info: bool = False
+
+    @field_validator("record_stability_info")
+    @classmethod
+    def _has_a_formula(cls, value: bool) -> bool:
+        if value:
+            raise ValueError(
+                "the server does not support the loss stable_reinforce, which has no public "
+                "formula; use loss_fn=importance_sampling"
+            )
+        return value
 
 
 class OfFuture(Body):
@@ -316,34 +316,6 @@ def check_metadata(metadata: Mapping[str, object], limits: Limits) -> None:
             found=f"The limit is {limits.metadata_bytes:,}.",
             fix="Send less metadata.",
         )
-
-
-def fields_of(data: bytes) -> dict[str, object]:
-    """Return the fields of a JSON body.
-
-    Raises:
-        RequestError: The body is not a JSON object.
-    """
-    return parse_json(data, "the request's body cannot be read.", error=RequestError)
-
-
-def checked(fields: Mapping[str, object], kind: type[B]) -> B:
-    """Return a validated body.
-
-    Raises:
-        RequestError: A field is missing, invalid or unknown; the error names the first ones.
-    """
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as problem:
-        lines: dict[str, None] = {}
-        for error in errors_of(problem):
-            text = NAMES if error["type"] == "string_pattern_mismatch" else error["msg"]
-            if error["type"] == "extra_forbidden":
-                text = UNSUPPORTED.get(str(error["loc"][-1]), "this server does not support it")
-            field = ".".join(str(part)[:40] for part in error["loc"])
-            lines[f"{field}: {text}".lstrip(": ")] = None
-        raise RequestError("the request has invalid fields.", found=first_few(lines, 5)) from None
 
 
 def digest_of(fields: Mapping[str, object] | bytes) -> str:

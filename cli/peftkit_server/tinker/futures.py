@@ -108,10 +108,9 @@ class Futures:
     Ids begin with a random id of this server process; ids of earlier processes are recognized.
     """
 
-    def __init__(self, limits: Limits = DEFAULTS, num_keys: int = 0) -> None:
+    def __init__(self, limits: Limits = DEFAULTS) -> None:
         self._process, self._all = new_id("")[:8], dict[str, PendingResult]()
         self._limits = limits
-        self._share = limits.share(limits.operation_bytes, num_keys)
         self._done: dict[str, OrderedDict[str, int]] = {}
         self._result_bytes, self._waiting_bytes = Counter[str](), Counter[str]()
         self._lock = threading.Lock()
@@ -173,7 +172,7 @@ class Futures:
             waiting = self._waiting_bytes
             for used, limit in (
                 (waiting.total(), self._limits.operation_bytes),
-                (waiting[owner], self._share),
+                (waiting[owner], self._limits.share(self._limits.operation_bytes)),
             ):
                 if used + size > limit and used and not is_next:
                     raise RequestError(

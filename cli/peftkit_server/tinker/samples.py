@@ -20,6 +20,7 @@ from peftkit.inference.engine import Request as EngineRequest
 from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.model.modes import evaluating
 from peftkit_server.generation import Collected, Generation, Output, resolve_seed
+from peftkit_server.quotas import SAMPLER
 from peftkit_server.refusals import RequestError
 from peftkit_server.requests import MAX_TOKENS
 from peftkit_server.tinker.bodies import RequestContext, Sample, Targets
@@ -31,8 +32,6 @@ from peftkit_server.tinker.wire import LENGTH, MESSAGES, NUMBERS, STOP, bytes_of
 from peftkit_server.tokens import vocabulary
 from peftkit_server.training import Training
 
-SAMPLER = "tinker.sampler"
-"""Kind of the store's documents."""
 Reply = dict[str, Any]
 
 NO_TOKEN = -99999.0

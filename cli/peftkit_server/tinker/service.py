@@ -62,7 +62,7 @@ class Service:
     def __init__(self, training: Training) -> None:
         self._training, self._store = training, training.store
         self.limits, self._quotas = training.limits, training.quotas
-        self._futures = Futures(self.limits, self._quotas.num_keys)
+        self._futures = Futures(self.limits)
         self.sessions = Sessions(training.store, training.quotas)
         self._weights, self._tenants = Weights(training), Tenants(training)
         learner = self._tenants.learner
@@ -175,7 +175,7 @@ class Service:
             RequestError: No model is idle.
         """
         limit, models = self.limits.tinker_models, [*self._models.values()]
-        own, share = [each for each in models if each.owner == owner], self._quotas.share(limit)
+        own, share = [each for each in models if each.owner == owner], self.limits.share(limit)
         if len(own) >= share:
             models, limit = own, share
         elif len(models) < limit:

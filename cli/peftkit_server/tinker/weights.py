@@ -12,7 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from peftkit.files.strict_json import Json
-from peftkit_server.quotas import MODEL, WEIGHTS
+from peftkit_server.models import size_of
+from peftkit_server.quotas import WEIGHTS
 from peftkit_server.refusals import RequestError
 from peftkit_server.store import Store, new_id
 from peftkit_server.tinker.bodies import PATH, OfPath, RequestContext
@@ -35,7 +36,7 @@ class Weights:
         self._folder.mkdir(parents=True, exist_ok=True)
         for saved in self._store.all(KIND):
             if saved["is_unnamed"]:  # their samplers do not survive a restart
-                self._remove(saved)
+                self.discard(saved)
         complete = {saved["folder"] for saved in self._store.all(KIND)}
         for folder in self._folder.iterdir():
             if folder.name not in complete:
@@ -81,7 +82,7 @@ class Weights:
             "folder": folder.name,
             "time": now,
             "expires": None if ttl is None else now + ttl,
-            "size": sum(file.stat().st_size for file in folder.iterdir()),
+            "size": size_of(folder),
             "is_unnamed": is_unnamed,
         }
         with self._store.transaction():
@@ -127,24 +128,14 @@ class Weights:
         self._models.sweep()
         return sorted(self._store.all(KIND, owner, model_id), key=lambda saved: saved["time"])
 
-    def delete(self, path: str, owner: str) -> None:
-        """Delete weights.
-
-        Raises:
-            RequestError: As `get`.
-        """
-        self._remove(self.get(path, owner))
-
     def drop_unnamed(self, owner: str, model_id: str, *, keep: int = 0) -> None:
         """Delete the unnamed weights of a model, except the newest `keep`."""
         unnamed = [saved for saved in self.all(owner, model_id) if saved["is_unnamed"]]
         for saved in unnamed[: max(len(unnamed) - keep, 0)]:
-            self._remove(saved)
+            self.discard(saved)
 
-    def _remove(self, saved: Json) -> None:
-        folder = self._folder / saved["folder"]
-        documents = [(KIND, saved["path"]), (MODEL, saved["path"])]
-        self._store.discard(documents, lambda: shutil.rmtree(folder, ignore_errors=True))
+    def discard(self, saved: Json) -> None:
+        self._models.discard(saved["path"], self.folder(saved))
 
 
 def described(saved: Json) -> dict[str, object]:
@@ -220,7 +211,7 @@ class Runs:
 
     def delete_checkpoint(self, owner: str, id: str, use: str, name: str) -> Reply:
         """Delete saved weights."""
-        self._weights.delete(f"tinker://{id}/{use}/{name}", owner)
+        self._weights.discard(self._weights.get(f"tinker://{id}/{use}/{name}", owner))
         return {}
 
     def weights_info(self, body: OfPath, context: RequestContext) -> Reply:

@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from peftkit.data.generation import prompt_ids, stop_ids
 from peftkit.data.style import Style
@@ -28,16 +27,16 @@ from peftkit_server.refusals import RequestError
 from peftkit_server.threads import DaemonThreads
 from peftkit_server.training import Dialect, Training
 from peftkit_server.tuning.bodies import GraderBody, GraderRun, JobBody
-from peftkit_server.tuning.files import Files, Page
+from peftkit_server.tuning.files import Files, page_of
 from peftkit_server.tuning.grader_process import ProcessCode
 from peftkit_server.tuning.jobs import ACTIONS, Jobs
-from peftkit_server.tuning.progress import CHECKPOINT, JOB
+from peftkit_server.tuning.progress import CHECKPOINT, EVENT, JOB
 from peftkit_server.tuning.recipes import grader_of
-from peftkit_server.validation import read_body
+from peftkit_server.validation import Strict, read_body
 
 JOBS = "/v1/fine_tuning/jobs"
 GRADERS = "/v1/fine_tuning/alpha/graders"
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M", bound=Strict)
 T = TypeVar("T")
 
 
@@ -45,17 +44,13 @@ def dialect(training: Training) -> Dialect:
     """Return OpenAI's fine-tuning API."""
     files = Files(training)
     jobs = Jobs(training, files)
+    api = _Api(training, jobs)
 
     def on_start() -> None:
         files.tidy()
         jobs.resume()
 
-    api = _Api(training, jobs)
-    return Dialect(_routes(files, api), on_start, api.close)
-
-
-def _routes(files: Files, api: _Api) -> list[BaseRoute]:
-    return [
+    routes = [
         Route("/v1/files", files.upload, methods=["POST"]),
         Route("/v1/files", files.listed),
         Route("/v1/files/{id}", files.retrieve),
@@ -70,6 +65,7 @@ def _routes(files: Files, api: _Api) -> list[BaseRoute]:
         Route(GRADERS + "/validate", api.validate, methods=["POST"]),
         Route(GRADERS + "/run", api.grade, methods=["POST"]),
     ]
+    return Dialect(routes, on_start, api.close)
 
 
 class _Api:
@@ -80,7 +76,7 @@ class _Api:
         self._graders = DaemonThreads(
             training.limits.graders,
             "peftkit-graders",
-            training.quotas.share,
+            training.limits.share,
             max_calls=2 * training.limits.graders,
             kind="graders",
             code="graders",
@@ -108,19 +104,18 @@ class _Api:
 
     def jobs(self, request: Request) -> Response:
         jobs = [job["response"] for job in self._store.all(JOB, request.state.owner)]
-        return Page.of(request).response(jobs[::-1])
+        return page_of(request, jobs[::-1])
 
     def job(self, request: Request) -> Response:
         return JSONResponse(self._job(request))
 
     def events(self, request: Request) -> Response:
-        page, id = Page.of(request), self._job(request)["id"]
-        return page.response(self._store.entries(id)[::-1])
+        events = self._store.all(EVENT, parent=self._job(request)["id"])
+        return page_of(request, events[::-1])
 
     def checkpoints(self, request: Request) -> Response:
-        page, id = Page.of(request, default=10), self._job(request)["id"]
-        checkpoints = [each["response"] for each in self._store.all(CHECKPOINT, parent=id)]
-        return page.response(checkpoints[::-1])
+        checkpoints = self._store.all(CHECKPOINT, parent=self._job(request)["id"])
+        return page_of(request, [each["response"] for each in checkpoints[::-1]], default=10)
 
     def change(self, request: Request) -> Response:
         action = request.url.path.rpartition("/")[2]

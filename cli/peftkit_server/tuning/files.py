@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
@@ -19,47 +19,38 @@ from peftkit_server.store import new_id
 from peftkit_server.training import Training
 from peftkit_server.tuning.progress import JOB
 from peftkit_server.tuning.rows import JobError
+from peftkit_server.validation import Strict, validated
 
 KIND, PURPOSE, RESULTS = FILE, "fine-tune", "fine-tune-results"
 
 
-class Page(NamedTuple):
-    """The requested page of a list.
+class UploadBody(Strict):
+    """The fields of an upload, without its file. Files do not expire."""
 
-    Attributes:
-        after: Id of the last item of the previous page.
+    UNSUPPORTED = ("expires_after[anchor]", "expires_after[seconds]")
+    purpose: Literal["fine-tune"]
+
+
+def page_of(
+    request: Request, items: Sequence[dict[str, Any]], *, max_limit: int = 100, default: int = 20
+) -> Response:
+    """Return the requested page of a list of documents, in the list's order.
+
+    Raises:
+        RequestError: The limit is no number from 1 to `max_limit`, or `after` is not in the list.
     """
-
-    limit: int
-    after: str | None
-
-    @classmethod
-    def of(cls, request: Request, *, max_limit: int = 100, default: int = 20) -> Page:
-        """Return the page of a request.
-
-        Raises:
-            RequestError: The limit is not a number from 1 to `max_limit`.
-        """
-        limit = request.query_params.get("limit", str(default))
-        is_number = limit.isascii() and limit.isdigit() and len(limit) < 10
-        if not (is_number and 1 <= int(limit) <= max_limit):
-            raise RequestError(f"limit must be a number from 1 to {max_limit:,}.", param="limit")
-        return cls(int(limit), request.query_params.get("after"))
-
-    def response(self, items: Sequence[dict[str, Any]]) -> Response:
-        """Return the page of a list of documents, in the list's order.
-
-        Raises:
-            RequestError: `after` is not in the list.
-        """
-        ids = [item["id"] for item in items]
-        if self.after is not None and self.after not in ids:
-            raise RequestError(f"there is no '{self.after[:80]}' in this list.", param="after")
-        start = 0 if self.after is None else ids.index(self.after) + 1
-        data = items[start : start + self.limit]
-        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
-        has_more = start + self.limit < len(items)
-        return JSONResponse({"object": "list", "data": data, "has_more": has_more, **ends})
+    limit = request.query_params.get("limit", str(default))
+    is_number = limit.isascii() and limit.isdigit() and len(limit) < 10
+    if not (is_number and 1 <= int(limit) <= max_limit):
+        raise RequestError(f"limit must be a number from 1 to {max_limit:,}.", param="limit")
+    ids, after = [item["id"] for item in items], request.query_params.get("after")
+    if after is not None and after not in ids:
+        raise RequestError(f"there is no '{after[:80]}' in this list.", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    data = items[start : start + int(limit)]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+    has_more = start + len(data) < len(items)
+    return JSONResponse({"object": "list", "data": data, "has_more": has_more, **ends})
 
 
 class Files:
@@ -108,8 +99,7 @@ class Files:
             JobError: The file is damaged or missing.
         """
         file, path = self._store.get(KIND, id), self.path(id)
-        digest = (file or {}).get("sha256")  # files of older servers have none
-        if not path.is_file() or digest not in (None, sha256_of(path)):
+        if file is None or not path.is_file() or file["sha256"] != sha256_of(path):
             problem = "damaged" if path.is_file() else "missing"
             raise JobError("file_damaged", f"The file {id} is {problem} on the server.")
 
@@ -150,19 +140,18 @@ class Files:
             with self._disk.reserved(self.folder, size), ExitStack() as stack:
                 file = stack.enter_context(replacing(path, self._max_bytes))
                 form = await uploaded_form(request, file, self._max_bytes, reserve=reserve)
-                _check_fields(form.fields)
+                validated(form.fields, UploadBody)
                 return JSONResponse(await self._threads.result(lambda: stored(form, stack), owner))
         finally:
             self._quotas.release(upload)
 
     def listed(self, request: Request) -> Response:
-        page = Page.of(request, max_limit=10_000, default=10_000)
         purpose = request.query_params.get("purpose")
         files = self._store.all(KIND, request.state.owner)
         files = [file for file in files if purpose in (None, file["purpose"])]
         if request.query_params.get("order", "desc") != "asc":
             files.reverse()
-        return page.response(files)
+        return page_of(request, files, max_limit=10_000, default=10_000)
 
     def retrieve(self, request: Request) -> Response:
         return JSONResponse(self.get(request.path_params["id"], request.state.owner))
@@ -184,15 +173,3 @@ class Files:
                 raise RequestError(text, fix="Cancel the job first.", code="file_in_use")
         self._store.discard([(KIND, id)], lambda: self.path(id).unlink(missing_ok=True))
         return JSONResponse({"id": id, "object": "file", "deleted": True})
-
-
-def _check_fields(fields: dict[str, str]) -> None:
-    """Refuse unsupported purposes and fields."""
-    purpose = fields.pop("purpose", "")
-    if purpose != PURPOSE:
-        text = f"the purpose '{purpose[:40]}' is not supported."
-        raise RequestError(text, fix=f"Use the purpose {PURPOSE}.", param="purpose")
-    for name in fields:
-        raise RequestError(
-            "the field is not supported.", fix="Files do not expire.", param=name[:80]
-        )

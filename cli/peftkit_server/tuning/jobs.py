@@ -8,7 +8,6 @@ reads it after each step, and saves and stops unless it is "running". A killed s
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import shutil
 import sqlite3
@@ -29,15 +28,13 @@ from peftkit.events import Listener
 from peftkit.execution.signals import Interrupted, pause_points
 from peftkit.files.disk import sha256_of, write_text
 from peftkit.files.strict_json import Json
-from peftkit.formats import folders
-from peftkit.formats.folders import CONFIG, NOTES, RECIPE, TENSORS, new_adapter_folder
+from peftkit.formats.folders import RECIPE
 from peftkit.recipe import Recipe
 from peftkit.report.history import read_history
 from peftkit.run import run
 from peftkit.settings import BaseConfig
 from peftkit.tasks.rewards.graders import fields_of
 from peftkit.train.checkpoint_files import Checkpoints
-from peftkit_server.models import KEPT
 from peftkit_server.refusals import RequestError, public
 from peftkit_server.store import StoreError, full_disk_as_store_error, new_id
 from peftkit_server.threads import DaemonThreads
@@ -45,13 +42,14 @@ from peftkit_server.training import Training
 from peftkit_server.tuning.bodies import JobBody
 from peftkit_server.tuning.files import PURPOSE, RESULTS, Files
 from peftkit_server.tuning.progress import (
+    CHECKPOINTS,
     ENDED,
     JOB,
     JobProgress,
     add_event,
     add_warning_once,
     changing,
-    rename_old_fields,
+    copy_adapter,
     results,
 )
 from peftkit_server.tuning.recipes import grader_of, recipe_of
@@ -88,15 +86,13 @@ class Jobs:
         self._validation = DaemonThreads(1, "peftkit-rows")
         self._queue_lock, self._queued = threading.Lock(), set[str]()  # ids queued at the worker
         self._num_tries = Counter[str]()  # of jobs that met a full disk
-        rename_old_fields(self._store)
         self._tidy()
 
     def _tidy(self) -> None:
         """Remove incomplete folders of a killed server (`files.disk.new_folder`)."""
-        jobs = self._training.folder.resolve() / "jobs"
-        for path in [*jobs.glob(f"*/.{START}-*"), *jobs.glob(f"*/{KEPT}/.step-*")]:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
+        folder = self._training.folder.resolve()
+        for path in (*folder.glob(f"jobs/*/.{START}-*"), *folder.glob(f"{CHECKPOINTS}/.*")):
+            shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
         """Validate no further rows; the next server does."""
@@ -179,16 +175,9 @@ class Jobs:
     def _copy_start(self, id: str, model: str, owner: str) -> None:
         """Copy a client's model that a job starts from; it may be deleted while the job waits."""
         start = self._training.models.folder(model, owner)
-        if start is None or not start.is_relative_to(self._training.folder.resolve()):
-            return  # the base, or an operator's adapter
-        with new_adapter_folder(self.folder(id) / START, force=True) as new:
-            for name in (CONFIG, TENSORS, NOTES, folders.START):
-                if name == folders.START and not (start / name).exists():
-                    continue
-                try:
-                    os.link(start / name, new / name)
-                except OSError:  # not all file systems have links
-                    shutil.copyfile(start / name, new / name)
+        # not the base, nor an operator's adapter
+        if start is not None and start.is_relative_to(self._training.folder.resolve()):
+            copy_adapter(start, self.folder(id) / START)
 
     def change(self, id: str, owner: str, action: str) -> Json:
         """Cancel, pause or resume a job; return the response.
@@ -234,7 +223,7 @@ class Jobs:
         """Validate a job's files, write its recipe, and queue it."""
         with self._retrying(id, self._start_validation):
             try:
-                if self._has_ended(id) or self._waits_for_base(id):
+                if not self._may_run(id):
                     return
                 with full_disk_as_store_error(), self._attempt(id):
                     self._make_recipe(id)
@@ -336,7 +325,7 @@ class Jobs:
             timer.start()
 
     def _run_once(self, id: str, yield_model: Callable[[], None]) -> None:
-        if self._has_ended(id) or self._waits_for_base(id):
+        if not self._may_run(id):
             return
         with changing(self._store, id) as job:
             if job["response"]["status"] not in ("queued", "running"):
@@ -394,9 +383,7 @@ class Jobs:
             JobError: One of them is damaged or missing.
         """
         job, path = self._store.existing(JOB, id), self.folder(id) / RECIPE
-        digest = job.get("recipe")  # jobs of older servers have none
-        is_whole = path.is_file() and (not with_recipe or digest in (None, sha256_of(path)))
-        if not is_whole:
+        if not path.is_file() or (with_recipe and job["recipe"] != sha256_of(path)):
             problem = "damaged" if path.is_file() else "missing"
             text = f"The job's {RECIPE} is {problem} on the server."
             raise JobError("recipe_damaged", text)
@@ -404,20 +391,17 @@ class Jobs:
             if (file := job["response"][name]) is not None:
                 self._files.check(file)
 
-    def _waits_for_base(self, id: str) -> bool:
-        """Return whether a job was created over another base than the server's; log that."""
+    def _may_run(self, id: str) -> bool:
+        """Return whether a job has not ended and has the server's base; log another base."""
         job = self._store.existing(JOB, id)
-        base = job.get("base", self._server_base)  # jobs of earlier versions have none
-        if base["fingerprint"] == self._server_base["fingerprint"]:
+        if _has_ended(job):
             return False
-        text = f"The job waits for a server with its base: {base['model']}"
+        if job["base"]["fingerprint"] == self._server_base["fingerprint"]:
+            return True
+        text = f"The job waits for a server with its base: {job['base']['model']}"
         add_warning_once(self._store, id, text)
         self._training.log(f"{id}: {text}")
-        return True
-
-    def _has_ended(self, id: str) -> bool:
-        job = self._store.get(JOB, id)
-        return job is None or _has_ended(job)
+        return False
 
     def _finish(self, id: str, progress: JobProgress) -> None:
         """Publish a job's adapter, unless the job was cancelled or paused after its last step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import os
 import shutil
 import signal
 import time
@@ -26,14 +27,16 @@ from peftkit.events import (
 from peftkit.execution.signals import Interrupted, stop_here
 from peftkit.formats.folders import CONFIG, NOTES, START, TENSORS, new_adapter_folder
 from peftkit.report.history import History, read_history
-from peftkit_server.models import KEPT
 from peftkit_server.refusals import public
 from peftkit_server.store import Store, new_id
 from peftkit_server.training import Training
 
-JOB, CHECKPOINT = "job", "checkpoint"
+CHECKPOINTS = "checkpoints"
+"""Subfolder of the server for the checkpoints that are models."""
+JOB, CHECKPOINT, EVENT = "job", "checkpoint", "event"
 """Kinds of documents. Fields: `response`, the object that clients receive; of a job further
-`request`, its body; `name`, the name of its model; and `base`, the base it trains over."""
+`request`, its body; `name`, the name of its model; and `base`, the base it trains over. An event is
+that object itself."""
 ENDED = ("succeeded", "failed", "cancelled")
 
 Level = Literal["info", "warn", "error"]
@@ -49,20 +52,6 @@ TURNS = (StepDone, EvalDone, Saved, RolledOut, Progress)
 """Events between two steps: the worker may serve other requests here."""
 
 
-def rename_old_fields(store: Store) -> None:
-    """Rename the fields `told` and `asked` of documents by older servers."""
-    with store.transaction():
-        for kind in (JOB, CHECKPOINT):
-            for body in store.all(kind):
-                if "told" in body:
-                    response = body["response"] = body.pop("told")
-                    if kind == JOB:
-                        body["request"] = body.pop("asked")
-                    owner = store.owner(kind, response["id"])
-                    parent = response.get("fine_tuning_job_id", "")
-                    store.put(kind, response["id"], body, owner=owner, parent=parent)
-
-
 @contextmanager
 def changing(store: Store, id: str) -> Iterator[dict[str, Any]]:
     """Yield a job's document and write it at the end; the context is one transaction."""
@@ -76,7 +65,7 @@ def add_event(
     store: Store, id: str, text: str, level: Level = "info", data: Mapping[str, Any] | None = None
 ) -> None:
     """Append an event to a job's journal; its message is one line."""
-    event = {
+    event: dict[str, Any] = {
         "object": "fine_tuning.job.event",
         "id": new_id("ftevent-"),
         "created_at": int(time.time()),
@@ -85,12 +74,12 @@ def add_event(
         "type": "metrics" if data else "message",
         "data": dict(data or {}),
     }
-    store.append(id, event)
+    store.put(EVENT, event["id"], event, parent=id)
 
 
 def add_warning_once(store: Store, id: str, text: str) -> None:
     """Add a warning unless the job has it already; a resumed run repeats its notices."""
-    if _line(text) not in (event["message"] for event in store.entries(id)):
+    if _line(text) not in (event["message"] for event in store.all(EVENT, parent=id)):
         add_event(store, id, text, "warn")
 
 
@@ -218,16 +207,16 @@ class JobProgress:
         published = self._store.all(CHECKPOINT, parent=self._id)
         if not 0 < epoch < self._epochs or any(each["epoch"] >= epoch for each in published):
             return
-        folder = self._folder / KEPT / f"step-{step}"
+        folder = self._kept(step)
         folder.parent.mkdir(exist_ok=True)
-        with new_adapter_folder(folder, force=True) as new:
-            checkpoint = self._folder / "checkpoints" / f"step-{step}"
-            for name in (CONFIG, TENSORS, NOTES, START):
-                if name != START or (checkpoint / name).exists():
-                    shutil.copyfile(checkpoint / name, new / name)
+        copy_adapter(self._folder / "checkpoints" / f"step-{step}", folder)
         with self._store.transaction():
             self.publish(f"{self._name}:ckpt-step-{step}", folder, step, read_history(self._folder))
         self.delete_old_checkpoints()
+
+    def _kept(self, step: int) -> Path:
+        """Return the folder of a checkpoint that is a model."""
+        return self._training.folder.resolve() / CHECKPOINTS / f"{self._id}-step-{step}"
 
     def publish(self, model: str, folder: Path, step: int, history: History) -> None:
         """Publish the adapter of a step as a model and a checkpoint of the job."""
@@ -251,10 +240,19 @@ class JobProgress:
         """Delete all checkpoints but the newest `MAX_CHECKPOINTS`."""
         for body in self._store.all(CHECKPOINT, parent=self._id)[:-MAX_CHECKPOINTS]:
             old = body["response"]
-            with self._store.transaction():
-                self._training.models.withdraw(old["fine_tuned_model_checkpoint"])
-                self._store.delete(CHECKPOINT, old["id"])
-            shutil.rmtree(self._folder / KEPT / f"step-{old['step_number']}", ignore_errors=True)
+            name, folder = old["fine_tuned_model_checkpoint"], self._kept(old["step_number"])
+            self._training.models.discard(name, folder, (CHECKPOINT, old["id"]))
+
+
+def copy_adapter(source: Path, folder: Path) -> None:
+    """Copy the files of an adapter into a new folder, as links if the file system has them."""
+    with new_adapter_folder(folder, force=True) as new:
+        for name in (CONFIG, TENSORS, NOTES, START):
+            if name != START or (source / name).exists():
+                try:
+                    os.link(source / name, new / name)
+                except OSError:
+                    shutil.copyfile(source / name, new / name)
 
 
 def results(history: History) -> bytes:

@@ -128,7 +128,7 @@ def test_bodies_are_checked_off_the_loop(client, monkeypatch):
 
         return reads
 
-    for name in ("fields_of", "checked"):
+    for name in ("fields_of", "validated"):
         monkeypatch.setattr(api, name, beside(getattr(api, name)))
     model = client.model()
     assert model.step()["metrics"]

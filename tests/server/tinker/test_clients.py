@@ -135,7 +135,7 @@ def test_one_key_leaves_models_and_records_to_others(serve):
 
 
 def test_results_and_operations_of_one_key_leave_those_of_others():
-    kept = Futures(Limits(result_bytes=1000, operation_bytes=1000, key_share=0.5), 2)
+    kept = Futures(Limits(result_bytes=1000, operation_bytes=1000, key_share=0.5, num_keys=2))
     bob = kept.new("bob")
     bob.finish(b"x" * 300)
     for _ in range(5):

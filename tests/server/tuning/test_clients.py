@@ -239,7 +239,8 @@ def test_folders_of_a_killed_server_are_removed(served):
     with served() as client:
         done = client.until(client.job(chats(), method=hyper(n_epochs=1))["id"])
         folder = client.folder / "jobs" / done["id"]
-    left = [folder / ".start-0a1b2c3d", folder / "kept" / ".step-3-0a1b2c3d"]
+    checkpoints = client.folder / "checkpoints"
+    left = [folder / ".start-0a1b2c3d", checkpoints / f".{done['id']}-step-3-0a1b2c3d"]
     for path in left:
         path.mkdir(parents=True)
         (path / "adapter_model.safetensors").touch()

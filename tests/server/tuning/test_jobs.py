@@ -586,7 +586,7 @@ def test_a_job_keeps_its_start_adapter(served, monkeypatch):
         gate.go()
         done = client.until(second)
         assert done["status"] == "succeeded", done["error"]
-        assert not (client.folder / "jobs" / first / "kept" / "step-3").exists()
+        assert not (client.folder / "checkpoints" / f"{first}-step-3").exists()
         assert client.say(done["fine_tuned_model"])
 
 
