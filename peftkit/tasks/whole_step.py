@@ -64,9 +64,7 @@ class WholeStep:
         """Return a batch of rows, with their indices if the loss needs other rows."""
         has_padding = self._run.parallel.in_lockstep  # of other steps' rows, with any index
         is_in_step = all(id(row) in self._places for row in rows)
-        if not (is_in_step or has_padding) or (
-            self.values is None and len(rows) == len(self.rows)
-        ):
+        if not (is_in_step or has_padding) or (self.values is None and len(rows) == len(self.rows)):
             return self._collate(rows)
         if self.values is None:
             self._compute_values()
