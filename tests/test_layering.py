@@ -136,13 +136,18 @@ WITHOUT_TORCH = (
 
 
 class Import(NamedTuple):
-    """One import: `importer` and `target` are dotted modules, `names` whatever comes from it."""
+    """One import: `importer` and `target` are dotted modules, `names` whatever comes from it.
+
+    Attributes:
+        is_eager: Whether it runs when the importer is imported.
+    """
 
     where: str
     importer: str
     target: str
     names: tuple[str, ...]
-    relative: bool = False
+    is_eager: bool
+    is_relative: bool = False
 
 
 @cache
@@ -173,9 +178,6 @@ def layer(module: str) -> int | None:
     )
 
 
-parsed = cache(ast.parse)
-
-
 def imports(sources: Mapping[str, str]) -> Iterator[Import]:
     """Parse every import, also importlib.import_module("literal")."""
     for module, source in sources.items():
@@ -186,18 +188,23 @@ def imports(sources: Mapping[str, str]) -> Iterator[Import]:
 def _imports_of(module: str, source: str) -> tuple[Import, ...]:
     prefix = "cli/" if module.split(".")[0] in APPLICATIONS else ""
     file, found = prefix + module.replace(".", "/") + ".py", []
-    for node in ast.walk(parsed(source)):
-        where = f"{file}:{getattr(node, 'lineno', 0)}"
-        if isinstance(node, ast.Import):
-            found += [Import(where, module, alias.name, ()) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = tuple(alias.name for alias in node.names)
-            found.append(Import(where, module, node.module or "", names, node.level > 0))
-        elif isinstance(node, ast.Call) and node.args:
-            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            first = node.args[0]
-            if called in {"import_module", "__import__"} and isinstance(first, ast.Constant):
-                found.append(Import(where, module, str(first.value), ()))
+    for top in ast.parse(source).body:
+        is_eager = isinstance(top, ast.Import | ast.ImportFrom) or (
+            isinstance(top, ast.If) and "TYPE_CHECKING" not in ast.unparse(top.test)
+        )
+        for node in ast.walk(top):
+            where = f"{file}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Import):
+                found += [Import(where, module, each.name, (), is_eager) for each in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = tuple(alias.name for alias in node.names)
+                target = node.module or ""
+                found.append(Import(where, module, target, names, is_eager, node.level > 0))
+            elif isinstance(node, ast.Call) and node.args:
+                called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                first = node.args[0]
+                if called in {"import_module", "__import__"} and isinstance(first, ast.Constant):
+                    found.append(Import(where, module, str(first.value), (), is_eager))
     return tuple(found)
 
 
@@ -210,7 +217,7 @@ def breaches(sources: Mapping[str, str]) -> list[str]:
     ]
     edges: dict[str, dict[str, str]] = {module: {} for module in sources}
     for found in imports(sources):
-        if found.relative:
+        if found.is_relative:
             told.append(f"{found.where}: relative import; name the module in full")
         elif found.target.split(".")[0] in {"peftkit", *APPLICATIONS}:
             for target in _own_targets(found, sources):
@@ -418,10 +425,9 @@ def test_training_names_no_method():
 def test_a_recipe_and_its_run_import_what_they_need(module):
     sources = modules()
     edges: dict[str, set[str]] = {name: set() for name in sources}
-    for found in imports({name: _at_import(source) for name, source in sources.items()}):
-        edges[found.importer] |= {
-            target for target in _own_targets(found, sources) if target in sources
-        }
+    for found in imports(sources):
+        if found.is_eager:
+            edges[found.importer] |= {*_own_targets(found, sources)} & sources.keys()
     seen, open_ends = set[str](), [module]
     while open_ends:
         if (name := open_ends.pop()) not in seen:
@@ -429,18 +435,6 @@ def test_a_recipe_and_its_run_import_what_they_need(module):
             open_ends += edges[name]
     loaded = [name for name in seen if not name.endswith(".__init__")]
     assert len(loaded) <= CLOSURES[module], "\n".join(sorted(loaded))
-
-
-@cache
-def _at_import(source: str) -> str:
-    """Return the imports of a module that run when it is imported, as source."""
-    body = [
-        node
-        for node in parsed(source).body
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        or (isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test))
-    ]
-    return ast.unparse(ast.Module(body, []))
 
 
 OTHERS = ("transformers", "datasets", "accelerate", "torch._dynamo")

@@ -227,8 +227,7 @@ def inputs_of(
     try:
         with evaluating(base.model):
             for row in rows:  # alone: padding would count as input
-                batch = task.collate([row])
-                ids = batch["input_ids"].to(base.device)
+                ids = torch.tensor([row.input_ids], device=base.device)
                 base.model(input_ids=ids, use_cache=False)
     finally:
         for handle in handles:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any, ClassVar
 
 import torch
@@ -38,6 +39,7 @@ class WholeStep:
         compute: Returns (rows, K) of a model and a batch.
 
     Attributes:
+        rows: The rows to train on; a row that the step has twice is two objects.
         values: (N, K), or None while one batch holds all rows.
     """
 
@@ -50,8 +52,8 @@ class WholeStep:
         compute: Callable[[nn.Module, Mapping[str, Tensor]], Tensor],
     ) -> None:
         self._task, self._run, self._collate, self._compute = task, run, collate, compute
-        self._rows = [*rows]  # a reference to each, because `_places` depends on unique ids
-        self._places = {id(row): place for place, row in enumerate(self._rows)}
+        self.rows = [*map(copy, rows)]  # unique ids: data.train may repeat rows (weight)
+        self._places = {id(row): place for place, row in enumerate(self.rows)}
         self._states: dict[tuple[int, ...], rng.State] = {}
         self.values: Tensor | None = None
         is_trained = torch.is_grad_enabled()
@@ -62,9 +64,7 @@ class WholeStep:
         """Return a batch of rows, with their indices if the loss needs other rows."""
         has_padding = self._run.parallel.in_lockstep  # of other steps' rows, with any index
         is_in_step = all(id(row) in self._places for row in rows)
-        if not (is_in_step or has_padding) or (
-            self.values is None and len(rows) == len(self._rows)
-        ):
+        if not (is_in_step or has_padding) or (self.values is None and len(rows) == len(self.rows)):
             return self._collate(rows)
         if self.values is None:
             self._compute_values()
@@ -94,7 +94,7 @@ class WholeStep:
         values, order = list[Tensor](), list[int]()
         size = run.state.plan.rows
         for part, (state, computed), is_local in batches_that_fit(
-            self._rows, size, split, compute, parallel=run.parallel
+            self.rows, size, split, compute, parallel=run.parallel
         ):
             if is_local:
                 places = [self._places[id(row)] for row in part]
@@ -143,7 +143,7 @@ class WholeStepTask(RunHooks, Task):
     def before_step(self, rows: Rows, run: Run) -> Sequence[Rows]:
         """Compute the values of all rows of the step, without gradients."""
         self._step = WholeStep(self, rows, run, self.row_batch, self.row_values)
-        return [rows]
+        return [self._step.rows]
 
     def collate(self, rows: Rows) -> dict[str, Tensor]:
         """Return `row_batch`, with the indices of the rows if the loss needs other rows."""

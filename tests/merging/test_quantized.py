@@ -33,6 +33,16 @@ def test_a_merged_model_in_4_bits_is_read_back(saved, tmp_path, monkeypatch):
     assert nearest.audit.quantized_as != "none"
     layers = quantized._layers(before.model, "int4_32")
     grams = quantized.inputs_of(before, layers, str(rows), None)
+    # the inputs are those of the texts' tokens and end tokens, without padding
+    ids = [
+        [*each, before.tokenizer.eos_token_id] for each in before.tokenizer([*TEXTS])["input_ids"]
+    ]
+    last = before.model.model.layers[-1]
+    with torch.no_grad():
+        outputs = (before.model(torch.tensor([row]), output_hidden_states=True) for row in ids)
+        x = torch.cat([last.input_layernorm(out.hidden_states[-2])[0] for out in outputs])
+    (gram,) = (grams[path] for path in layers if layers[path] is last.self_attn.q_proj)
+    torch.testing.assert_close(gram, x.t() @ x)
     errors = {"nearest": 0.0, "ours": 0.0}
     for path, layer in layers.items():
         weight, gram = layer.weight.detach().float(), grams[path]

@@ -90,6 +90,14 @@ def test_eva_reads_training_rows_in_seeded_order(tmp_path, model_folder):
     b = [tensor for name, tensor in first.items() if "lora_B" in name]
     assert b
     assert not any(tensor.any() for tensor in b)
+    record = prepare(
+        recipes.model_copy(update={"data": recipes.data.model_copy(update={"eval": 0.4})})
+    )
+    left = [ROWS[int(row.source.rpartition(":")[2]) - 1] for row in record.train]
+    assert len(left) < len(ROWS)
+    write_rows(tmp_path / "train.jsonl", left)  # held-out rows are not read
+    alone = prepare(recipes).adapter.state()
+    assert all(torch.equal(tensor, alone[n]) for n, tensor in record.adapter.state().items())
 
 
 def test_loftq_without_quantising_is_refused_before_anything_is_loaded(tmp_path):

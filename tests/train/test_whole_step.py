@@ -33,7 +33,7 @@ class Centred(RunHooks, ToyTask):
 
     def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
         self._step = WholeStep(self, rows, run, super().collate, self.row_values)
-        return [rows]
+        return [self._step.rows]
 
     def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         return super().collate(rows) if self._step is None else self._step.batch(rows)
@@ -51,14 +51,15 @@ class Centred(RunHooks, ToyTask):
         return torch.stack([((values - mean) ** 2).sum(), (values > mean).sum().float()])
 
 
+@pytest.mark.parametrize("rows_of_step", [ROWS, ROWS[:4] * 2], ids=["", "repeated rows"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_rows_know_the_whole_step_whatever_goes_through_at_once(dropout):
+def test_rows_know_the_whole_step_whatever_goes_through_at_once(dropout, rows_of_step):
     task, steps = Centred(), []
     for size in (8, 3, 1) if dropout == 0 else (3,):
         model = Toy(dropout).train()
         step = step_of(model, task)
         step.use(replace(step.plan, rows=size))
-        (rows,) = task.before_step(ROWS, step.run)
+        (rows,) = task.before_step(rows_of_step, step.run)
         facts = step(rows, 1e-2)
         steps.append((facts.loss, facts.figures["above"], model.lora_B.weight.detach().clone()))
     for loss, above, weight in steps[1:]:

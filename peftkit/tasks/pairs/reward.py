@@ -214,11 +214,14 @@ def adapter_rewards(
 
     Args:
         style: The format of prompts if the adapter has none.
+        pad_id: The tokenizer's padding, for a model whose config names none.
 
     Raises:
         AdapterError: The adapter was trained on single prompts, and a prompt is a conversation.
     """
     style = adapter.style or style
+    own_pad = unwrapped(model).config.get_text_config().pad_token_id
+    pad_id = pad_id if own_pad is None else own_pad
     encoder = Encoder(tokenizer, style.chat_template)
     documents = [
         encoder.encode(answered(prompt, text, style, "an answer")).input_ids
@@ -228,8 +231,10 @@ def adapter_rewards(
     order = sorted(range(len(documents)), key=lambda n: len(documents[n]))
     with adapter.on(model):
         for part in equal_parts(order, 2 * BATCH_SIZE):
-            ids, mask = padded_rows([documents[n] for n in part], pad_id)
-            last = torch.arange(len(part)) * ids.shape[1] + mask.sum(1) - 1
+            ids, _ = padded_rows([documents[n] for n in part], pad_id)
+            # as transformers' heads: the last token that is not padding, which may be the end token
+            last = ((ids != pad_id) * torch.arange(ids.shape[1])).argmax(1)
+            last += torch.arange(len(part)) * ids.shape[1]
             device = unwrapped(model).device
             inputs = accepted(model, {"input_ids": ids.to(device), "use_cache": False})
             values = adapter.values(target_rows(model, inputs, last.to(device)))

@@ -242,6 +242,13 @@ def test_functions_named_by_a_foreign_recipe_never_run(done, tmp_path, capsys):
 
 
 def test_reward_adapters(asked, done, model_folder, tmp_path):
+    # its end token is its padding, as in most bases: a score is read at the token before them
+    base = load_base(str(model_folder), dtype="fp32")
+    base.tokenizer.pad_token, base.model.config.pad_token_id = base.tokenizer.eos_token, None
+    model_folder = tmp_path / "base"
+    base.tokenizer.save_pretrained(model_folder)
+    base.model.save_pretrained(model_folder)
+    asked = partial(reward_recipe, tmp_path, model_folder)
     pairs = [
         {"prompt": f"the quick brown {n}", "chosen": "a fox jumps", "rejected": "the dog"}
         for n in range(4)
