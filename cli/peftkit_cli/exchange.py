@@ -106,10 +106,11 @@ def import_(path: Path, out: OutFolder, base: str | None = None, force: Replace 
         path (PATH): Folder of mlx-lm or PEFT, or a GGUF LoRA file.
         base (MODEL): Base of the adapter, if the adapter does not name it.
     """
-    from peftkit.formats.exchange import import_adapter
     from peftkit_cli.render import Renderer
 
     with Renderer() as on_event:
+        from peftkit.formats.exchange import import_adapter
+
         done = import_adapter(path, out, base=base, force=force, on_event=on_event)
     typer.echo(done.folder)
     note(f"Next: peftkit chat {done.folder}")
@@ -123,10 +124,11 @@ def push(adapter: Adapter, name: str, private: bool = False) -> None:
         private: Create a private repository.
     """
     from peftkit.formats.find_adapter import adapter_folder
-    from peftkit.formats.hub import push_adapter
     from peftkit_cli.render import Renderer
 
     with Renderer() as on_event:
+        from peftkit.formats.hub import push_adapter
+
         done = push_adapter(adapter_folder(adapter), name, private=private, on_event=on_event)
     typer.echo(done.url)
     if PROOF not in done.files:
@@ -142,10 +144,11 @@ def pull(name: str, out: OutFolder, force: Replace = False) -> None:
     Args:
         name (ID[@REVISION]): USER/NAME on the hub.
     """
-    from peftkit.formats.hub import pull_adapter
     from peftkit_cli.render import Renderer
 
     with Renderer() as on_event:
+        from peftkit.formats.hub import pull_adapter
+
         done = pull_adapter(name, out, force=force, on_event=on_event)
     typer.echo(done.folder)
     note(f"Commit {done.commit} of {done.repo}.\nNext: peftkit inspect {done.folder}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from peftkit.events import Stage
 from peftkit.figures import size
 from peftkit_cli.about import check_recipe_exists
 from peftkit_cli.arguments import Json, Overrides
@@ -42,9 +43,13 @@ def plan(
     """
     if what.endswith((".yaml", ".yml")):
         check_recipe_exists(Path(what))
-    from peftkit.planning.plan import plan_run
+    from peftkit_cli.render import Renderer
 
-    estimate = plan_run(what, memory=memory, overrides=overrides or (), link=link)
+    with Renderer(transient=True) as on_event:
+        from peftkit.planning.plan import plan_run
+
+        on_event(Stage("Counting tokens, and measuring the speed of this machine"))
+        estimate = plan_run(what, memory=memory, overrides=overrides or (), link=link)
     if as_json:
         typer.echo(json.dumps(estimate.as_json(), indent=2))
         return

@@ -46,10 +46,11 @@ def prove(
         api_key (KEY): Key of the server.
         timeout (SECONDS): Time limit of all requests to a server; at most 40 are sent.
     """
-    from peftkit.proof.files import prove_files
     from peftkit_cli.render import Renderer
 
     with Renderer(transient=True) as on_event:
+        from peftkit.proof.files import prove_files
+
         if write:
             from peftkit.formats.open_adapter import open_adapter
             from peftkit.proof.record import write_proof

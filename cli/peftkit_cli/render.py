@@ -14,6 +14,7 @@ from typing import IO, Any, cast
 from rich import box
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.table import Column
 from rich.table import Table as Grid
 from rich.text import Text
 
@@ -179,13 +180,19 @@ class LiveScreen(Progress):
         self._step: events.StepDone | None = None
         super().__init__(
             SpinnerColumn(style="cyan"),
-            TextColumn("{task.description}", markup=False),
+            TextColumn("{task.description}", markup=False, table_column=Column()),  # wraps
             BarColumn(),
             TextColumn("{task.fields[how_far]}"),
             console=console,
             transient=transient,
             refresh_per_second=8,
         )
+
+    def start(self) -> None:
+        """Start redrawing; a command imports its libraries, for seconds, before the first event."""
+        if "torch" not in sys.modules:
+            self._work = self.add_task("Loading PyTorch and transformers", total=None, how_far="")
+        super().start()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """Return the figures of the last step, and the progress bars."""
@@ -223,11 +230,11 @@ class LiveScreen(Progress):
 
     def _bar(self, task: TaskID | None, event: events.Progress, left: str = "") -> TaskID:
         """Update a progress bar (a new one for None), and return it."""
+        far = "  ".join(filter(None, (how_far(event), left)))
+        fields: Any = {"completed": event.done, "total": max(event.total, 1), "how_far": far}
         if task is None:
-            task = self.add_task("", how_far="")
-        done, total = event.done, max(event.total, 1)
-        text, far = event.text, "  ".join(filter(None, (how_far(event), left)))
-        self.update(task, description=text, completed=done, total=total, how_far=far)
+            return self.add_task(event.text, **fields)
+        self.update(task, description=event.text, **fields)
         return task
 
     def _end_stage(self) -> None:

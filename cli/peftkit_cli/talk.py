@@ -364,11 +364,12 @@ def _open_all(
     if adapter is not None:
         return _open(adapter, base, force)
     folders = named_adapters(named or ())
-    from peftkit.base.new_tokens import notify_split_tokens
-    from peftkit.inference.bank import open_bank
     from peftkit_cli.render import Renderer
 
     with Renderer(transient=True) as on_event:
+        from peftkit.base.new_tokens import notify_split_tokens
+        from peftkit.inference.bank import open_bank
+
         bank = open_bank(folders, base, force=force, on_event=on_event)
         notify_split_tokens(folders, bank.base.tokenizer, on_event)
         return bank
@@ -413,10 +414,11 @@ def note_system(style: Style, prefix: str = "") -> None:
 
 def _open(adapter: str, base: str | None, force: bool) -> Opened:
     folder = adapter_folder(adapter)
-    from peftkit.formats.open_adapter import open_adapter
     from peftkit_cli.render import Renderer
 
     with Renderer(transient=True) as on_event:
+        from peftkit.formats.open_adapter import open_adapter
+
         return open_adapter(folder, base, force=force, on_event=on_event)
 
 
