@@ -307,16 +307,18 @@ def describe(event: Event) -> str | None:
                 + (f"\n  computed by: {event.paths}" if event.paths else "")
             )
         case events.EvalDone(step, metrics, best):
-            return f"eval at step {step}: {metrics_line(metrics)}{' (best so far)' * best}"
+            return f"eval at step {step}: {eval_lines(metrics, ' (best so far)' * best)}"
         case events.Sampled(step, samples):
             return "\n".join([f"samples at step {step}:", *map(_sample_line, samples)])
         case events.Saved(kind, path):
             return f"saved {kind}: {path}"
         case events.RunDone(step, seconds, metrics):
-            took = f"Done: {step:,} steps in {duration(seconds)}"
             means = loss_name(step).removeprefix("loss")
-            parts = (f"{metrics_line({n: v})}{means * (n == 'loss')}" for n, v in metrics.items())
-            return f"{took}; {', '.join(parts)}" if metrics else took
+            of_eval = {n.replace("eval_", ""): v for n, v in metrics.items() if "eval_" in n}
+            of_steps = ((n, metrics_line({n: v})) for n, v in metrics.items() if "eval_" not in n)
+            figures = ", ".join(text + means * (name == "loss") for name, text in of_steps)
+            took = f"Done: {step:,} steps in {duration(seconds)}{'; ' * bool(figures)}{figures}"
+            return f"{took}\n  eval: {eval_lines(of_eval)}" if of_eval else took
     return None
 
 
@@ -348,6 +350,19 @@ def metrics_line(metrics: Mapping[str, float]) -> str:
     return ", ".join(
         f"{metric_name(name)} {metric(name, value)}" for name, value in metrics.items()
     )
+
+
+def eval_lines(metrics: Mapping[str, float], remark: str = "") -> str:
+    """Return an evaluation's metrics as one line, and what train.drift measured as a second."""
+    drift = {name: value for name, value in metrics.items() if name.startswith("drift")}
+    line = metrics_line({n: v for n, v in metrics.items() if n not in drift}) + remark
+    if not drift:
+        return line
+    parts = [f"{drift['drift']:.4g} nats a token"]
+    if "drift_same" in drift:
+        parts.append(f"95 % of tokens below {drift['drift_95']:.4g}")
+        parts.append(f"{100 * drift['drift_same']:.1f} % unchanged")
+    return f"{line}\n  drift on unrelated prompts: {'; '.join(parts)}"
 
 
 def how_far(event: events.Progress) -> str:
