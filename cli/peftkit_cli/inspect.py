@@ -85,7 +85,9 @@ def inspect(what: str, as_json: Json = False) -> None:
     is_adapter = any((path / name).is_file() for name in ADAPTER_FILES)
     if not is_adapter and path.parent != Path() and path.parent.is_dir() and not path.exists():
         raise BaseError(f"there is no adapter or model '{what}'.", found=neighbours(path))
-    methods, updates, reason = list[MethodFacts](), list[RoleUpdate](), ""
+    methods: list[MethodFacts] = []
+    updates: list[RoleUpdate] = []
+    reason = ""
     with Renderer(transient=True):
         if is_adapter:
             facts, groups = adapter_facts(path)
