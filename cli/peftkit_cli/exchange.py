@@ -59,14 +59,16 @@ def export(
             f"{options[0]} cannot be used with --to {to}.",
             fix="Use --to ollama, --to lmstudio, or --to gguf --merged.",
         )
+    from peftkit.formats.find_adapter import adapter_folder
     from peftkit_cli.render import Renderer
 
+    folder = adapter_folder(adapter)
     with Renderer() as on_event:
         if is_model:
             from peftkit_cli.deploy.export import export_model
 
             done: Any = export_model(
-                adapter,
+                folder,
                 to=to,
                 out=out,
                 name=name,
@@ -83,7 +85,7 @@ def export(
             if out is None:
                 raise ConfigError(f"--to {to} needs --out.", fix="Add --out PATH.")
             done = export_adapter(
-                adapter,
+                folder,
                 out,
                 to=to,
                 serving=profile == "serving",
@@ -94,7 +96,7 @@ def export(
             )
     typer.echo(done.path)
     if is_model or to in ("peft", "gguf", "mlx"):
-        note_proof(done.file if is_model else done.path, adapter, base)
+        note_proof(done.file if is_model else done.path, folder, base)
     for program, command in done.commands.items():
         note(f"{program}: {command}")
 
@@ -126,10 +128,11 @@ def push(adapter: Adapter, name: str, private: bool = False) -> None:
     from peftkit.formats.find_adapter import adapter_folder
     from peftkit_cli.render import Renderer
 
+    folder = adapter_folder(adapter)
     with Renderer() as on_event:
         from peftkit.formats.hub import push_adapter
 
-        done = push_adapter(adapter_folder(adapter), name, private=private, on_event=on_event)
+        done = push_adapter(folder, name, private=private, on_event=on_event)
     typer.echo(done.url)
     if PROOF not in done.files:
         note(f"The adapter has no {PROOF}: peftkit prove {adapter} --write")

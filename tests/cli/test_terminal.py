@@ -1,5 +1,6 @@
 """What is pasted or typed into a terminal of several lines is one text."""
 
+import io
 import os
 import select
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 
+from peftkit_cli.arguments import wrapped
 from tests.helpers.command_line import environment
 from tests.helpers.folders import write_rows
 
@@ -22,6 +24,22 @@ try:
 except EOFError:
     print("done")
 """
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_messages_wrap_between_words_on_a_terminal_and_nowhere_else(columns, monkeypatch):
+    text = (
+        "Error: it failed.\n  Add --set data.max_length=512, or " + "a few words " * 12 + "x" * 130
+    )
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal = io.StringIO()
+    assert wrapped(text, terminal) == text
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    first, *rest = wrapped(text, terminal).splitlines()
+    assert first == "Error: it failed."
+    assert " ".join([first, *rest]).split() == text.split()
+    assert all(line.startswith("  ") for line in rest)
+    assert [line for line in rest if len(line) > columns] == ["  " + "x" * 130]
 
 
 WITHOUT_TORCH = """
