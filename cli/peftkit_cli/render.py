@@ -202,6 +202,10 @@ class LiveScreen(Progress):
 
     def on_event(self, event: Event) -> None:
         """Show an event."""
+        with self.live._lock:  # else rich's thread may redraw, and move the cursor, within a print
+            self._show(event)
+
+    def _show(self, event: Event) -> None:
         if isinstance(event, events.StepDone):
             self._end_stage()
             self._step = event

@@ -2,6 +2,7 @@
 
 import io
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,23 @@ def test_a_long_stage_leaves_the_bar_of_the_steps_whole(words):
     assert "7/100  3:07 left" in shown.get()
     assert shown.get().count("answering prompts") >= words // 2, "the text wraps: it is not cut"
     assert max(map(len, shown.get().splitlines())) <= 80
+
+
+def test_nothing_is_redrawn_while_an_event_is_printed(monkeypatch):
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    drawn: list[str] = []
+    with LiveScreen(console, console, transient=False) as screen:
+        assert isinstance(screen, LiveScreen)
+        monkeypatch.setattr(screen.live, "refresh", lambda: drawn.append("by rich's thread"))
+
+        def printed(*_: object) -> None:
+            before = len(drawn)
+            time.sleep(0.3)  # more than twice the interval of refreshes
+            assert len(drawn) == before
+
+        monkeypatch.setattr(console, "print", printed)
+        screen.on_event(events.Notice("a text"))
+        monkeypatch.undo()
 
 
 def test_a_command_shows_that_it_loads_libraries_until_its_first_event(monkeypatch):

@@ -175,7 +175,7 @@ def test_a_small_effect_or_nothing_seen_is_undecided(case):
     assert judge(case.proof, []).line == "not proved: undecided"
     with scaled(lambda path: 1e-4)(case):
         weak = record(case.base, case.adapter)
-    assert prove(case.logits, weak).line == "proved: undecided"
+    assert prove(case.logits, weak).line == "not proved: undecided"
 
 
 def test_texts_alone_decide_between_base_and_adapter(case):
