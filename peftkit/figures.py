@@ -69,6 +69,7 @@ def metric(name: str, value: float, extra_digits: int = 0) -> str:
 
 _NAMES = {
     "num_tokens": "tokens",
+    "num_targets": "target tokens",
     "num_rows": "rows",
     "tokens_per_second": "tokens/s",
     "peak_bytes": "peak memory",
@@ -78,8 +79,9 @@ _NAMES = {
 
 
 def metric_name(name: str) -> str:
-    """Return the display name of a metric: peak memory, eval loss."""
-    return _NAMES.get(name, name.replace("_", " "))
+    """Return the display name of a metric: peak memory, best eval loss."""
+    before, of_eval, rest = name.rpartition("eval_")
+    return f"{before}{of_eval}".replace("_", " ") + _NAMES.get(rest, rest.replace("_", " "))
 
 
 LOWER_IS_BETTER = re.compile(r"(^|_)((loss|perplexity|mse|wer|cer|kl)(_|$)|drift(_95)?$)")

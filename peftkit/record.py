@@ -25,7 +25,17 @@ from peftkit.adapter import Adapter
 from peftkit.base.load import Base
 from peftkit.config import schema
 from peftkit.data.rows.lazy import tokens_of_each
-from peftkit.events import Event, Listener, Notice, RunStarted, Saved, Table, ignore, to_all
+from peftkit.events import (
+    Event,
+    Listener,
+    Notice,
+    RunStarted,
+    Saved,
+    Stage,
+    Table,
+    ignore,
+    to_all,
+)
 from peftkit.execution.plan import ExecutionPlan, compute_dtype
 from peftkit.execution.state import Result
 from peftkit.figures import dtype_name, loss_name, metric, metric_name
@@ -259,6 +269,7 @@ def _write_proof(record: RunRecord, folder: Path, on_event: Listener) -> None:
         prompts = record.recipe.train.proof
         given = () if prompts == "auto" else prompts
         digest, style = sha256_of(folder / TENSORS), record.task.rows.style
+        on_event(Stage(f"Recording {PROOF}, with which peftkit prove finds the adapter elsewhere"))
         proof = record_proof(record.base, record.adapter, style, given, record.eval, digest)
         if num_rows := sum(prompt.is_of_rows for prompt in proof.prompts):
             text = f"{PROOF} has {len(proof.prompts)} prompts, {num_rows} of them from the eval"

@@ -24,8 +24,9 @@ def test_an_estimate_has_about_one_figure(seconds, text):
 
 
 def test_metrics_have_names_without_underscores():
-    names = ("peak_bytes", "tokens_per_second", "eval_loss", "num_tokens")
-    assert [*map(metric_name, names)] == ["peak memory", "tokens/s", "eval loss", "tokens"]
+    names = ("peak_bytes", "num_targets", "best_eval_loss", "eval_drift_95", "exact_match")
+    texts = ["peak memory", "target tokens", "best eval loss", "eval 95 % quantile of drift"]
+    assert [*map(metric_name, names)] == [*texts, "exact match"]
 
 
 def test_the_lowest_score_is_the_best_metric():

@@ -202,10 +202,11 @@ def pack(
         dtype (DTYPE): bf16, fp16, fp32, auto.
         revision (NAME): Branch, tag or commit.
     """
-    from peftkit.base.stored import pack_base
     from peftkit_cli.render import Renderer
 
     with Renderer() as listener:
+        from peftkit.base.stored import pack_base
+
         folder = pack_base(
             model, quantize=quantize, dtype=dtype, revision=revision, on_event=listener
         )

@@ -41,7 +41,7 @@ from peftkit_cli import (
     talk,
     train,
 )
-from peftkit_cli.arguments import ResumeCommand, with_help, write_error
+from peftkit_cli.arguments import ResumeCommand, with_help, wrapped, write_error
 
 
 class CommandsByPurpose(typer.core.TyperGroup):
@@ -239,7 +239,9 @@ def _print_error(name: str, text: str, error: Exception | None = None) -> None:
         return
     rank = os.environ.get("RANK", "0")
     prefix = "" if rank == "0" else f"[rank {rank}] "
-    typer.echo(f"{prefix}{typer.style(name, fg='red', bold=True)}: {text}", err=True)
+    styled = typer.style(name, fg="red", bold=True)
+    lines = wrapped(f"{prefix}{name}: {text}", sys.stderr)
+    typer.echo(lines.replace(name, styled, 1), err=True)
 
 
 def _abandon_stdout() -> None:

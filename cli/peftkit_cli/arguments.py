@@ -9,7 +9,9 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from shutil import get_terminal_size
+from textwrap import fill
+from typing import IO, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 import typer.core
@@ -114,7 +116,20 @@ def note(text: str) -> None:
     if logs_json():
         _write(as_line("Note", {"text": text}))
     else:
-        typer.echo(text, err=True)
+        typer.echo(wrapped(text, sys.stderr), err=True)
+
+
+def wrapped(text: str, stream: IO[str]) -> str:
+    """Wrap the lines of a text between words, with their indentation, if a terminal shows them."""
+    if not stream.isatty():  # lines in a file do not wrap, for searches
+        return text
+    width = max(get_terminal_size().columns, 40)
+    lines = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()))
+        options: Any = {"break_long_words": False, "break_on_hyphens": False}
+        lines.append(fill(line, width, subsequent_indent=indent, **options) if line else "")
+    return "\n".join(lines)
 
 
 def _write(line: str) -> None:

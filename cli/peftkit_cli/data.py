@@ -36,6 +36,8 @@ def data(
         margin: How much less similar than the positive a negative must be.
         kind: Task to write the rows for.
     """
+    from peftkit_cli.render import Renderer
+
     if hard_negatives is not None:
         if out is None:
             raise typer.BadParameter("--hard-negatives needs --out FILE")
@@ -43,7 +45,6 @@ def data(
         from peftkit.evaluation.make_rows import find_hard_negatives
         from peftkit.evaluation.predict import write_rows
         from peftkit.formats.open_adapter import open_adapter
-        from peftkit_cli.render import Renderer
 
         check_exists(*filter(None, (file, candidates)))
         with Renderer() as on_event:
@@ -58,10 +59,11 @@ def data(
             )
             write_rows(mined.rows, out, on_event=on_event)
         return
-    from peftkit_cli.start.survey import splits_of, survey
+    with Renderer(transient=True):
+        from peftkit_cli.start.survey import splits_of, survey
 
-    splits = splits_of(Path(file)) if Path(file).is_dir() else {}
-    summary = survey(splits.get("train", file))
+        splits = splits_of(Path(file)) if Path(file).is_dir() else {}
+        summary = survey(splits.get("train", file))
     if as_json:
         typer.echo(json.dumps(asdict(summary), indent=2))
         return

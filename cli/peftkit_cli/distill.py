@@ -43,18 +43,19 @@ def distill(
         out (DIR): Output folder.
         questions (N): Number of questions to generate without --data.
     """
-    from peftkit.data.records import iterate_records
-    from peftkit.report.page import LiveReport
-    from peftkit.run import run
-    from peftkit.tasks.distill.rows import read_prompt
-    from peftkit.train.start import prepare_output
     from peftkit_cli.render import Renderer
 
-    read_prompt(prompt)  # fail before loading a model
-    if data is not None:
-        next(iterate_records(data))
-    prepare_output(out, resume=resume, overwrite=overwrite)
     with Renderer() as on_event:
+        from peftkit.data.records import iterate_records
+        from peftkit.report.page import LiveReport
+        from peftkit.run import run
+        from peftkit.tasks.distill.rows import read_prompt
+        from peftkit.train.start import prepare_output
+
+        read_prompt(prompt)  # fail before loading a model
+        if data is not None:
+            next(iterate_records(data))
+        prepare_output(out, resume=resume, overwrite=overwrite)
         file = data or _questions_file(prompt, base, out / QUESTIONS, questions, on_event)
         recipe = _recipe(prompt, base, file, out, overrides or [])
         report, events = LiveReport(out, on_event), list[Event]()

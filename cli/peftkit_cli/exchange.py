@@ -59,14 +59,16 @@ def export(
             f"{options[0]} cannot be used with --to {to}.",
             fix="Use --to ollama, --to lmstudio, or --to gguf --merged.",
         )
+    from peftkit.formats.find_adapter import adapter_folder
     from peftkit_cli.render import Renderer
 
+    folder = adapter_folder(adapter)
     with Renderer() as on_event:
         if is_model:
             from peftkit_cli.deploy.export import export_model
 
             done: Any = export_model(
-                adapter,
+                folder,
                 to=to,
                 out=out,
                 name=name,
@@ -83,7 +85,7 @@ def export(
             if out is None:
                 raise ConfigError(f"--to {to} needs --out.", fix="Add --out PATH.")
             done = export_adapter(
-                adapter,
+                folder,
                 out,
                 to=to,
                 serving=profile == "serving",
@@ -94,7 +96,7 @@ def export(
             )
     typer.echo(done.path)
     if is_model or to in ("peft", "gguf", "mlx"):
-        note_proof(done.file if is_model else done.path, adapter, base)
+        note_proof(done.file if is_model else done.path, folder, base)
     for program, command in done.commands.items():
         note(f"{program}: {command}")
 
@@ -106,10 +108,11 @@ def import_(path: Path, out: OutFolder, base: str | None = None, force: Replace 
         path (PATH): Folder of mlx-lm or PEFT, or a GGUF LoRA file.
         base (MODEL): Base of the adapter, if the adapter does not name it.
     """
-    from peftkit.formats.exchange import import_adapter
     from peftkit_cli.render import Renderer
 
     with Renderer() as on_event:
+        from peftkit.formats.exchange import import_adapter
+
         done = import_adapter(path, out, base=base, force=force, on_event=on_event)
     typer.echo(done.folder)
     note(f"Next: peftkit chat {done.folder}")
@@ -123,11 +126,13 @@ def push(adapter: Adapter, name: str, private: bool = False) -> None:
         private: Create a private repository.
     """
     from peftkit.formats.find_adapter import adapter_folder
-    from peftkit.formats.hub import push_adapter
     from peftkit_cli.render import Renderer
 
+    folder = adapter_folder(adapter)
     with Renderer() as on_event:
-        done = push_adapter(adapter_folder(adapter), name, private=private, on_event=on_event)
+        from peftkit.formats.hub import push_adapter
+
+        done = push_adapter(folder, name, private=private, on_event=on_event)
     typer.echo(done.url)
     if PROOF not in done.files:
         note(f"The adapter has no {PROOF}: peftkit prove {adapter} --write")
@@ -142,10 +147,11 @@ def pull(name: str, out: OutFolder, force: Replace = False) -> None:
     Args:
         name (ID[@REVISION]): USER/NAME on the hub.
     """
-    from peftkit.formats.hub import pull_adapter
     from peftkit_cli.render import Renderer
 
     with Renderer() as on_event:
+        from peftkit.formats.hub import pull_adapter
+
         done = pull_adapter(name, out, force=force, on_event=on_event)
     typer.echo(done.folder)
     note(f"Commit {done.commit} of {done.repo}.\nNext: peftkit inspect {done.folder}")

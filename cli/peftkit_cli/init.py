@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from peftkit.errors import ConfigError, OutputError, PeftkitError
+from peftkit.events import Stage
 from peftkit_cli.about import write_recipe
 from peftkit_cli.arguments import note
 from peftkit_cli.start.draft import (
@@ -55,7 +56,10 @@ def init(
     """
     if out.exists():
         raise OutputError(f"'{out}' exists already.", fix="Choose another name with --out.")
-    from peftkit_cli.start.survey import only_data_file, splits_of, survey
+    from peftkit_cli.render import Renderer
+
+    with Renderer(transient=True):
+        from peftkit_cli.start.survey import only_data_file, splits_of, survey
 
     def read_data(where: str) -> tuple[str, Survey]:
         path = Path(where)
@@ -81,7 +85,9 @@ def init(
     )
     default = usual_model(task, on_gpu=bool(num_bytes))
     model = _answer(model, "--model", "Which base model?", str, default or None)
-    text, notice = draft(summary, task, model, num_bytes, held_out=held_out, named=named)
+    with Renderer(transient=True) as on_event:
+        on_event(Stage(f"Reading the config and the tokenizer of {model}"))
+        text, notice = draft(summary, task, model, num_bytes, held_out=held_out, named=named)
     if notice:
         note(f"note: {notice}")
     write_recipe(out, text)

@@ -77,17 +77,23 @@ def inspect(what: str, as_json: Json = False) -> None:
         what (ADAPTER|MODEL): An adapter folder; or a model: hub id, folder, .gguf file or short
             name.
     """
+    from peftkit_cli.render import Renderer
+
     path = Path(what).expanduser()
     if path.name in ADAPTER_FILES:
         path = path.parent
-    methods: list[MethodFacts] = []
-    if any((path / name).is_file() for name in ADAPTER_FILES):
-        facts, groups = adapter_facts(path)
-    elif path.parent != Path() and path.parent.is_dir() and not path.exists():
+    is_adapter = any((path / name).is_file() for name in ADAPTER_FILES)
+    if not is_adapter and path.parent != Path() and path.parent.is_dir() and not path.exists():
         raise BaseError(f"there is no adapter or model '{what}'.", found=neighbours(path))
-    else:
-        facts, groups, methods = model_facts(what)
-    updates, reason = _updates(path) if facts["kind"] == "adapter" else ([], "")
+    methods: list[MethodFacts] = []
+    updates: list[RoleUpdate] = []
+    reason = ""
+    with Renderer(transient=True):
+        if is_adapter:
+            facts, groups = adapter_facts(path)
+            updates, reason = _updates(path)
+        else:
+            facts, groups, methods = model_facts(what)
     if as_json:
         last = {"updates": updates} if facts["kind"] == "adapter" else {"methods": methods}
         tables: dict[str, Sequence[Any]] = {"modules": groups, **last}

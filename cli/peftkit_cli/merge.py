@@ -38,6 +38,8 @@ def merge(
             int4_128.
         calibrate (ROWS): With --quantize: rows of the task, on which GPTQ chooses codes.
     """
+    from peftkit_cli.render import Renderer
+
     folder = adapter_folder(adapter)
     shared: dict[str, Any] = {"base": base, "force": force, "overwrite": overwrite}
     if quantize is not None:
@@ -47,11 +49,10 @@ def merge(
                 fix="For GGUF: peftkit export ADAPTER --to gguf --merged --quantize q4_0 "
                 "--out FILE.",
             )
-        from peftkit.merging.quantized import merge_quantized
-        from peftkit_cli.render import Renderer
-
         rows = None if calibrate is None else str(calibrate)
         with Renderer() as on_event:
+            from peftkit.merging.quantized import merge_quantized
+
             merge_quantized(folder, out, quantize, calibrate=rows, **shared, on_event=on_event)
         typer.echo(out)
         note_proof(out, folder, base)
@@ -59,10 +60,9 @@ def merge(
         return
     if calibrate is not None:
         raise ConfigError("--calibrate needs --quantize.", fix="Add --quantize int4_128.")
-    from peftkit.merging.merge import merge as merge_adapter
-    from peftkit_cli.render import Renderer
-
     with Renderer() as on_event:
+        from peftkit.merging.merge import merge as merge_adapter
+
         merged = merge_adapter(
             folder, out, dtype=dtype, from_quantized=from_quantized, **shared, on_event=on_event
         )
@@ -97,11 +97,12 @@ def combine(
         seed (N): Seed of the DARE methods.
     """
     weighted = _weighted(adapters)
-    from peftkit.merging.combine import combine as combine_adapters
     from peftkit_cli.render import Renderer
 
     settings = {"rank": rank, "density": density, "seed": seed, "force": force}
     with Renderer() as on_event:
+        from peftkit.merging.combine import combine as combine_adapters
+
         combine_adapters(weighted, method, out, **settings, on_event=on_event)  # type: ignore[arg-type]
     typer.echo(out)
     note(f"Next: peftkit chat '{out}'")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from peftkit.events import Stage
 from peftkit.figures import size
 from peftkit_cli.about import check_recipe_exists
 from peftkit_cli.arguments import Json, Overrides
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
     from peftkit.planning.plan import Plan
 
 COLUMNS = (
-    *("base", "activations", "peak", "weights", "adapter", "step", "main"),
+    *("base", "activations", "peak", "weights", "adapter", "step", "rest", "main"),
     *("fits", "longest"),
 )
-"""Sizes are in GB. adapter: with gradients and optimizer state; main: streamed weights and
-offloaded activations in main memory; longest: longest row that fits, in tokens."""
+"""Sizes are in GB. peak: the sum of weights, adapter (with gradients and optimizer state), step
+(activations) and rest (the process); main: streamed weights and offloaded activations in main
+memory; longest: longest row that fits, in tokens."""
 
 
 def plan(
@@ -42,9 +44,13 @@ def plan(
     """
     if what.endswith((".yaml", ".yml")):
         check_recipe_exists(Path(what))
-    from peftkit.planning.plan import plan_run
+    from peftkit_cli.render import Renderer
 
-    estimate = plan_run(what, memory=memory, overrides=overrides or (), link=link)
+    with Renderer(transient=True) as on_event:
+        from peftkit.planning.plan import plan_run
+
+        on_event(Stage("Counting tokens, and measuring the speed of this machine"))
+        estimate = plan_run(what, memory=memory, overrides=overrides or (), link=link)
     if as_json:
         typer.echo(json.dumps(estimate.as_json(), indent=2))
         return
@@ -68,7 +74,7 @@ def _show(plan: Plan) -> None:
         markup=False,
     )
     title = (
-        f"Memory of batches of {plan.rows} x {plan.length:,} tokens on {where}: "
+        f"Memory, in GB, of batches of {plan.rows} x {plan.length:,} tokens on {where}: "
         f"{size(plan.usable_bytes, 2)} usable of {size(plan.memory_bytes, 2)}"
     )
     rows = tuple(_strategy_row(strategy, plan.rows) for strategy in plan.ways)
@@ -85,11 +91,11 @@ def _show(plan: Plan) -> None:
 def _strategy_row(strategy: Strategy, rows: int) -> tuple[str, ...]:
     sizes, most_rows = strategy.by_category, strategy.most_rows
     adapter = sum(sizes[name] for name in ("adapters", "gradients", "optimizer"))
+    peak, parts = strategy.peak_bytes, (sizes["weights"], adapter, sizes["activations"])
     return (
         strategy.placement,
         strategy.activations,
-        *(f"{each / 1e9:.2f}" for each in (strategy.peak_bytes, sizes["weights"], adapter)),
-        f"{sizes['activations'] / 1e9:.2f}",
+        *(f"{n / 1e9:.2f}" for n in (peak, *parts, peak - sum(parts))),
         f"{strategy.host_bytes / 1e9:.2f}" if strategy.host_bytes else "",
         "yes" if strategy.fits else f"{most_rows} of {rows} rows" if most_rows else "no",
         f"{strategy.longest_row:,}",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peftkit.errors import ConfigError, PeftkitError, is_url
+from peftkit.errors import AdapterError, ConfigError, PeftkitError, is_url, neighbours
 from peftkit.formats.folders import PROOF, is_hub_id
-from peftkit_cli.arguments import Base, Json, note
+from peftkit_cli.arguments import Base, Json, note, wrapped
 
 if TYPE_CHECKING:
     from peftkit.proof.judge import Proof, Verdict
@@ -46,10 +47,15 @@ def prove(
         api_key (KEY): Key of the server.
         timeout (SECONDS): Time limit of all requests to a server; at most 40 are sent.
     """
-    from peftkit.proof.files import prove_files
     from peftkit_cli.render import Renderer
 
+    if not (is_url(target) or is_hub_id(target) or Path(target).expanduser().exists()):
+        raise AdapterError(
+            f"there is no folder or file '{target}' to prove.", found=neighbours(Path(target))
+        )
     with Renderer(transient=True) as on_event:
+        from peftkit.proof.files import prove_files
+
         if write:
             from peftkit.formats.open_adapter import open_adapter
             from peftkit.proof.record import write_proof
@@ -73,7 +79,8 @@ def prove(
         rows = [("target", target), ("method", verdict.method)]
         rows += [("evidence", text) for text in verdict.evidence]
         rows += [("to do", verdict.fix)] if verdict.fix else []
-        typer.echo("\n".join([verdict.line, *(f"  {name:9} {text}" for name, text in rows)]))
+        lines = "\n".join([verdict.line, *(f"  {name:9} {text}" for name, text in rows)])
+        typer.echo(wrapped(lines, sys.stdout))
     if not verdict.is_applied:
         raise typer.Exit(EXIT_UNDECIDED if verdict.kind == "undecided" else 1)
 

@@ -14,6 +14,7 @@ from typing import IO, Any, cast
 from rich import box
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.table import Column
 from rich.table import Table as Grid
 from rich.text import Text
 
@@ -179,13 +180,19 @@ class LiveScreen(Progress):
         self._step: events.StepDone | None = None
         super().__init__(
             SpinnerColumn(style="cyan"),
-            TextColumn("{task.description}", markup=False),
+            TextColumn("{task.description}", markup=False, table_column=Column()),  # wraps
             BarColumn(),
             TextColumn("{task.fields[how_far]}"),
             console=console,
             transient=transient,
             refresh_per_second=8,
         )
+
+    def start(self) -> None:
+        """Start redrawing; a command imports its libraries, for seconds, before the first event."""
+        if "torch" not in sys.modules:
+            self._work = self.add_task("Loading PyTorch and transformers", total=None, how_far="")
+        super().start()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """Return the figures of the last step, and the progress bars."""
@@ -195,6 +202,10 @@ class LiveScreen(Progress):
 
     def on_event(self, event: Event) -> None:
         """Show an event."""
+        with self.live._lock:  # else rich's thread may redraw, and move the cursor, within a print
+            self._show(event)
+
+    def _show(self, event: Event) -> None:
         if isinstance(event, events.StepDone):
             self._end_stage()
             self._step = event
@@ -223,11 +234,11 @@ class LiveScreen(Progress):
 
     def _bar(self, task: TaskID | None, event: events.Progress, left: str = "") -> TaskID:
         """Update a progress bar (a new one for None), and return it."""
+        far = "  ".join(filter(None, (how_far(event), left)))
+        fields: Any = {"completed": event.done, "total": max(event.total, 1), "how_far": far}
         if task is None:
-            task = self.add_task("", how_far="")
-        done, total = event.done, max(event.total, 1)
-        text, far = event.text, "  ".join(filter(None, (how_far(event), left)))
-        self.update(task, description=text, completed=done, total=total, how_far=far)
+            return self.add_task(event.text, **fields)
+        self.update(task, description=event.text, **fields)
         return task
 
     def _end_stage(self) -> None:
@@ -300,16 +311,18 @@ def describe(event: Event) -> str | None:
                 + (f"\n  computed by: {event.paths}" if event.paths else "")
             )
         case events.EvalDone(step, metrics, best):
-            return f"eval at step {step}: {metrics_line(metrics)}{' (best so far)' * best}"
+            return f"eval at step {step}: {eval_lines(metrics, ' (best so far)' * best)}"
         case events.Sampled(step, samples):
             return "\n".join([f"samples at step {step}:", *map(_sample_line, samples)])
         case events.Saved(kind, path):
             return f"saved {kind}: {path}"
         case events.RunDone(step, seconds, metrics):
-            took = f"Done: {step:,} steps in {duration(seconds)}"
             means = loss_name(step).removeprefix("loss")
-            parts = (f"{metrics_line({n: v})}{means * (n == 'loss')}" for n, v in metrics.items())
-            return f"{took}; {', '.join(parts)}" if metrics else took
+            of_eval = {n.replace("eval_", ""): v for n, v in metrics.items() if "eval_" in n}
+            of_steps = ((n, metrics_line({n: v})) for n, v in metrics.items() if "eval_" not in n)
+            figures = ", ".join(text + means * (name == "loss") for name, text in of_steps)
+            took = f"Done: {step:,} steps in {duration(seconds)}{'; ' * bool(figures)}{figures}"
+            return f"{took}\n  eval: {eval_lines(of_eval)}" if of_eval else took
     return None
 
 
@@ -341,6 +354,19 @@ def metrics_line(metrics: Mapping[str, float]) -> str:
     return ", ".join(
         f"{metric_name(name)} {metric(name, value)}" for name, value in metrics.items()
     )
+
+
+def eval_lines(metrics: Mapping[str, float], remark: str = "") -> str:
+    """Return an evaluation's metrics as one line, and what train.drift measured as a second."""
+    drift = {name: value for name, value in metrics.items() if name.startswith("drift")}
+    line = metrics_line({n: v for n, v in metrics.items() if n not in drift}) + remark
+    if not drift:
+        return line
+    parts = [f"{drift['drift']:.4g} nats a token"]
+    if "drift_same" in drift:
+        parts.append(f"95 % of tokens below {drift['drift_95']:.4g}")
+        parts.append(f"{100 * drift['drift_same']:.1f} % unchanged")
+    return f"{line}\n  drift on unrelated prompts: {'; '.join(parts)}"
 
 
 def how_far(event: events.Progress) -> str:

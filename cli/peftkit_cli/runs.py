@@ -43,21 +43,22 @@ def sweep(
             fix="For example: peftkit sweep RECIPE.yaml --over method.rank=8,16 --out runs/sweep",
         )
     check_recipe_exists(recipe)
-    from peftkit.recipe import load
-    from peftkit.report.page import REPORT
-    from peftkit_cli import sweeps
     from peftkit_cli.render import Renderer
-    from peftkit_cli.sweeps import BEST
 
-    settings = overrides or ()
-    if out is None:
-        train = load(recipe, settings).train
-        out = train.output_dir if "output_dir" in train.model_fields_set else Path("runs/sweep")
-    if pick:
-        members = sweeps.pick(recipe, pick, settings, out=out)
-    else:
-        members = sweeps.grid(recipe, over or (), settings, out=out)
     with Renderer(brief=True, quiet=quiet) as on_event:
+        from peftkit.recipe import load
+        from peftkit.report.page import REPORT
+        from peftkit_cli import sweeps
+        from peftkit_cli.sweeps import BEST
+
+        settings = overrides or ()
+        if out is None:
+            train = load(recipe, settings).train
+            out = train.output_dir if "output_dir" in train.model_fields_set else Path("runs/sweep")
+        if pick:
+            members = sweeps.pick(recipe, pick, settings, out=out)
+        else:
+            members = sweeps.grid(recipe, over or (), settings, out=out)
         best, *_ = sweeps.sweep(members, out, resume=resume, on_event=on_event)
     if as_json:
         typer.echo((out / SWEEP).read_text(encoding="utf-8"))

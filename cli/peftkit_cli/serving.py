@@ -72,11 +72,13 @@ def serve(
             fix="Add --train DIR. Without it, the base is loaded as the adapters were trained.",
         )
     folders = named_adapters(runs if options is None else runs[1:])
-    from peftkit.inference.bank import AdapterBank
-    from peftkit.inference.open_engine import cache_footprint, generation_fallbacks, tokens_that_fit
     from peftkit_cli.render import Renderer
-    from peftkit_server.limits import DEFAULTS, Limits, parse_limits
-    from peftkit_server.server import serve_adapters, vllm_command
+
+    with Renderer(transient=True):
+        from peftkit.inference import open_engine
+        from peftkit.inference.bank import AdapterBank
+        from peftkit_server.limits import DEFAULTS, Limits, parse_limits
+        from peftkit_server.server import serve_adapters, vllm_command
 
     # RL clients request all samples of a step together
     waiting = max_waiting or (DEFAULTS.max_waiting if train is None else MAX_SAMPLES)
@@ -96,13 +98,15 @@ def serve(
         from peftkit_server.app import LEFT_TO_TRAIN  # needs the extra
 
         left = 0.0 if train is None else LEFT_TO_TRAIN
-        if (tokens := tokens_that_fit(bank.base.model, bank.base.tokenizer, left=left)) is not None:
+        if (
+            tokens := open_engine.tokens_that_fit(bank.base.model, bank.base.tokenizer, left=left)
+        ) is not None:
             reserved = f" {left:.0%} of the free memory is reserved for training." if left else ""
             note(f"Memory for {tokens:,} tokens of concurrent prompts and answers.{reserved}")
-            size = cache_footprint(bank.base.model, bank.base.tokenizer)
+            size = open_engine.cache_footprint(bank.base.model, bank.base.tokenizer)
             if size is not None and size.state_tokens:
                 note(f"The states of an answer count as {size.state_tokens:,} tokens.")
-        slower = generation_fallbacks(bank.base.model, bank.base.tokenizer)
+        slower = open_engine.generation_fallbacks(bank.base.model, bank.base.tokenizer)
         for fallback in (*slower, *bank.fallbacks):
             note(fallback.text)
         if train is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,8 +53,9 @@ def generate(
         opened = _open(adapter, base, force)
         from peftkit.evaluation.predict import transcribe
 
-        for transcript in transcribe(opened, audio):
-            typer.echo(transcript)
+        with _answering():
+            transcripts = transcribe(opened, audio)
+        typer.echo("\n".join(transcripts))
         return
     text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
     if not text:
@@ -78,12 +79,25 @@ def generate(
     if media or opened.task.prompt_media:
         if system is not None:
             style = replace(style, system=system or None)
-        typer.echo(generate_with_media(opened, text, media, style=style, **settings))
-        return
-    if system is not None:
-        style = style_with_system(tokenizer, style, system)
-    (answer,) = generate_text(opened.base.model, tokenizer, text, style=style, **settings)
+        with _answering():
+            answer = generate_with_media(opened, text, media, style=style, **settings)
+    else:
+        if system is not None:
+            style = style_with_system(tokenizer, style, system)
+        with _answering():
+            (answer,) = generate_text(opened.base.model, tokenizer, text, style=style, **settings)
     typer.echo(answer)
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """Show within the context that the model answers."""
+    from peftkit.events import Stage
+    from peftkit_cli.render import Renderer
+
+    with Renderer(transient=True) as on_event:
+        on_event(Stage("Answering"))
+        yield
 
 
 def evaluate(
@@ -364,11 +378,12 @@ def _open_all(
     if adapter is not None:
         return _open(adapter, base, force)
     folders = named_adapters(named or ())
-    from peftkit.base.new_tokens import notify_split_tokens
-    from peftkit.inference.bank import open_bank
     from peftkit_cli.render import Renderer
 
     with Renderer(transient=True) as on_event:
+        from peftkit.base.new_tokens import notify_split_tokens
+        from peftkit.inference.bank import open_bank
+
         bank = open_bank(folders, base, force=force, on_event=on_event)
         notify_split_tokens(folders, bank.base.tokenizer, on_event)
         return bank
@@ -413,10 +428,11 @@ def note_system(style: Style, prefix: str = "") -> None:
 
 def _open(adapter: str, base: str | None, force: bool) -> Opened:
     folder = adapter_folder(adapter)
-    from peftkit.formats.open_adapter import open_adapter
     from peftkit_cli.render import Renderer
 
     with Renderer(transient=True) as on_event:
+        from peftkit.formats.open_adapter import open_adapter
+
         return open_adapter(folder, base, force=force, on_event=on_event)
 
 

@@ -42,17 +42,18 @@ def train(
         metrics (MODULE:FUNCTION): Metric of completion and reference, averaged over the answers of
             train.eval_generate. Repeatable.
     """
+    from peftkit_cli.render import Renderer
+
     file = recipe if recipe and not run_folder else _recipe_of(recipe, run_folder)
     overrides = list(overrides or ())
     if out is not None:  # quoted, because YAML would read a name such as 2024 or "a: b" differently
         overrides.append(f"train.output_dir={json.dumps(str(out), ensure_ascii=False)}")
-    settings = _load(file, overrides)
-    from peftkit.events import to_all
-    from peftkit.report.page import LiveReport
-    from peftkit.run import run
-    from peftkit_cli.render import Renderer
-
     with Renderer(brief=True, quiet=quiet) as screen:
+        settings = _load(file, overrides)
+        from peftkit.events import to_all
+        from peftkit.report.page import LiveReport
+        from peftkit.run import run
+
         report = LiveReport(settings.train.output_dir, screen)
         result = run(
             settings,
@@ -75,13 +76,14 @@ def check(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False)
 
     Nothing is trained.
     """
-    settings = _load(recipe, overrides or ())
     from rich.console import Console
 
-    from peftkit.run import check as check_recipe
     from peftkit_cli.render import Renderer
 
     with Renderer(tables=Console(highlight=False), quiet=quiet) as on_event:
+        settings = _load(recipe, overrides or ())
+        from peftkit.run import check as check_recipe
+
         check_recipe(settings, on_event=on_event)
 
 

@@ -47,7 +47,7 @@ def evaluate(
 
     Returns:
         loss (mean over the targets), the task's metrics, and num_rows. For causal_lm, image_text
-        and audio_text also perplexity, num_tokens and exact_match: the share of rows whose last
+        and audio_text also perplexity, num_targets and exact_match: the share of rows whose last
         answer, decoded greedily, equals the file's. For grpo the mean rewards of greedy
         completions, no loss, and exact_match over the rows that have an answer.
 

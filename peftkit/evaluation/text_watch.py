@@ -11,7 +11,7 @@ from typing import Any
 
 from peftkit.base.load import Base
 from peftkit.errors import DataError, RunError
-from peftkit.events import Listener, Notice, Sample, ignore
+from peftkit.events import Listener, Notice, Progress, Sample, ignore
 from peftkit.execution.world import Rows
 from peftkit.inference.engine import AnswerTooLarge
 from peftkit.settings import TrainConfig
@@ -99,6 +99,7 @@ class TextWatch:
         Raises:
             RunError: Memory ran out for a single row.
         """
+        self._on_event(Progress("Answering eval rows", 0, len(rows)))
         try:
             return self._task.answers(
                 self._base.model,

@@ -17,8 +17,6 @@ import torch
 
 from peftkit.base.pretrained import published_codes
 from peftkit.config.schema import from_dict
-from peftkit.data.records import Dropped
-from peftkit.data.rows.lazy import num_tokens
 from peftkit.defaults import anchors_per_step, should_pack
 from peftkit.errors import ConfigError
 from peftkit.execution.environment import gpu_of_size, this_machine
@@ -26,7 +24,7 @@ from peftkit.execution.plan import ExecutionPlan, plan_of
 from peftkit.figures import dtype_name, rough_duration, size
 from peftkit.kernels.device import launch_seconds, local_gpu
 from peftkit.planning.memory import CARDS, LINK, STEP, DeviceEstimate, MemoryEstimator, Strategy
-from peftkit.planning.resolve import as_continued, config_of, encode_first
+from peftkit.planning.resolve import as_continued, config_of, tokens_of_first
 from peftkit.recipe import Recipe, load
 from peftkit.train.optim import STATE_BYTES
 
@@ -343,17 +341,13 @@ def _data(recipe: Recipe) -> tuple[int | None, int | None, int | None]:
         return None, None, None
     with open(path, "rb") as file:
         sizes = [len(line) for line in file if line.strip()]
-    try:
-        encoded = encode_first(recipe, MAX_ENCODED)[1]
-        lengths = [num_tokens(row) for row in encoded if not isinstance(row, Dropped)]
-    except Exception:  # the run reports the reason: a plan needs the config alone
-        lengths = []
+    lengths = tokens_of_first(recipe, MAX_ENCODED)
     if not any(lengths):
         longest = recipe.data.max_length or max(sizes, default=0)
         return len(sizes), sum(min(n // BYTES_PER_TOKEN, longest) for n in sizes), None
     if len(sizes) <= MAX_ENCODED:
-        return len(lengths), sum(lengths), max(lengths)
-    mean = sum(lengths) / len(encoded)
+        return sum(map(bool, lengths)), sum(lengths), max(lengths)
+    mean = sum(lengths) / len(lengths)
     return len(sizes), round(mean * len(sizes)), None
 
 

@@ -23,7 +23,8 @@ from peftkit.base.skeleton import (
     weight_bytes,
     with_depth,
 )
-from peftkit.data.records import sources_of
+from peftkit.data.records import Dropped, sources_of
+from peftkit.data.rows.lazy import num_tokens
 from peftkit.events import Listener, Notice, ignore
 from peftkit.execution.environment import Environment, free_for_training, select_device
 from peftkit.execution.plan import ExecutionPlan, Shard, plan_of
@@ -56,6 +57,15 @@ def encode_first(
     where = encoder.file_of(sources_of(data)[0].path)
     records = chain.from_iterable(part() for part in encoder.parts(where))
     return task, encoder.encode_records(list(islice(records, number)), where).rows
+
+
+def tokens_of_first(recipe: Recipe, number: int) -> list[int]:
+    """Return the tokens of each of a recipe's first rows, 0 for dropped ones; [] if unknown."""
+    try:
+        rows = encode_first(recipe, number)[1]
+        return [0 if isinstance(row, Dropped) else num_tokens(row) for row in rows]
+    except Exception:  # a run reports the reason
+        return []
 
 
 def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:

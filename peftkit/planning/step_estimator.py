@@ -25,6 +25,7 @@ from peftkit.errors import PeftkitError
 from peftkit.execution.plan import Activations, activation_modes, plan_of
 from peftkit.figures import dtype_name
 from peftkit.forward.blocks import Blocks
+from peftkit.forward.row_lengths import context_length
 from peftkit.planning.counter import Counter
 from peftkit.planning.step import DatalessStep, StepCount, packed_model, skeleton_of, with_method
 from peftkit.quant.layers import COPY_SHARE, packed_tensors
@@ -172,8 +173,9 @@ class StepEstimator:
     ) -> float:
         """Return the bytes of each further token, from two lengths."""
         first, second, more = self._two_counts(rows, length, mode, tiles)
-        tokens, other = rows * length, length // 4 if length >= 512 else 4 * length
-        other += length * (other == tokens)  # a slope needs two lengths
+        tokens, other = rows * length, (5 if rows == 4 else 4) * length  # a slope needs two lengths
+        if length >= 512 or other > (context_length(self._config) or other):
+            other = max(length // 4, 1)
         other_count = self._counted(self._depth, 1, other, mode, tiles)
         slope = (other_count.without_weights - first.without_weights) / (other - tokens)
         further = more * (second.without_weights - first.without_weights)

@@ -162,7 +162,8 @@ class Verdict:
         """The verdict in one line."""
         share = "" if self.share is None else f", {max(self.share, 0):.0%} of the update"
         likely = "" if self.is_certain or self.kind == "undecided" else " (likely)"
-        return f"proved: {self.kind.replace('_', ' ')}{likely}{share}"
+        decided = "not proved" if self.kind == "undecided" else "proved"
+        return f"{decided}: {self.kind.replace('_', ' ')}{likely}{share}"
 
     def as_dict(self) -> dict[str, object]:
         """Return the verdict as JSON."""

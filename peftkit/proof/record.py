@@ -29,9 +29,10 @@ from peftkit.errors import AdapterError, ConfigError
 from peftkit.execution.plan import compute_dtype
 from peftkit.figures import dtype_name
 from peftkit.files.disk import sha256_of, write_text
-from peftkit.formats.folders import PROOF, TENSORS
+from peftkit.formats.folders import CONFIG, PROOF, TENSORS
 from peftkit.formats.guard import read_json
-from peftkit.formats.open_adapter import Opened
+from peftkit.formats.open_adapter import Opened, task_of
+from peftkit.formats.peft.load import read_adapter
 from peftkit.formats.peft.low_rank import A, B
 from peftkit.methods.lora import LoRA
 from peftkit.model.modes import adapters_off, evaluating
@@ -163,16 +164,20 @@ def write_proof(opened: Opened, prompts: Sequence[str] = ()) -> Proof:
         AdapterError: The model completes no text.
     """
     folder = opened.file.folder
-    if not is_provable(opened.task):
-        raise AdapterError(
-            f"cannot record a proof of {folder}",
-            found=f"It was trained for the task {opened.task.type}.",
-            fix="Proofs are for language models; evaluate the adapter with peftkit eval.",
-        )
+    _check_provable(folder, opened.task)
     digest = sha256_of(folder / TENSORS)
     proof = record(opened.base, opened.adapter, opened.style, prompts, digest=digest)
     save_proof(proof, folder)
     return proof
+
+
+def _check_provable(folder: Path, task: TaskConfig) -> None:
+    if not is_provable(task):
+        raise AdapterError(
+            f"no proof exists for {folder}",
+            found=f"It was trained for the task {task.type}.",
+            fix="Proofs are for language models; evaluate the adapter with peftkit eval.",
+        )
 
 
 def save_proof(proof: Proof, folder: Path) -> None:
@@ -189,6 +194,8 @@ def read_proof(path: str | Path) -> Proof:
     path = Path(path).expanduser()
     file = path / PROOF if path.is_dir() else path
     if not file.is_file():
+        if (path / CONFIG).is_file():
+            _check_provable(path, task_of(read_adapter(path)))
         raise AdapterError(
             f"there is no {PROOF} in {path}",
             found="The adapter was saved without a proof.",

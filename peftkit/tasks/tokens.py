@@ -198,8 +198,8 @@ class TokenTask(Task):
         """Return the loss; of tokens of text (nats per target token) with its perplexity."""
         if not self.predicts_tokens:
             return super().metrics(model, rows, on_event=on_event)
-        means, num_tokens = mean_loss(self, model, rows, on_event)
-        return {**means, "perplexity": perplexity(means["loss"]), "num_tokens": num_tokens}
+        means, num_targets = mean_loss(self, model, rows, on_event)
+        return {**means, "perplexity": perplexity(means["loss"]), "num_targets": num_targets}
 
     def spans(self, row: Any) -> list[tuple[str, str]]:
         return labelled_segments(row, self.text, "learnt")

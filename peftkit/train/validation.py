@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from peftkit.errors import DataError
-from peftkit.events import EvalDone, Notice, Sampled
+from peftkit.events import EvalDone, Notice, Progress, Sampled
 from peftkit.execution import rng
 from peftkit.execution.world import Part, Rows
 from peftkit.figures import not_better, score_of
@@ -130,8 +130,10 @@ class Validation:
         def use_fewer(size: int) -> None:
             self._batch_size = size
 
+        done = 0
         for step_rows in run.hooks.before_step(rows, run):
-            for _, (batch_sums, number), is_real in batches_that_fit(
+            run.say(Progress("Evaluating", done, len(rows)))
+            for part, (batch_sums, number), is_real in batches_that_fit(
                 step_rows,
                 self._batch_size,
                 split,
@@ -143,6 +145,8 @@ class Validation:
                 if is_real:
                     sums += batch_sums
                     num_targets += number
+                    done += len(part)
+                    run.say(Progress("Evaluating", done, len(rows)))
                 if run.stop.signum and not run.parallel.in_lockstep:
                     break
         return sums, num_targets

@@ -233,6 +233,16 @@ def test_an_adapter_near_to_a_misspelt_one_is_offered(peftkit, tmp_path):
     assert "Use one of the adapters in it: runs/demo" in message
 
 
+@pytest.mark.parametrize(
+    "command", ["prove runs/a", "export runs/a --to gguf --out b", "merge runs/a --out b"]
+)
+def test_an_adapter_that_is_not_there_is_refused_as_such(command, peftkit):
+    refusal = peftkit(*command.split()).refusal()
+    assert "there is no" in refusal
+    assert "runs" in refusal
+    assert "proof" not in refusal
+
+
 def test_a_run_that_still_trains_is_not_called_ended(tmp_path):
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)

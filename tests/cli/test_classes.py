@@ -1,6 +1,7 @@
 """The command line with tasks of classes: what it prints, and what it refuses with exit 2."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,13 @@ def test_predict_prints_a_label_and_its_probability(peftkit, classifier):
     assert set(json.loads(done.out)[0]) == set(LABELS)
 
 
+@pytest.mark.parametrize("options", [(), ("--write",)])
+def test_a_classifier_is_evaluated_not_proved(options, peftkit, classifier):
+    refusal = peftkit("prove", classifier / "out", *options).refusal()
+    assert "It was trained for the task sequence_classification." in refusal
+    assert "evaluate the adapter with peftkit eval" in refusal
+
+
 def test_what_a_classifier_is_good_for_is_not_generation(peftkit, classifier):
     output = peftkit("inspect", classifier / "out").err
     assert "peftkit generate" not in output
@@ -107,8 +115,8 @@ def test_the_best_step_is_chosen_by_a_metric(peftkit, classifier, tmp_path):
     evals = [e for e in map(json.loads, lines) if e["event"] == "EvalDone"]
     first, second = (e["metrics"]["f1_macro"] for e in evals)
     assert [e["best"] for e in evals] == [True, second > first]
-    assert "eval loss of best step" in done.err  # not the "best eval loss"
-    assert "best eval loss" not in done.err
+    assert re.search(r"\n  eval: loss .*, loss of best step ", done.err)  # not the "best loss"
+    assert "best loss" not in done.err
     done = peftkit("train", recipe, "--overwrite", "--set", "train.best_metric=f1")
     assert done.code == 2
     assert "An evaluation of this task has: loss, accuracy, f1_macro." in done.err

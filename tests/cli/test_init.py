@@ -9,9 +9,10 @@ import pytest
 
 from peftkit.data.records import sources_of
 from peftkit.defaults import BATCHES, CONTRASTIVE_BATCHES, defaults_for
+from peftkit.planning.resolve import tokens_of_first
 from peftkit.recipe import Recipe, load
 from peftkit.tasks.table import TASKS
-from peftkit_cli.start.draft import Size, draft
+from peftkit_cli.start.draft import ROOM, WHOLE_ROWS, Size, draft, ready_made
 from peftkit_cli.start.recipes import GOALS
 from peftkit_cli.start.survey import FieldFacts, Survey, only_data_file, splits_of
 from tests.helpers.command_line import Done, Run, turn
@@ -86,7 +87,7 @@ def test_options_answer_the_questions(peftkit, tmp_path, model_folder):
     args = ("--data", "rows.jsonl", "--model", str(model_folder), "--memory", "12GB")
     done = peftkit("init", *args, "--task", "causal_lm")
     assert done[:2] == (0, "recipe.yaml\n"), done.err
-    few, *lines = done.err.splitlines()
+    _, few, *lines = done.err.splitlines()
     assert few == "note: 9 rows are few; a few hundred are a good start."
     commands = [line.strip().removeprefix("Next: ") for line in lines]
     assert commands == [
@@ -307,12 +308,26 @@ def test_tool_rows_get_a_tool_template(peftkit, tmp_path, model_folder):
         assert load(tmp_path / f"{name}.yaml").data.chat_template == template
 
 
-def test_max_length_is_that_of_the_base(peftkit, tmp_path, model_folder):
-    write_rows(tmp_path / "rows.jsonl", [turn("a", "b")])
-    args = ("--data", "rows.jsonl", "--task", "causal_lm", "--model", model_folder)
-    peftkit("init", *args, *CPU)
+@pytest.mark.parametrize("task", WHOLE_ROWS)
+@pytest.mark.parametrize("words", [1, 20, 3_000])
+def test_max_length_leaves_room_above_the_longest_row_up_to_that_of_the_base(
+    task, words, peftkit, tmp_path, model_folder
+):
+    row = dict(zip(("prompt", "chosen", "rejected"), ("a", "b " * words, "c"), strict=True))
+    if task in ("causal_lm", "kto"):
+        row = {"prompt": "a", "completion": row["chosen"]}
+    if task == "kto":
+        row["label"] = True
+    write_rows(tmp_path / "rows.jsonl", [row] * 3)
+    args = ("--data", "rows.jsonl", "--task", task, "--model", model_folder)
+    peftkit("init", *args, *CPU).succeeded()
+    recipe = load(tmp_path / "recipe.yaml")
+    longest, length = max(tokens_of_first(recipe, 3)), recipe.data.max_length
     limit = json.loads((model_folder / "config.json").read_text())["max_position_embeddings"]
-    assert load(tmp_path / "recipe.yaml").data.max_length == min(limit, 2_048)
+    limit = min(limit, int(ready_made(GOALS[task].recipe)["data"]["max_length"]))
+    is_measured = f"the longest row has {longest:,};" in (tmp_path / "recipe.yaml").read_text()
+    assert is_measured == (longest < limit) == (words < 3_000)
+    assert length == limit or ROOM * longest <= length < 2 * ROOM * longest
 
 
 def test_an_invalid_answer_repeats_its_question(peftkit, tmp_path, monkeypatch):

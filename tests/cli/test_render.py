@@ -1,6 +1,8 @@
 """What the screen shows of a run, live and as lines."""
 
 import io
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,16 +21,22 @@ def step(number: int, num_steps: int = 100, loss: float = 0.5) -> events.StepDon
     )
 
 
+DRIFT = {"drift": 0.02636, "drift_95": 0.09274, "drift_same": 0.9167}
 RUN: list[Event] = [
     events.Stage("Loading the base"),
     events.Table("Base", ("kind", "count"), (("nf4 [q]", "210"), ("x" * 150, "1"))),
     events.Notice("labels of 2 rows were cut"),
     events.RunStarted(100, 0, 1500, 4_884_480, 134_500_000, "cpu"),
     *[step(number, loss=2 / number) for number in range(1, 51)],
-    events.EvalDone(50, {"eval_loss": 0.51, "num_rows": 64}, True),
+    events.EvalDone(50, {"loss": 0.51, "num_rows": 64, **DRIFT}, True),
     events.Saved("checkpoint", Path("runs/demo/checkpoints/step-50")),
     *[step(number, loss=2 / number) for number in range(51, 101)],
-    events.RunDone(100, 75.2, {"loss": 0.02}),
+    events.RunDone(
+        100,
+        75.2,
+        {"loss": 0.02, "epochs": 2, "eval_loss": 0.5, "best_eval_loss": 0.4}
+        | {f"eval_{name}": value for name, value in DRIFT.items()},
+    ),
 ]
 
 
@@ -62,9 +70,12 @@ def test_a_log_tells_every_fact_in_one_line_each():
     assert "note: labels of 2 rows were cut" in lines
     share = "4.88M parameters (3.63 % of the base's 134.5M)"
     assert f"Training {share} on cpu: 1,500 rows, 100 steps" in lines
-    assert "eval at step 50: eval loss 0.51, rows 64 (best so far)" in lines
+    at = lines.index("eval at step 50: loss 0.51, rows 64 (best so far)")
+    drift = "drift on unrelated prompts: 0.02636 nats a token; 95 % of tokens below 0.09274; 91.7 %"
+    assert lines[at + 1] == f"  {drift} unchanged"
     assert "saved checkpoint: runs/demo/checkpoints/step-50" in lines
-    assert lines[-1] == "Done: 100 steps in 1:15; loss 0.02 (mean of the last 10 steps)"
+    assert lines[-3] == "Done: 100 steps in 1:15; loss 0.02 (mean of the last 10 steps), epochs 2"
+    assert lines[-2:] == ["  eval: loss 0.5, best loss 0.4", f"  {drift} unchanged"]
 
 
 def test_a_log_holds_the_first_and_last_step_and_few_between():
@@ -106,6 +117,50 @@ def test_figures_of_a_step_and_what_is_left_fit_80_columns():
     with console.capture() as shown:
         console.print(bar)
     assert shown.get().rstrip().endswith("7/100  3:07 left")
+
+
+@pytest.mark.parametrize("words", [3, 30])
+def test_a_long_stage_leaves_the_bar_of_the_steps_whole(words):
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    screen = LiveScreen(console, console, transient=False)
+    screen.on_event(step(7))
+    screen.on_event(events.Stage("answering prompts " * words))
+    (_, bars) = screen.get_renderables()
+    with console.capture() as shown:
+        console.print(bars)
+    assert "━" in shown.get()
+    assert "7/100  3:07 left" in shown.get()
+    assert shown.get().count("answering prompts") >= words // 2, "the text wraps: it is not cut"
+    assert max(map(len, shown.get().splitlines())) <= 80
+
+
+def test_nothing_is_redrawn_while_an_event_is_printed(monkeypatch):
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    drawn: list[str] = []
+    with LiveScreen(console, console, transient=False) as screen:
+        assert isinstance(screen, LiveScreen)
+        monkeypatch.setattr(screen.live, "refresh", lambda: drawn.append("by rich's thread"))
+
+        def printed(*_: object) -> None:
+            before = len(drawn)
+            time.sleep(0.3)  # more than twice the interval of refreshes
+            assert len(drawn) == before
+
+        monkeypatch.setattr(console, "print", printed)
+        screen.on_event(events.Notice("a text"))
+        monkeypatch.undo()
+
+
+def test_a_command_shows_that_it_loads_libraries_until_its_first_event(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch")
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    screen = LiveScreen(console, console, transient=False)
+    with screen:
+        assert [task.description for task in screen.tasks] == ["Loading PyTorch and transformers"]
+        screen.on_event(events.Stage("Loading the base"))
+        assert [task.description for task in screen.tasks] == ["Loading the base"]
+        screen.finish()
+    assert "✓ Loading PyTorch" not in console.file.getvalue()
 
 
 def test_figures_in_a_table_stay_whole_on_a_narrow_terminal():

@@ -199,7 +199,7 @@ def test_a_chat_adapter_is_evaluated_on_texts(inside, trained, tmp_path):
     assert refused.code == 2
     assert "--row-style" in refused.err
     done = inside("eval", "runs/demo", "--data", texts, "--row-style", "--json").succeeded()
-    assert json.loads(done.out)["num_tokens"] < 64  # the run's data.max_length
+    assert json.loads(done.out)["num_targets"] < 64  # the run's data.max_length
     assert trained_length(trained / "runs" / "demo") == 64
     assert trained_length(next((trained / "runs" / "demo" / "checkpoints").iterdir())) == 64
 

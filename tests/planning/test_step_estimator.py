@@ -99,6 +99,15 @@ def test_steps_of_every_kind_of_task_are_counted(family, task):
     assert large.peak["activations"] > small.peak["activations"] > 0
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("share", [0.06, 0.23, 0.375, 1])
+def test_bytes_of_a_token_are_counted_within_the_positions_of_the_model(rows, share):
+    config = FAMILIES["bert"]().config
+    steps = reckoner_of(config, "none", TASKS["sequence_classification"]())
+    length = int(share * config.max_position_embeddings)
+    assert steps.bytes_per_token(rows, length, "keep") > 0
+
+
 def test_products_in_place_have_the_flops_of_others():
     out, x, weight = torch.zeros(3, 5), torch.zeros(3, 4), torch.zeros(4, 5)
     with Counter() as counter:

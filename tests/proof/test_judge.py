@@ -172,10 +172,10 @@ def test_templates_and_second_bos_of_a_tokenizer_are_named_and_a_date_is_not(cas
 
 
 def test_a_small_effect_or_nothing_seen_is_undecided(case):
-    assert judge(case.proof, []).line == "proved: undecided"
+    assert judge(case.proof, []).line == "not proved: undecided"
     with scaled(lambda path: 1e-4)(case):
         weak = record(case.base, case.adapter)
-    assert prove(case.logits, weak).line == "proved: undecided"
+    assert prove(case.logits, weak).line == "not proved: undecided"
 
 
 def test_texts_alone_decide_between_base_and_adapter(case):

@@ -177,7 +177,7 @@ def test_metrics_are_of_the_hidden_tokens(tmp_path, bert, masking):
     found = task.metrics(bert, rows)
     assert found["loss"] == pytest.approx(float(F.cross_entropy(chosen, targets)), rel=1e-5)
     assert found["perplexity"] == pytest.approx(2.718281828 ** found["loss"], rel=1e-5)
-    assert found["num_tokens"] == len(targets)
+    assert found["num_targets"] == len(targets)
     # a head whose bias knows the answer most often asked for
     common = int(targets.mode().values)
     bert.get_output_embeddings().bias.data[common] = 1000

@@ -40,7 +40,7 @@ def test_evaluation_uses_smaller_batches_if_memory_is_short(llama, tokenizer, tm
     short_of_memory(llama, 2 * longest)
     found = task.metrics(llama, rows)
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)  # sums in another order
-    assert found["num_tokens"] == expected["num_tokens"]
+    assert found["num_targets"] == expected["num_targets"]
 
 
 @pytest.mark.covers("peftkit")

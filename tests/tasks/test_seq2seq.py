@@ -186,7 +186,7 @@ def test_generation_repeats_training(name, tmp_path, tokenizer):
     assert found["exact_match"] == found["rouge_l"] == 1.0
     # not near 0: the last norm is not trained, and bounds the logits
     assert 0 < found["loss"] < 2
-    assert found["num_tokens"] == sum(len(row.labels) for row in rows)
+    assert found["num_targets"] == sum(len(row.labels) for row in rows)
 
 
 def test_a_recipe_trains_and_evaluates(tmp_path, tokenizer):

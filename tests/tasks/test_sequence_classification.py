@@ -191,7 +191,9 @@ _SMALL = {
         ([{"text": "a", "label": "x"}, {"text": "b"}], {}, "2: label: missing"),
         ([{"txt": "a", "label": "x"}, {"txt": "b", "label": "y"}], {}, "Did you mean 'txt'"),
         ([{"text": " ", "label": "x"}, {"text": "b", "label": "y"}], {}, "1: text: empty"),
-        ([{"text": "a", "label": "x"}, {"text": "b", "label": "x"}], {}, "1 different ones: x"),
+        ([{"text": "a", "label": "x"}, {"text": "b", "label": "x"}], {}, "1 different ones: 'x'"),
+        ([{"text": "a", "label": s} for s in ("x", "y", "X")], {}, "spaces alone: 'X', 'x'"),
+        ([{"text": "a", "label": [s]} for s in ("x", "y", "y ")], {}, "spaces alone: 'y', 'y '"),
         ([{"text": "a", "label": "x"}, {"text": "b", "label": 1.5}], {}, "2: a number"),
         (
             [{"text": "a", "label": [1.5]}, {"text": "b", "label": ["y"]}],

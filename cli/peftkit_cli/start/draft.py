@@ -35,6 +35,10 @@ HELD_OUT, MIN_HELD_OUT_ROWS, MIN_ROWS_TO_HOLD_OUT = 0.05, 16, 100
 CHARACTERS_PER_TOKEN = 4
 CHATS = ("causal_lm", "distill", "grpo", "preference", "kto", "reward")
 """Tasks that format conversations with a chat template."""
+WHOLE_ROWS = ("causal_lm", "preference", "kto", "reward")
+"""Tasks that compute the tokens of a row and no others: `data.max_length` follows from the rows."""
+ROOM = 1.5
+"""Least ratio of `data.max_length` to the longest row, for rows that are added later."""
 WEIGHTS_IN_MEMORY = 3
 """Minimum ratio of GPU memory to 16-bit weights at which a base is not quantised."""
 UNLIMITED = 1_000_000
@@ -200,7 +204,11 @@ def draft(
     Returns:
         The recipe as YAML, with comments; and why the size of the base is unknown, or "".
     """
+    from peftkit.config.schema import load_text
     from peftkit.defaults import BATCHES, CONTRASTIVE_BATCHES, PREFERENCE_RATE, defaults_for
+    from peftkit.planning.plan import MAX_ENCODED
+    from peftkit.planning.resolve import tokens_of_first
+    from peftkit.recipe import Recipe
 
     base = base or size_of(model)
     goal, num_rows = GOALS[task], summary.num_rows
@@ -294,6 +302,12 @@ def draft(
             if named and (length := math.ceil(chars.get(named[-1], UNLIMITED))) <= SAMPLED_CHARS:
                 train["sample_tokens"] = str(max(length, 16))  # complete, to be scored
             comments["sample_every"] = "answers to three held-out rows, also before training"
+    if task in WHOLE_ROWS and not settings.packing and not base.notice:
+        measured = tokens_of_first(load_text(Recipe, _as_yaml(recipe, {}), "draft"), MAX_ENCODED)
+        if 0 < (longest := max(measured, default=0)) < length:
+            room = min(length, 2 ** math.ceil(math.log2(ROOM * longest)))
+            recipe["data"]["max_length"] = str(room)
+            comments["max_length"] = f"tokens; the longest row has {longest:,}; longer ones are cut"
     head = f"# To {goal.does}. From the recipe {goal.recipe}, by peftkit init.\n"
     text = f"{head}# All fields, with their defaults: peftkit schema\n{_as_yaml(recipe, comments)}"
     return text, base.notice

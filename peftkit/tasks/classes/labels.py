@@ -101,15 +101,18 @@ def sorted_names(names: Iterable[str], where: str) -> tuple[str, ...]:
     """Return sorted label names: numerically if all are integers, otherwise as text.
 
     Raises:
-        DataError: There are fewer than 2 labels, or more than MAX_LABELS.
+        DataError: There are fewer than 2 labels or more than MAX_LABELS, or two that read alike.
     """
     labels = set(names)
-    if not 2 <= len(labels) <= MAX_LABELS:
-        few = first_few(sorted(labels), MAX_LISTED, ", ")
+    number_of_alike = Counter(label.strip().casefold() for label in labels)
+    alike = sorted(label for label in labels if number_of_alike[label.strip().casefold()] > 1)
+    if alike or not 2 <= len(labels) <= MAX_LABELS:
+        few = first_few(map(shown, alike or sorted(labels)), MAX_LISTED, ", ")
+        differ = f"Some differ in capitals or spaces alone: {few}"
         raise DataError(
             f"Cannot train a classifier on the labels of {where}.",
-            found=f"There are {len(labels):,} different ones: {few}",
-            fix="List all labels in task.labels, or name the right field.",
+            found=differ if alike else f"There are {len(labels):,} different ones: {few}",
+            fix="Correct the rows, list all labels in task.labels, or name the right field.",
         )
     numbers = all(name.removeprefix("-").isdigit() for name in labels)
     return tuple(sorted(labels, key=int) if numbers else sorted(labels))

@@ -210,7 +210,7 @@ class MaskedLM(TokenTask):
         self, model: nn.Module, rows: Sequence[MaskedRow], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return loss and perplexity of the masked tokens, and accuracy."""
-        loss, num_right, num_tokens = 0.0, 0, 0
+        loss, num_right, num_targets = 0.0, 0, 0
 
         def logits_of(batch: Mapping[str, Tensor]) -> Tensor:
             with self.model_inputs(model, batch) as inputs:
@@ -220,13 +220,13 @@ class MaskedLM(TokenTask):
             targets = batch["targets"]
             loss += float(nn.functional.cross_entropy(logits.float(), targets, reduction="sum"))
             num_right += int((logits.argmax(-1) == targets).sum())
-            num_tokens += len(targets)
-        loss /= num_tokens
+            num_targets += len(targets)
+        loss /= num_targets
         return {
             "loss": loss,
             "perplexity": perplexity(loss),
-            "accuracy": num_right / num_tokens,
-            "num_tokens": num_tokens,
+            "accuracy": num_right / num_targets,
+            "num_targets": num_targets,
         }
 
     def _masked(self, row: MaskedRow, *, fixed: bool = False) -> tuple[Tensor, Tensor]:
