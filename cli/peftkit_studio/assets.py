@@ -86,15 +86,18 @@ def _assets() -> dict[str, tuple[bytes, str, str]]:
 
 
 ASSETS = _assets()
+SCRIPTS = ", ".join(f"</static/{n}>; rel=modulepreload" for n in ASSETS if n.endswith(".js"))
+"""The header Link of the page: its scripts load together, not one level of imports at a time."""
 
 
 async def asset(request: Request) -> Response:
     """Return a file of the page by its name in the package."""
-    found = ASSETS.get(request.path_params.get("name", "index.html"))
+    name = request.path_params.get("name", "")
+    found = ASSETS.get(name or "index.html")
     if found is None:
         return Response("There is no such file.", 404)
     content, media_type, etag = found
-    headers = {"etag": etag}
+    headers = {"etag": etag} if name else {"etag": etag, "link": SCRIPTS}
     if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
     return Response(content, media_type=media_type, headers=headers)

@@ -202,8 +202,7 @@ def draft_recipe(file: str, task: str, model: str, memory: str) -> dict[str, Any
     named = drafts.usual_fields(task, summary)
     if named is None:
         named = drafts.longest_fields(summary)
-    text, notice = drafts.draft(summary, task, model, num_bytes, named=named)
-    return {"recipe": text, "model": model, "notice": notice}
+    return {"recipe": drafts.draft(summary, task, model, num_bytes, named=named)[0]}
 
 
 def read_recipe(text: str) -> Any:
@@ -300,7 +299,7 @@ def _line_of(text: str, value: str) -> int:
 
 
 def validate(text: str) -> dict[str, Any]:
-    """Return the errors of a recipe with their lines; of a valid one, its output folder and base.
+    """Return the errors of a recipe with their lines; of a valid one, its name.
 
     A message without a line of its own is shown at line 1. `form` is how to set each of FORM.
     """
@@ -310,8 +309,8 @@ def validate(text: str) -> dict[str, Any]:
         lines = error.lines or ((1, str(error)),)
         problems = [{"line": max(line, 1), "text": text} for line, text in lines]
         return {"problems": problems, "form": _form(text, None)}
-    names = {"name": recipe.train.output_dir.name, "model": recipe.base.model}
-    return {"problems": [], **names, "form": _form(text, recipe)}
+    name = recipe.train.output_dir.name
+    return {"problems": [], "name": name, "form": _form(text, recipe)}
 
 
 def _form(text: str, recipe: Any) -> list[dict[str, Any]]:

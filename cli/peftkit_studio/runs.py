@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from peftkit.figures import loss_name
 from peftkit.files.disk import trainer_of
 from peftkit.formats.folders import CONFIG, NOTES
 from peftkit.report.chart import charts
@@ -115,6 +116,7 @@ class FollowedRun:
             **asdict(row_of(run, differs)),
             "file": file_name(self.name),
             "state": state,
+            "loss_name": loss_name(run.step),
             "version": self.version,
             "sparkline": _thinned(run.curves["loss"]),
             "seconds_left": self._seconds_left() if state == "running" else None,
