@@ -133,23 +133,6 @@ def test_a_checkpoint_is_an_adapter_folder_too(trained):
     assert opened.adapter.state().keys() == open_adapter(folder).adapter.state().keys()
 
 
-def test_a_resumed_run_ends_where_the_whole_run_does(trained, tmp_path):
-    class Stopped(Exception):
-        pass
-
-    def stop(event: Event) -> None:
-        if isinstance(event, StepDone) and event.step == 3:
-            raise Stopped
-
-    recipe = parse(trained.settings, train={"output_dir": str(tmp_path)})
-    with pytest.raises(Stopped):
-        run_recipe(recipe, on_event=stop)
-    run_recipe(recipe, resume=True)
-    name = "adapter_model.safetensors"
-    whole = trained.recipe.train.output_dir
-    assert (whole / name).read_bytes() == (tmp_path / name).read_bytes()
-
-
 READ_ELSEWHERE = {
     *("BaseConfig.double_quant", "BaseConfig.quantize_towers"),  # with quantize
     *("DataConfig.max_pixels", "DataConfig.video_frames"),  # by tasks with media
