@@ -15,7 +15,7 @@ from peftkit.formats.open_adapter import open_adapter
 from peftkit.recipe import Recipe, load
 from peftkit.run import check as check_recipe
 from peftkit.run import run as run_recipe
-from tests.helpers.folders import write_rows
+from tests.helpers.finished import supervised
 
 ROWS = [
     {"instruction": f"Say {word} {n}.", "output": f"{word} {n}"}
@@ -25,23 +25,9 @@ ROWS = [
 
 
 def settings_in(folder: Path, model: Path) -> dict[str, Any]:
-    return {
-        "base": {"model": str(model), "dtype": "fp32"},
-        "method": {"type": "lora", "rank": 4, "alpha": 8},
-        "data": {
-            "train": write_rows(folder / "train.jsonl", ROWS),
-            "eval": write_rows(folder / "eval.jsonl", ROWS[:3]),
-            "max_length": 128,
-        },
-        "train": {
-            "output_dir": str(folder / "run"),
-            "max_steps": 4,
-            "batch_size": 2,
-            "learning_rate": 5e-3,
-            "eval_every": 2,
-            "save_every": 2,
-        },
-    }
+    train = {"max_steps": 4, "batch_size": 2, "learning_rate": 5e-3, "eval_every": 2}
+    train |= {"output_dir": str(folder / "run"), "save_every": 2}
+    return supervised(folder, model, ROWS, ROWS[:3], **train)
 
 
 @pytest.fixture
