@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import AdapterError, TargetError
 from peftkit.execution.plan import ExecutionPlan
@@ -43,7 +43,7 @@ class Adapter:
         self.full = frozenset(full)
         self.tables: dict[str, nn.Parameter] = {}
         self._handles = method.connect(model, self.method_modules)
-        self._step_hook: RemovableHandle | None = None
+        self._end_steps: Callable[[], object] = lambda: None
 
     @property
     def method_modules(self) -> dict[str, AdapterModule]:
@@ -74,14 +74,19 @@ class Adapter:
         """
         self.end_training()
         group_modules(self.model)
+        model = weakref.ref(self.model)  # the hook is global, and would keep the model in memory
+
+        def refresh(*_: object) -> None:
+            if (prepared := model()) is not None:
+                refresh_copies(prepared)
+
         # fused optimizers do not change a tensor's version
-        self._step_hook = register_optimizer_step_post_hook(lambda *_: refresh_copies(self.model))
+        hook = register_optimizer_step_post_hook(refresh)
+        self._end_steps = weakref.finalize(self.model, hook.remove)
 
     def end_training(self) -> None:
         """Undo `prepare_training`."""
-        if self._step_hook is not None:
-            self._step_hook.remove()
-            self._step_hook = None
+        self._end_steps()
         ungroup_modules(self.model)
 
     @contextmanager

@@ -15,7 +15,7 @@ from peftkit.formats.open_adapter import open_adapter
 from peftkit.recipe import Recipe, load
 from peftkit.run import check as check_recipe
 from peftkit.run import run as run_recipe
-from tests.helpers.folders import write_rows
+from tests.helpers.finished import supervised
 
 ROWS = [
     {"instruction": f"Say {word} {n}.", "output": f"{word} {n}"}
@@ -25,23 +25,9 @@ ROWS = [
 
 
 def settings_in(folder: Path, model: Path) -> dict[str, Any]:
-    return {
-        "base": {"model": str(model), "dtype": "fp32"},
-        "method": {"type": "lora", "rank": 4, "alpha": 8},
-        "data": {
-            "train": write_rows(folder / "train.jsonl", ROWS),
-            "eval": write_rows(folder / "eval.jsonl", ROWS[:3]),
-            "max_length": 128,
-        },
-        "train": {
-            "output_dir": str(folder / "run"),
-            "max_steps": 4,
-            "batch_size": 2,
-            "learning_rate": 5e-3,
-            "eval_every": 2,
-            "save_every": 2,
-        },
-    }
+    train = {"max_steps": 4, "batch_size": 2, "learning_rate": 5e-3, "eval_every": 2}
+    train |= {"output_dir": str(folder / "run"), "save_every": 2}
+    return supervised(folder, model, ROWS, ROWS[:3], **train)
 
 
 @pytest.fixture
@@ -131,23 +117,6 @@ def test_a_checkpoint_is_an_adapter_folder_too(trained):
     folder = trained.recipe.train.output_dir
     opened = open_adapter(folder / "checkpoints" / "step-2")
     assert opened.adapter.state().keys() == open_adapter(folder).adapter.state().keys()
-
-
-def test_a_resumed_run_ends_where_the_whole_run_does(trained, tmp_path):
-    class Stopped(Exception):
-        pass
-
-    def stop(event: Event) -> None:
-        if isinstance(event, StepDone) and event.step == 3:
-            raise Stopped
-
-    recipe = parse(trained.settings, train={"output_dir": str(tmp_path)})
-    with pytest.raises(Stopped):
-        run_recipe(recipe, on_event=stop)
-    run_recipe(recipe, resume=True)
-    name = "adapter_model.safetensors"
-    whole = trained.recipe.train.output_dir
-    assert (whole / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
 READ_ELSEWHERE = {

@@ -30,24 +30,23 @@ def adapter(saved: Path, peftkit: Run, tmp_path: Path) -> Path:
     return Path("json")
 
 
-def test_mlx_there_and_back(adapter, peftkit, tmp_path):
+@pytest.mark.parametrize(
+    ("to", "out", "hint"),
+    [
+        ("mlx", "my mlx", "mlx_lm.generate --model org/base --adapter-path 'my mlx' --prompt"),
+        ("gguf", "a.gguf", "llama-server -m BASE.gguf --lora a.gguf"),
+    ],
+)
+def test_there_and_back(to, out, hint, adapter, peftkit, tmp_path):
+    if to == "gguf":
+        pytest.importorskip("gguf", reason="the extra peftkit[gguf] is not installed")
     base = base_folder("llama", tmp_path / "base")
-    done = peftkit("export", adapter, "--to", "mlx", "--out", "my mlx")
-    assert (done.code, done.out) == (0, "my mlx\n")
-    assert "mlx_lm.generate --model org/base --adapter-path 'my mlx' --prompt" in done.err
-    done = peftkit("import", "my mlx", "--base", base, "--out", "back")
-    assert (done.code, done.out) == (0, "back\n")
-    assert read_low_rank(tmp_path / "back")[1].keys() == read_low_rank(tmp_path / "json")[1].keys()
-
-
-def test_gguf_there_and_back(adapter, peftkit, tmp_path):
-    pytest.importorskip("gguf", reason="the extra peftkit[gguf] is not installed")
-    base = base_folder("llama", tmp_path / "base")
-    done = peftkit("export", adapter, "--to", "gguf", "--base", base, "--out", "a.gguf")
-    assert (done.code, done.out) == (0, "a.gguf\n"), done.err
-    assert "llama-server -m BASE.gguf --lora a.gguf" in done.err
-    done = peftkit("import", "a.gguf", "--base", base, "--out", "back")
-    assert (done.code, done.out) == (0, "back\n"), done.err
+    more = ("--base", base) if to == "gguf" else ()
+    done = peftkit("export", adapter, "--to", to, "--out", out, *more).succeeded()
+    assert done.out == f"{out}\n"
+    assert hint in done.err
+    done = peftkit("import", out, "--base", base, "--out", "back").succeeded()
+    assert done.out == "back\n"
     assert read_low_rank(tmp_path / "back")[1].keys() == read_low_rank(tmp_path / "json")[1].keys()
 
 

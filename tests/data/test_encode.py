@@ -20,30 +20,30 @@ from tests.helpers.families import tiny_tokenizer
 _SPLIT = r"\s*[\r\n]+|\s+(?!\S)| ?[^\s\d]+| ?\d+|\s+"  # merges line breaks, as Llama 3 and Qwen do
 
 
+def trained(
+    tokenizer: Any, corpus: list[str], size: int, special: list[str], alphabet: Any, **named: Any
+) -> Any:
+    """Train a tokenizer that adds bos."""
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(corpus * 5, trainer)
+    bos = [("<s>", special.index("<s>"))]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=bos)
+    ends = {"bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends, **named)
+
+
 def merging_tokenizer() -> Any:
     """Byte-level BPE that makes one token of several line breaks, and adds bos."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(_SPLIT), "isolated")
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_of])
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<s>", "</s>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    corpus = ["the fox\n\nthe dog\n\n\nthe  fox   12 345", "hello world the answer is"] * 5
-    tokenizer.train_from_iterator(corpus, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 0)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=10**30
-    )
+    corpus = ["the fox\n\nthe dog\n\n\nthe  fox   12 345", "hello world the answer is"]
+    special, alphabet = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"], bytes_of.alphabet()
+    return trained(tokenizer, corpus, 400, special, alphabet, model_max_length=10**30)
 
 
 def sentencepiece_tokenizer(scheme: str) -> Any:
@@ -51,20 +51,9 @@ def sentencepiece_tokenizer(scheme: str) -> Any:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
-    trainer = trainers.BpeTrainer(
-        vocab_size=150,
-        special_tokens=["<unk>", "<s>", "</s>"],
-        initial_alphabet=list("abcdefghijklmnopqrstuvwxyz[]/:\n.▁"),
-        show_progress=False,
-    )
-    corpus = ["the fox jumps over the lazy dog [INST] [/INST]", "what is the answer:"] * 5
-    tokenizer.train_from_iterator(corpus, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+    corpus = ["the fox jumps over the lazy dog [INST] [/INST]", "what is the answer:"]
+    special, alphabet = ["<unk>", "<s>", "</s>"], list("abcdefghijklmnopqrstuvwxyz[]/:\n.▁")
+    return trained(tokenizer, corpus, 150, special, alphabet, unk_token="<unk>")
 
 
 PAIRS = [

@@ -23,7 +23,7 @@ from peftkit.settings import DriftConfig
 from peftkit.tasks.text.anchor import AnchoredLM, AnchorRow
 from peftkit.train.batches import BatchPrefetcher
 from tests.helpers.command_line import Run
-from tests.helpers.folders import write_rows
+from tests.helpers.finished import supervised
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -130,18 +130,8 @@ def test_no_prompt_is_measured_and_trained_on():
 @pytest.fixture
 def settings(tmp_path: Path, model_folder: Path):
     rows = [{"instruction": f"Say yes {n}.", "output": f"yes {n}"} for n in range(8)]
-    for name in ("train", "eval"):
-        write_rows(tmp_path / f"{name}.jsonl", rows)
-    return {
-        "base": {"model": str(model_folder), "dtype": "fp32"},
-        "method": {"type": "lora", "rank": 4},
-        "data": {
-            "train": str(tmp_path / "train.jsonl"),
-            "eval": str(tmp_path / "eval.jsonl"),
-            "max_length": 128,
-        },
-        "train": {"max_steps": 3, "batch_size": 2, "learning_rate": 0.02, "eval_every": 1},
-    }
+    train = {"max_steps": 3, "batch_size": 2, "learning_rate": 0.02, "eval_every": 1}
+    return supervised(tmp_path, model_folder, rows, rows, **train)
 
 
 def run(settings, out, *, resume=False, task=None, **train):

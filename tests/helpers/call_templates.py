@@ -13,6 +13,12 @@ _CALLS = "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
 _ARGUMENTS = "{% for k, v in f.arguments | items %}"
 _VALUE = "{{ v if v is string else v | tojson }}"
 _END = "{{ '<|im_end|>\n' }}{% endfor %}" + _ASK
+SHORT = (
+    CHATML[: CHATML.index("{{- '# Tools")]
+    + "{%- for tool in tools %}{{- tool.function.name }}{%- endfor %}{{- '<|im_end|>\\n' }}"
+    + CHATML[CHATML.index("{%- endif %}\n{%- for message") :]
+)
+"""Renders only the names of tools: the tiny models have a short context."""
 
 
 def _turns(calls: str) -> str:

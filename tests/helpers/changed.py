@@ -1,7 +1,7 @@
 """Tests that `make test` runs only if files that they cover changed: `make test CHANGED=REV`.
 
-Those in COVERED, tests marked `covers(*sources)`, and two thirds of the cases of large grids, which
-cover the package; a test marked `smoke` always runs.
+Those in COVERED, tests marked `covers(*sources)`, and most cases of large grids, which cover the
+package; a test marked `smoke` always runs.
 """
 
 import subprocess
@@ -46,7 +46,7 @@ COVERED = {
 """Folders and files of tests, with the files and folders that they cover."""
 
 PACKAGES = ("peftkit", "cli", "benchmarks")
-LARGE_GRID = 8
+LARGE_GRID, ONE_OF = 4, 4
 
 EVERYTHING = ("tests/conftest.py", "tests/helpers", "pyproject.toml", "constraints.txt")
 """Files and folders of which a change concerns every test."""
@@ -100,14 +100,14 @@ def is_due(item: pytest.Item, changed: Collection[str]) -> bool:
 def due_of(items: Sequence[pytest.Item], changed: Collection[str]) -> Iterator[bool]:
     """Return which tests run in `make test` after a change to some files.
 
-    A grid of more than LARGE_GRID cases keeps its first case and a third of the others.
+    A grid of more than LARGE_GRID cases keeps its first case, and about one of ONE_OF others.
     """
     fast = (item for item in items if item.get_closest_marker("slow") is None)
     cases = Counter(item.nodeid.partition("[")[0] for item in fast)
     whole, seen = any(is_under(name, {*PACKAGES, *EVERYTHING}) for name in changed), set[str]()
     for item in items:
         law = item.nodeid.partition("[")[0]
-        is_sampled = law not in seen or crc32(item.nodeid.encode()) % 3 == 0
+        is_sampled = law not in seen or crc32(item.nodeid.encode()) % ONE_OF == 0
         seen.add(law)
         is_in_grid = whole or cases[law] <= LARGE_GRID or is_sampled
         yield is_due(item, changed) and (is_in_grid or covered_by(item.path)[0] in changed)

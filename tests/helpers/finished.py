@@ -13,6 +13,7 @@ from peftkit.config import schema
 from peftkit.events import Event, Stage
 from peftkit.recipe import Recipe
 from peftkit.run import run
+from tests.helpers.folders import write_rows
 
 WEIGHTS = "adapter_model.safetensors"
 Kind = TypeVar("Kind", bound=Event)
@@ -28,6 +29,13 @@ def sections(folder: Path, base: Path, file: str, task: str, **settings: Any) ->
         "data": {"train": file, "max_length": 64},
         "train": {"output_dir": str(folder / "run"), "save_every": None},
     }
+
+
+def supervised(folder: Path, base: Path, rows: Any, eval_rows: Any, **train: Any) -> Sections:
+    """Write rows, and return a recipe that trains on some and evaluates on others."""
+    told = sections(folder, base, write_rows(folder / "train.jsonl", rows), "causal_lm")
+    told["data"] |= {"eval": write_rows(folder / "eval.jsonl", eval_rows), "max_length": 128}
+    return {**told, "train": train}
 
 
 @dataclass

@@ -21,6 +21,7 @@ from peftkit.settings import BaseConfig
 from peftkit_server.app import make_app
 from peftkit_server.limits import Limits
 from peftkit_server.training import TrainingOptions
+from tests.helpers.command_line import turn
 
 HERE = "http://127.0.0.1:8000"
 FILES, JOBS = "/v1/files", "/v1/fine_tuning/jobs"
@@ -30,15 +31,7 @@ ENDED = ("succeeded", "failed", "cancelled")
 
 def chats(number: int = 12) -> list[dict[str, Any]]:
     """Return supervised rows."""
-    return [
-        {
-            "messages": [
-                {"role": "user", "content": f"the quick {n}"},
-                {"role": "assistant", "content": f"brown fox {n}"},
-            ]
-        }
-        for n in range(number)
-    ]
+    return [turn(f"the quick {n}", f"brown fox {n}") for n in range(number)]
 
 
 class Client(TestClient):

@@ -6,22 +6,16 @@ from typing import Any
 
 import pytest
 
-from peftkit.data.chat_template import CHATML
 from peftkit.data.style import Style
 from peftkit.inference.bank import AdapterBank
 from peftkit.methods.lora import LoRA
 from tests.helpers.bank import tiny_base, write_adapter
+from tests.helpers.call_templates import SHORT
 
 pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
 from peftkit_server.completions import ChatService
 from peftkit_server.grammars import Grammar, Grammars
 
-# templates render only the names of tools: the tiny model has a short context
-SHORT = (
-    CHATML[: CHATML.index("{{- '# Tools")]
-    + "{%- for tool in tools %}{{- tool.function.name }}{%- endfor %}{{- '<|im_end|>\\n' }}"
-    + CHATML[CHATML.index("{%- endif %}\n{%- for message") :]
-)
 THINKS = "{% if enable_thinking %}T{% endif %}" + SHORT
 STYLES = {
     "tools": Style("chat", SHORT),

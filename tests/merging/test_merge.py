@@ -314,19 +314,6 @@ def test_tensors_that_do_not_fit_the_base_are_refused(saved):
 # ------------------------------------------------------------------------------ live models
 
 
-@pytest.mark.parametrize(
-    ("family", "method"), [("llama", "patterns"), ("gpt2", "vera"), ("mixtral", "lora")]
-)
-def test_merged_into_a_live_model_computes_the_same(family, method):
-    model = FAMILIES[family]().eval()
-    classes = [type(module) for module in model.modules()]
-    adapter = attach_perturbed(model, METHODS[method])
-    expected = logits(model)
-    assert merge_into(adapter) is model
-    assert [type(module) for module in model.modules()] == classes
-    torch.testing.assert_close(logits(model), expected, atol=CLOSE, rtol=0)
-
-
 def test_a_shared_weight_is_not_merged_into():
     model = FAMILIES["gpt2"]()  # its head is its embedding
     adapter = attach_perturbed(model, LoRA(rank=4, targets=("q", "lm_head")))
@@ -362,16 +349,6 @@ def test_blocks_that_share_weights_are_not_merged_into(way, saved, monkeypatch):
     alone = attach_perturbed(model, LoRA(rank=3, alpha=6, targets=("mixer_in",)))
     wanted = logits(model)
     torch.testing.assert_close(logits(fold(alone)), wanted, rtol=0, atol=CLOSE)
-
-
-def test_a_method_without_a_merged_form_says_so_by_name(llama):
-    class Unmergeable(LoRA):
-        unmergeable = "it changes the weather"
-
-    adapter = attach_perturbed(llama, Unmergeable(rank=4, targets=("q",)))
-    with pytest.raises(MergeError, match="an adapter of type 'lora' cannot be merged") as error:
-        merge_into(adapter)
-    assert "it changes the weather" in str(error.value)
 
 
 def test_agreement_counts_tokens_and_differences():

@@ -17,6 +17,7 @@ from peftkit.report.history import RunFacts
 from peftkit.report.page import write_report
 from peftkit.run import run as run_recipe
 from peftkit_cli.train import _function
+from tests.helpers.finished import supervised
 from tests.helpers.folders import write_rows
 
 ROWS = [
@@ -29,19 +30,10 @@ TENSORS = "adapter_model.safetensors"
 
 @pytest.fixture
 def settings(tmp_path: Path, model_folder: Path) -> dict[str, Any]:
-    for name, rows in (("train", ROWS), ("eval", ROWS[:3])):
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / f"{name}.jsonl").write_text(text)
-    return {
-        "base": {"model": str(model_folder), "dtype": "fp32"},
-        "method": {"type": "lora", "rank": 4, "dropout": 0.1},
-        "data": {
-            "train": str(tmp_path / "train.jsonl"),
-            "eval": str(tmp_path / "eval.jsonl"),
-            "max_length": 128,
-        },
-        "train": {"max_steps": 4, "batch_size": 2, "learning_rate": 5e-3, "eval_every": 2},
-    }
+    train = {"max_steps": 4, "batch_size": 2, "learning_rate": 5e-3, "eval_every": 2}
+    told = supervised(tmp_path, model_folder, ROWS, ROWS[:3], **train)
+    told["method"]["dropout"] = 0.1
+    return told
 
 
 def run(settings: dict[str, Any], out: Path, **train: Any) -> list[Event]:

@@ -25,6 +25,7 @@ from peftkit.events import Event, Notice, Progress, Stage, Table
 from peftkit.settings import DataConfig
 from peftkit.tasks.table import TASKS
 from peftkit.tasks.tokens import CausalLM
+from tests.helpers.command_line import turn as said
 from tests.helpers.folders import write_rows
 
 Tokenizer = PreTrainedTokenizerFast
@@ -48,11 +49,6 @@ def task(llama: PreTrainedModel, tokenizer: Tokenizer, events: list[Event]) -> B
 def write(path: Path, *rows: dict[str, Any]) -> str:
     write_rows(path, rows)
     return str(path)
-
-
-def said(question: str, answer: str) -> dict[str, Any]:
-    turns = (("user", question), ("assistant", answer))
-    return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
 def counts(events: list[Event]) -> dict[str, str]:

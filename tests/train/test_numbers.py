@@ -53,10 +53,6 @@ def diagnosis_of(folder: Path) -> dict[str, Any]:
     return diagnosis
 
 
-def weights_before(folder: Path, step: int) -> dict[str, Tensor]:
-    return play(folder, max_steps=step, schedule="constant").weights
-
-
 @pytest.mark.parametrize("factor", [float("nan"), float("-inf")])
 def test_a_non_finite_loss_stops_before_the_update(tmp_path, factor):
     run = play(tmp_path / "a", task=Poisoned(factor), schedule="constant", warmup_ratio=0.0)

@@ -11,6 +11,7 @@ from peftkit.errors import DataError
 from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig
 from peftkit.tasks.distill.rows import TeacherPrompt, read_prompt
+from tests.helpers.command_line import turn
 from tests.helpers.distill_cases import PROMPT, QUESTIONS, settings, write_questions
 from tests.helpers.folders import write_rows as write
 from tests.helpers.pair_cases import task_on
@@ -106,12 +107,7 @@ def test_an_answer_is_cut_alike_in_both_documents(model, tokenizer, tmp_path):
         {"prompt": "the dog and "},
         {"prompt": [{"role": "user", "content": "the dog and "}]},
         {"conversations": [{"from": "human", "value": "the dog and "}]},
-        {
-            "messages": [
-                {"role": "user", "content": "the dog and "},
-                {"role": "assistant", "content": "the fox"},
-            ]
-        },
+        turn("the dog and ", "the fox"),
     ],
     ids=lambda row: "+".join(row),
 )

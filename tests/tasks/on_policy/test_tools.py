@@ -23,6 +23,7 @@ from peftkit.tasks.rewards.grpo_config import GRPOConfig
 from peftkit.tasks.rewards.grpo_tools import Dialogue, Tools
 from peftkit.tasks.user_code import UserCode
 from peftkit_cli.app import run
+from tests.helpers.call_templates import SHORT
 from tests.helpers.children import exit_code, start_ranks
 from tests.helpers.finished import WEIGHTS, Finished, finished, replaced, sections
 from tests.helpers.folders import write_rows
@@ -255,11 +256,7 @@ def as_call(_: Any, text: str, *__: Any, **___: Any) -> AnswerPiece:
 
 def spec(folder: Path, model_folder: Path, **task: Any) -> dict[str, Any]:
     (folder / "tools.py").write_text(CODE)
-    begin, end = CHATML.index("{{- '# Tools"), CHATML.index("{{- '\\n</tools>")
-    names = "{%- for tool in tools %}{{- tool.function.name }}{%- endfor %}{{- '<|im_end|>\n' }}"
-    after = CHATML.index("{%- endif %}\n{%- for message")
-    assert begin < end < after
-    (folder / "short.jinja").write_text(CHATML[:begin] + names + CHATML[after:])
+    (folder / "short.jinja").write_text(SHORT)
     rows = [{"prompt": f"the quick brown {n}", "word": str(n)} for n in range(6)]
     file = write_rows(folder / "p.jsonl", rows)
     task = {"answers": 4, "max_new_tokens": 120, "max_turns": 4, "mask_cut": False, **task}
