@@ -1,12 +1,16 @@
 """`--resume auto`: one command that starts, continues and ends a run, however often it dies."""
 
 import json
+import os
 import random
 import re
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +160,54 @@ def test_what_differs_from_a_finished_run_is_listed(key, value, asked, tmp_path,
         other = from_dict(Recipe, {**whole, section: {**whole[section], name: value}}, "x")
     with pytest.raises(CheckpointError, match=re.escape(key)):
         run_recipe(other, resume="auto")
+
+
+CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir"}
+"""Audit events of changes in a folder, besides files that are opened to be written."""
+
+
+def train_until_killed(path: str, number: int, options: dict[str, Any]) -> None:
+    """Run a recipe, and die at a change of its folder."""
+    recipe, changes = load(Path(path)), count()
+    folder = str(recipe.train.output_dir)
+
+    def die(event: str, args: tuple[Any, ...]) -> None:
+        if event not in CHANGES and not (event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)):
+            return
+        if str(args[0]).startswith(folder) and next(changes) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(die)
+    run_recipe(recipe, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("options", [{}, {"overwrite": True}], ids=["new", "over another run"])
+def test_a_run_killed_at_any_change_of_its_folder_starts_again(options, asked, recipe_file):
+    folder = asked.train.output_dir
+    if options:
+        run_recipe(asked)
+    before = shutil.copytree(folder, folder.with_name("before")) if options else None
+    expected = undisturbed(asked, folder.with_name("whole"))
+    for number in count(0, 3):
+        shutil.rmtree(folder, ignore_errors=True)
+        if before is not None:
+            shutil.copytree(before, folder)
+        code = exit_code(start(train_until_killed, str(recipe_file), number, options))
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        left = folder.with_name(f"left-{number}")
+        if folder.exists():
+            shutil.copytree(folder, left)
+        for again in ({"overwrite": True}, {"resume": "auto"}):
+            shutil.rmtree(folder, ignore_errors=True)
+            if left.exists():
+                shutil.copytree(left, folder)
+            run_recipe(asked, **again)  # type: ignore[arg-type]
+            assert (folder / TENSORS).read_bytes() == expected, (number, again)
+    assert number > 60
 
 
 def test_an_adapter_of_unknown_origin_is_not_overwritten(asked, tmp_path):
