@@ -196,7 +196,6 @@ def test_run_on_a_card_that_is_a_hundredth_too_small_streams_and_trains(
     assert any("streamed" in text and "are free" in text for text in told), told
 
 
-@pytest.mark.smoke
 def test_an_error_names_the_line_that_streams_the_base(folder, tmp_path):
     recipe = asked(folder, tmp_path, base={"placement": "device"}, data={"max_length": 512})
     text = " ".join(["one two three four five"] * 80)
