@@ -114,7 +114,6 @@ def imported(file: str) -> Iterator[str]:
             yield f"cli/{path}" if module.startswith("peftkit_") else path
 
 
-@pytest.mark.covers("peftkit", "cli/peftkit_cli")
 def test_one_run_walks_through_a_bounded_part_of_the_code(model_folder, tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("MODEL", str(model_folder)))
     for name, number in (("train", 16), ("eval", 4)):
