@@ -9,8 +9,8 @@ Shapes: N rows of the step on all processes, K values of a row.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,22 +34,13 @@ class WholeStep:
 
     Args:
         rows: This process's share of the step.
-        collate: Returns a batch of rows.
-        compute: Returns (rows, K) of a model and a batch.
 
     Attributes:
         values: (N, K), or None while one batch holds all rows.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        rows: Rows,
-        run: Run,
-        collate: Callable[[Sequence[Any]], dict[str, Tensor]],
-        compute: Callable[[nn.Module, Mapping[str, Tensor]], Tensor],
-    ) -> None:
-        self._task, self._run, self._collate, self._compute = task, run, collate, compute
+    def __init__(self, task: WholeStepTask, rows: Rows, run: Run) -> None:
+        self._task, self._run = task, run
         self._rows = [*rows]  # a reference to each, because `_places` depends on unique ids
         self._places = {id(row): place for place, row in enumerate(self._rows)}
         self._states: dict[tuple[int, ...], rng.State] = {}
@@ -65,11 +56,11 @@ class WholeStep:
         if not (is_in_step or has_padding) or (
             self.values is None and len(rows) == len(self._rows)
         ):
-            return self._collate(rows)
+            return self._task.row_batch(rows)
         if self.values is None:
             self._compute_values()
         places = [self._places.get(id(row), 0) for row in rows]
-        return {**self._collate(rows), INDEX: torch.tensor(places)}
+        return {**self._task.row_batch(rows), INDEX: torch.tensor(places)}
 
     def restore_generators(self, batch: Mapping[str, Tensor]) -> None:
         """Restore the generators, to repeat the dropout of the pass over the whole step."""
@@ -87,9 +78,9 @@ class WholeStep:
 
         def compute(part: Part) -> tuple[rng.State, Tensor]:
             state = rng.capture(device)
-            batch = {name: tensor.to(device) for name, tensor in self._collate(part).items()}
+            batch = {name: tensor.to(device) for name, tensor in task.row_batch(part).items()}
             with torch.no_grad(), run.world.autocast():
-                return state, self._compute(run.model, batch).float()
+                return state, task.row_values(run.model, batch).float()
 
         values, order = list[Tensor](), list[int]()
         size = run.state.plan.rows
@@ -142,7 +133,7 @@ class WholeStepTask(RunHooks, Task):
 
     def before_step(self, rows: Rows, run: Run) -> Sequence[Rows]:
         """Compute the values of all rows of the step, without gradients."""
-        self._step = WholeStep(self, rows, run, self.row_batch, self.row_values)
+        self._step = WholeStep(self, rows, run)
         return [rows]
 
     def collate(self, rows: Rows) -> dict[str, Tensor]:
