@@ -9,9 +9,9 @@ Shapes: N rows of the step on all processes, K values of a row.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,23 +35,14 @@ class WholeStep:
 
     Args:
         rows: This process's share of the step.
-        collate: Returns a batch of rows.
-        compute: Returns (rows, K) of a model and a batch.
 
     Attributes:
         rows: The rows to train on; a row that the step has twice is two objects.
         values: (N, K), or None while one batch holds all rows.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        rows: Rows,
-        run: Run,
-        collate: Callable[[Sequence[Any]], dict[str, Tensor]],
-        compute: Callable[[nn.Module, Mapping[str, Tensor]], Tensor],
-    ) -> None:
-        self._task, self._run, self._collate, self._compute = task, run, collate, compute
+    def __init__(self, task: WholeStepTask, rows: Rows, run: Run) -> None:
+        self._task, self._run = task, run
         self.rows = [*map(copy, rows)]  # unique ids: data.train may repeat rows (weight)
         self._places = {id(row): place for place, row in enumerate(self.rows)}
         self._states: dict[tuple[int, ...], rng.State] = {}
@@ -65,11 +56,11 @@ class WholeStep:
         has_padding = self._run.parallel.in_lockstep  # of other steps' rows, with any index
         is_in_step = all(id(row) in self._places for row in rows)
         if not (is_in_step or has_padding) or (self.values is None and len(rows) == len(self.rows)):
-            return self._collate(rows)
+            return self._task.row_batch(rows)
         if self.values is None:
             self._compute_values()
         places = [self._places.get(id(row), 0) for row in rows]
-        return {**self._collate(rows), INDEX: torch.tensor(places)}
+        return {**self._task.row_batch(rows), INDEX: torch.tensor(places)}
 
     def restore_generators(self, batch: Mapping[str, Tensor]) -> None:
         """Restore the generators, to repeat the dropout of the pass over the whole step."""
@@ -87,9 +78,9 @@ class WholeStep:
 
         def compute(part: Part) -> tuple[rng.State, Tensor]:
             state = rng.capture(device)
-            batch = {name: tensor.to(device) for name, tensor in self._collate(part).items()}
+            batch = {name: tensor.to(device) for name, tensor in task.row_batch(part).items()}
             with torch.no_grad(), run.world.autocast():
-                return state, self._compute(run.model, batch).float()
+                return state, task.row_values(run.model, batch).float()
 
         values, order = list[Tensor](), list[int]()
         size = run.state.plan.rows
@@ -142,7 +133,7 @@ class WholeStepTask(RunHooks, Task):
 
     def before_step(self, rows: Rows, run: Run) -> Sequence[Rows]:
         """Compute the values of all rows of the step, without gradients."""
-        self._step = WholeStep(self, rows, run, self.row_batch, self.row_values)
+        self._step = WholeStep(self, rows, run)
         return [self._step.rows]
 
     def collate(self, rows: Rows) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from peftkit.tasks.classes.sequence_classification import (
     SequenceClassification,
     SequenceClassificationConfig,
 )
+from peftkit.tasks.table import TASKS
 from tests.helpers.classifiers import TEXTS, save_base, task_for, write_texts
 from tests.helpers.folders import write_rows
 
@@ -218,11 +219,21 @@ def test_rows_that_cannot_be_used_are_named(rows, settings, words, bert, tmp_pat
         ].load(data)
 
 
+CLASSIFIERS = ("sequence_classification", "token_classification", "image_classification")
+
+
+@pytest.mark.parametrize("task", [*CLASSIFIERS, "audio_classification"])
+@pytest.mark.parametrize(
+    ("labels", "words"), [(("a", "b", "a"), "'a' is repeated"), (("a",), "There is only one")]
+)
+def test_labels_are_several_and_each_is_listed_once(task, labels, words):
+    with pytest.raises(ConfigError, match=words):
+        TASKS[task](labels=labels)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"labels": ("a", "b", "a")}, "'a' is repeated"),
-        ({"labels": ("a",)}, "There is only one"),
         ({"labels": ("a", "b"), "problem": "regression"}, "a regression has no labels"),
         ({"problem": "multi"}, "multi_label"),
     ],

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -10,19 +9,17 @@ from torch import Tensor, nn
 
 from peftkit.events import EvalDone, StepDone
 from peftkit.tasks.run_hooks import Run, RunHooks
-from peftkit.tasks.whole_step import INDEX, WholeStep
+from peftkit.tasks.whole_step import INDEX, WholeStepTask
 from tests.helpers.toy import Row, Toy, ToyTask, make_rows, play, step_of
 
 ROWS = make_rows(8)
 
 
-class Centred(RunHooks, ToyTask):
+class Centred(WholeStepTask, ToyTask):
     """Each row's loss is its distance from the mean over the step; tells how often it is above."""
 
     predicts_tokens = False
     metric_names = ("above",)
-    collates_ahead = False
-    _step: WholeStep | None = None
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         return len(batch["labels"])
@@ -31,12 +28,8 @@ class Centred(RunHooks, ToyTask):
         scores = model(batch["input_ids"]).float().tanh()
         return (scores * (batch["labels"] != -100)[..., None]).sum((1, 2))[:, None]
 
-    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
-        self._step = WholeStep(self, rows, run, super().collate, self.row_values)
-        return [self._step.rows]
-
-    def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        return super().collate(rows) if self._step is None else self._step.batch(rows)
+    def row_batch(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        return dict(ToyTask.collate(self, rows))
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         if INDEX not in batch:

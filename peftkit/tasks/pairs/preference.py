@@ -32,9 +32,9 @@ from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.lazy import LazyRows
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, ignore
+from peftkit.model.modes import evaluating
 from peftkit.settings import CHAT, DataConfig
 from peftkit.tasks.base import over_batches
-from peftkit.tasks.documents import DocumentTask
 from peftkit.tasks.pairs.preference_losses import (
     DEFAULTS,
     WITH_REFERENCE,
@@ -49,7 +49,7 @@ from peftkit.tasks.pairs.preference_rows import (
     AnswerEncoder,
     Compared,
     Judged,
-    ReferenceValues,
+    ReferencedTask,
     after_common_tokens,
     answer_start,
     compared,
@@ -59,7 +59,7 @@ from peftkit.tasks.tokens import IGNORED, AnswerConfig
 from peftkit.tasks.whole_step import INDEX, WholeStepTask
 
 
-class Preference(DocumentTask):
+class Preference(ReferencedTask):
     """Base of the tasks of preferences."""
 
     encoder_type: ClassVar[type[AnswerEncoder]]
@@ -68,7 +68,6 @@ class Preference(DocumentTask):
         super().build(model)
         rows = self.rows
         rows.encoder = self.encoder_type(self.tokenizer, rows.template, rows.max_length)
-        self._values = ReferenceValues(self._batch, self.log_probs)
 
     @property
     def paths(self) -> dict[str, str]:
@@ -81,7 +80,7 @@ class Preference(DocumentTask):
 
     def setup(self, run: Run) -> None:
         if self.config.needs_reference:
-            self._values.find(self.reference, run)
+            self.find_reference(run)
 
     def num_positions(self, rows: Sequence[Compared]) -> int:
         lengths = [length for row in rows for length in row.lengths]
@@ -89,11 +88,11 @@ class Preference(DocumentTask):
 
     def collate(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
         """Return a batch (see `documents`), with reference (B, 2) if it was computed before."""
-        batch = self._batch(rows)
-        reference = self._values.of(rows) if self.config.needs_reference else None
+        batch = self.batch_of(rows)
+        reference = self.stored_reference(rows) if self.config.needs_reference else None
         return batch if reference is None else {**batch, "reference": reference}
 
-    def _batch(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
+    def batch_of(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
         batch = self.documents([document for row in rows for document in row.documents])
         return {**batch, "cut": torch.tensor([row.is_cut for row in rows])}
 
@@ -107,7 +106,10 @@ class Preference(DocumentTask):
         if not self.config.needs_reference:
             return torch.zeros(len(batch["cut"]), 2, device=batch["input_ids"].device)
         stored = batch.get("reference")
-        return self._values.compute(model, self.reference, batch) if stored is None else stored
+        if stored is not None:
+            return stored
+        with torch.no_grad(), evaluating(model), self.reference.state():
+            return self.log_probs(model, batch)
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         return batch["cut"].numel()
@@ -168,9 +170,9 @@ class PreferencePairs(Preference):
 
     encoder_type: ClassVar[type[AnswerEncoder]] = ComparedEncoder
 
-    def _batch(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
+    def batch_of(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
         if self.config.loss != "orpo":
-            return super()._batch(rows)
+            return super().batch_of(rows)
         # ORPO's NLL is over the prompt, too: all of the chosen document is scored
         pairs = [row.documents for row in rows]
         batch = self.documents([d for a, b in pairs for d in (whole_answers(a), b)])
@@ -300,7 +302,7 @@ class KTO(WholeStepTask, Preference):
     def num_positions(self, rows: Sequence[Compared]) -> int:
         return self.positions([max(row.lengths) for row in rows])
 
-    def _batch(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
+    def batch_of(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
         pairs = [row.documents for row in rows]
         others = self.documents([other for _, other in pairs])
         return {

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from peftkit.execution.world import Part
 from peftkit.files.tensors import read_tensors, write_tensors
 from peftkit.model.modes import evaluating
 from peftkit.tasks.batches import batches_that_fit, equal_parts
-from peftkit.tasks.run_hooks import Reference, Run
+from peftkit.tasks.documents import DocumentTask
+from peftkit.tasks.run_hooks import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,45 +147,36 @@ BATCH_SIZE = 8
 FIX = "Lower data.max_length, or quantise the base."
 
 
-Values = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
-"""Returns (rows, 2) of a batch: the log-probabilities of the answers of each row."""
+class ReferencedTask(DocumentTask):
+    """A task whose loss compares the log-probabilities of answers with the reference's."""
 
+    _stored: tuple[str, Tensor, Tensor] | None = None
+    """The key of the reference, and in order the keys of rows and their values: 16 bytes a row."""
 
-class ReferenceValues:
-    """The reference's log-probabilities of rows.
+    @abstractmethod
+    def batch_of(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
+        """Return a batch of rows, without reference values."""
 
-    Args:
-        collate: Returns a batch of rows, without reference values.
-        values: Computes the values of a batch.
-    """
+    @abstractmethod
+    def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the log-probabilities of both answers of each row (rows, 2)."""
 
-    def __init__(self, collate: Callable[[Sequence[Compared]], dict[str, Tensor]], values: Values):
-        self._collate, self._values = collate, values
-        self._reference = ""
-        self._keys = torch.empty(0, dtype=torch.int64)  # in order, 16 bytes a row with its values
-        self._table = torch.empty(0, 2)
+    def stored_reference(self, rows: Sequence[Compared]) -> Tensor | None:
+        """Return the reference's values (rows, 2); None where one of them is missing."""
+        if self._stored is None:
+            return None
+        reference, known, values = self._stored
+        keys = torch.tensor([_key(reference, row) for row in rows])
+        places, is_computed = _lookup(known, keys)
+        return values[places] if bool(is_computed.all()) else None
 
-    def of(self, rows: Sequence[Compared]) -> Tensor | None:
-        """Return the values (rows, 2); None where one of them is missing."""
-        keys = torch.tensor([_key(self._reference, row) for row in rows])
-        places, is_computed = _lookup(self._keys, keys)
-        return self._table[places] if bool(is_computed.all()) else None
-
-    @torch.no_grad()
-    def compute(
-        self, model: nn.Module, reference: Reference, batch: Mapping[str, Tensor]
-    ) -> Tensor:
-        """Return the values of one batch now."""
-        with evaluating(model), reference.state():
-            return self._values(model, batch)
-
-    def find(self, reference: Reference, run: Run) -> None:
+    def find_reference(self, run: Run) -> None:
         """Find the values of all rows of a run: in the run's file, else computed now.
 
         Raises:
             Interrupted: A signal came; values computed so far are stored.
         """
-        world, rows = run.world, run.all_rows
+        world, rows, reference = run.world, run.all_rows, self.reference
         each = torch.tensor(array("q", (_key(reference.key, row) for row in rows)))
         keys, places = each.unique(return_inverse=True)
         numbers = torch.arange(len(rows))
@@ -197,7 +190,7 @@ class ReferenceValues:
         missing = (~is_computed).nonzero().flatten()
         if len(missing):
             run.say(Stage(f"Computing the reference of {len(missing):,} rows"))
-            computed = self._missing(reference, View([rows], first[missing]), run)
+            computed = self._missing(View([rows], first[missing]), run)
             values[missing], is_computed[missing] = computed[:, :2], computed[:, 2] > 0
             if reference.key and world.is_main:
                 _write_values(path, keys[is_computed], values[is_computed], run)
@@ -206,9 +199,9 @@ class ReferenceValues:
                 run.stop.signum,
                 "stopped before the first step; the reference's values so far are stored.",
             )
-        self._reference, self._keys, self._table = reference.key, keys, values
+        self._stored = reference.key, keys, values
 
-    def _missing(self, reference: Reference, rows: View, run: Run) -> Tensor:
+    def _missing(self, rows: View, run: Run) -> Tensor:
         """Return (rows, 3): values, and 1 where computed, from all processes."""
         model, world = run.model, run.world
         order = tokens_of_each(rows).sort(descending=True, stable=True).indices
@@ -217,11 +210,11 @@ class ReferenceValues:
         values, done = torch.zeros(len(rows), 3, device=world.device), 0
 
         def compute(part: Part) -> Tensor:
-            batch = {name: tensor.to(world.device) for name, tensor in self._collate(part).items()}
+            batch = {name: tensor.to(world.device) for name, tensor in self.batch_of(part).items()}
             with world.autocast():
-                return self._values(model, batch)
+                return self.log_probs(model, batch)
 
-        with evaluating(model), reference.state():
+        with evaluating(model), self.reference.state():
             for part, computed, is_own in batches_that_fit(
                 rows_here, BATCH_SIZE, equal_parts, compute, parallel=run.parallel, fix=FIX
             ):
