@@ -65,7 +65,8 @@ def choose_template(
                 fix="Remove it, or set data.chat_template to a template that reads it.",
             )
     lines = [
-        f"{{%- set {name} = {name} if {name} is defined else {json.dumps(value)} -%}}\n"
+        f"{{%- set {name} = {name} if {name} is defined else "
+        f"{json.dumps(value, ensure_ascii=False)} -%}}\n"  # jinja2 reads no pairs of surrogates
         for name, value in variables.items()
     ]
     return "".join(lines) + text

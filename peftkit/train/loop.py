@@ -143,6 +143,8 @@ def train(
                 run.say(fallback.notice)
             run.say(run_started(run, step))
             if resume is not None:  # evaluates now if the run was stopped during an evaluation
+                if begin_quantization is not None:
+                    begin_quantization(run.state.step - 1)
                 _do_what_is_due(run, validation, saver, clock)
             elif config.eval_before and run.eval_rows:
                 validation.evaluate()
@@ -150,7 +152,7 @@ def train(
                 validation.sample()
             while not run.is_over:
                 if begin_quantization is not None:
-                    begin_quantization()
+                    begin_quantization(run.state.step)
                 run.indices, run.figures = _indices(run, sampler, run.state.step), {}
                 rows = [run.rows[index] for index in run.indices]
                 rate = learning_rate(run.state.step, run.num_steps, config)
@@ -196,7 +198,7 @@ class Clock:
 
 
 @contextmanager
-def _prepared(run: Run, step: Step) -> Iterator[tuple[Callable[[], None] | None, str]]:
+def _prepared(run: Run, step: Step) -> Iterator[tuple[Callable[[int], None] | None, str]]:
     """Prepare the model for training and record events within the context.
 
     Yields the function that begins `train.quantize_for` when it is due (None without it), and the

@@ -25,8 +25,8 @@ from peftkit.train.step import Step
 
 
 @contextmanager
-def quantization_aware(run: Run, step: Step) -> Iterator[Callable[[], None]]:
-    """Yield a function to call before each step, which begins the quantisation when it is due.
+def quantization_aware(run: Run, step: Step) -> Iterator[Callable[[int], None]]:
+    """Yield a function that begins the quantisation if it is due in a step, counted from 0.
 
     Raises:
         ConfigError: The model or the settings do not support it.
@@ -37,9 +37,9 @@ def quantization_aware(run: Run, step: Step) -> Iterator[Callable[[], None]]:
     start = math.ceil(run.config.quantize_from * run.num_steps)
     has_begun = False
 
-    def before_step() -> None:
+    def before(number: int) -> None:
         nonlocal has_begun
-        if has_begun or run.state.step < start:
+        if has_begun or number < start:
             return
         has_begun = True
         for layer in layers:
@@ -64,7 +64,7 @@ def quantization_aware(run: Run, step: Step) -> Iterator[Callable[[], None]]:
     # not by the tensors' versions: fused optimizers do not change them
     handle = step.optimizer.register_step_post_hook(forget)
     try:
-        yield before_step
+        yield before
     finally:
         handle.remove()
         for layer in layers:

@@ -130,6 +130,8 @@ def test_template_variables_of_training_apply_unless_overridden(tokenizer):
     assert thinking == prompt_ids(custom, Q1, Style("chat"))
     with pytest.raises(DataError, match="chat_template_kwargs: enable_thoughts"):
         choose_template(custom, None, {"enable_thoughts": False})
+    named = choose_template(with_template(tokenizer, "{{ name }}"), None, {"name": "Zoë 🦊"})
+    assert Chat(custom, named).render(turns, (), "a row") == "Zoë 🦊"
 
 
 @pytest.mark.parametrize("of_recipe", [None, True, False])

@@ -83,7 +83,7 @@ def run(tokenizer, tmp_path):
         events: list[Event] = []
         config = TrainConfig(
             output_dir=tmp_path / folder, max_steps=8, batch_size=4, learning_rate=0.01,
-            eval_every=2, save_every=3, **settings,
+            save_every=3, **{"eval_every": 2, **settings},
         )  # fmt: skip
         fit(model, task, rows, rows, config, resume=resume, on_event=events.append)
         merged = {
@@ -117,8 +117,8 @@ def test_losses_are_those_of_the_merged_quantised_model(run):
 
 @pytest.mark.covers("peftkit")
 def test_a_resumed_run_continues_exactly(run, tmp_path):
-    whole, _, _ = run("whole", quantize_for="q4_1", quantize_from=0.5)
-    run("part", quantize_for="q4_1", quantize_from=0.5)
+    whole, of_whole, _ = run("whole", quantize_for="q4_1", quantize_from=0.5)
+    run("part", quantize_for="q4_1", quantize_from=0.5, eval_every=None)
     checkpoints = sorted((tmp_path / "part" / "checkpoints").iterdir())
     kept = [path for path in checkpoints if path.name in ("step-6", "step-8")]
     assert [path.name for path in kept] == ["step-6", "step-8"]
@@ -128,6 +128,13 @@ def test_a_resumed_run_continues_exactly(run, tmp_path):
     assert [e.step for e in events if isinstance(e, StepDone)] == [7, 8]
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    # the first evaluation is that of the saved step, which was stopped before it
+    losses = [
+        {e.step: e.metrics["loss"] for e in each if isinstance(e, EvalDone) and e.step >= 6}
+        for each in (of_whole, events)
+    ]
+    assert losses[0] == losses[1]
+    assert losses[0].keys() == {6, 8}
 
 
 @pytest.mark.parametrize(
