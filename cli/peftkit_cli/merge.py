@@ -10,7 +10,7 @@ import typer
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit_cli.arguments import Adapter, Base, OutFolder, Replace, note
-from peftkit_cli.prove import note_proof
+from peftkit_cli.prove import note_proof, print_verdict
 
 Combination = Literal["linear", "cat", "svd", "ties", "dare_linear", "dare_ties", "magnitude_prune"]
 
@@ -72,7 +72,7 @@ def merge(
         note(f"Next: llama-server -m '{out}'; or FROM '{out}' in a Modelfile of Ollama.")
         return
     if merged.agreement is not None and merged.agreement.proved:
-        note(merged.agreement.proved)
+        print_verdict(merged.agreement.proved)
     note(f"Next: load '{out}' in transformers or vLLM, or convert it for llama.cpp.")
 
 

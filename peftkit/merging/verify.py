@@ -21,6 +21,7 @@ from peftkit.execution.plan import compute_dtype
 from peftkit.files.tensors import is_finite
 from peftkit.formats.open_adapter import Opened
 from peftkit.merging.fold import Tally, too_large_values
+from peftkit.proof.judge import Verdict
 from peftkit.proof.record import prove
 from peftkit.tasks.media.speech import INPUTS, Hearing
 
@@ -53,14 +54,14 @@ class Agreement:
         largest: Largest absolute logit, as the scale of `max_difference`.
         top1: Share of positions, 0 to 1, with the same most likely token.
         num_positions: Number of compared positions.
-        proved: The verdict of the adapter's proof on the merged model; "" without a proof.
+        proved: The verdict of the adapter's proof on the merged model; None without a proof.
     """
 
     max_difference: float
     largest: float
     top1: float
     num_positions: int
-    proved: str = ""
+    proved: Verdict | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,7 @@ def verified(
         )
     if not proof.is_file():
         return agreed
-    return replace(agreed, proved=prove(base.model, proof, tokenizer=base.tokenizer).line)
+    return replace(agreed, proved=prove(base.model, proof, tokenizer=base.tokenizer))
 
 
 def facts_of(merged: Merged) -> dict[str, str]:
@@ -234,5 +235,5 @@ def facts_of(merged: Merged) -> dict[str, str]:
         "largest difference of a logit": f"{agreed.max_difference:.3g} (of {agreed.largest:.3g})",
         "same next token": f"{agreed.top1:.1%}",
         "largest change by the adapter": f"{effect.max_difference:.3g}",
-        **({"proof": agreed.proved} if agreed.proved else {}),
+        **({"proof": agreed.proved.line} if agreed.proved else {}),
     }

@@ -49,7 +49,8 @@ FIXES: Mapping[Kind, str] = {
     "damaged": "Quantise to more bits (q8_0), serve base and adapter as two files, or train for "
     "the format (train.quantize_for).",
     "undecided": "Send prompts that the adapter was trained for: peftkit prove ADAPTER --write "
-    "--prompt TEXT. Servers that return log-probabilities decide more.",
+    "--prompt TEXT. Servers that return log-probabilities decide more. After few steps, an adapter "
+    "may change answers less than 16-bit rounding does: train longer.",
 }
 FLOOR = 0.01
 """Smallest noise of a log-probability between two programs, in nats."""

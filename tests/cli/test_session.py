@@ -174,7 +174,7 @@ def test_chat_alternates_adapter_and_base(inside, monkeypatch):
 def test_eval_measures_and_speaks_json(inside):
     done = inside("eval", "runs/demo", "--data", "eval.jsonl").succeeded()
     names = [line.split("  ")[0] for line in done.out.splitlines()]
-    assert names == ["loss", "perplexity", "exact match", "tokens", "rows"]
+    assert names == ["loss", "perplexity", "exact match", "target tokens", "rows"]
     facts = json.loads(inside("eval", "runs/demo", "--data", "eval.jsonl", "--json").out)
     assert facts["num_rows"] == 3
     assert [metric_name(name) for name in facts] == names
