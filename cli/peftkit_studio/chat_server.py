@@ -47,7 +47,7 @@ class ChatServer:
         self._process.start()
         sender.close()
         models = ["base", *folders]
-        self.status = {"state": "loading", "text": "Starting", "models": models, "ids": ids}
+        self.status = {"state": "loading", "text": "Loading PyTorch", "models": models, "ids": ids}
 
     def close(self) -> None:
         """End the process."""
