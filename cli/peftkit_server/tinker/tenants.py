@@ -138,16 +138,12 @@ class Tenants:
                 if not (others and is_short):
                     raise
             release_memory()
-            try:
-                self._offload(others[0])
-            except Exception as error:
-                if not is_disk_full(error):
-                    raise
+            if not self._offload(others[0]):
                 raise RunError(
                     "the server has no memory for this operation.",
                     found="Other models stay in memory, since its disk is full.",
                     fix="Try again later. The model is unchanged.",
-                ) from None
+                )
 
     def _others(self, but: str) -> list[str]:
         """Return the loaded tenants to offload, in order.
@@ -167,25 +163,24 @@ class Tenants:
             free = free_now(self.learner.model.device)
             if len(self._loaded) <= MAX_LOADED and (free.memory is None or num_bytes < free.usable):
                 return
-            try:
-                self._offload(others[0])
-            except Exception as error:
-                if not is_disk_full(error):
-                    raise
+            if not self._offload(others[0]):
                 _LOG.warning("a model stays in memory: the disk is full")
                 return
 
-    def _offload(self, id: str) -> None:
-        """Write a tenant to the disk, and free its memory."""
+    def _offload(self, id: str) -> bool:
+        """Write a tenant to the disk, and free its memory; return whether the disk has room."""
         tensors = self._loaded[id].emptied()
         try:
             specs = specs_of(tensors)
             stream = (tensors[spec.name].cpu() for spec in specs)
             write_tensor_stream(self._path(id), specs, stream)
-        except BaseException:
+        except BaseException as error:
             self._fill(self._loaded[id], tensors)
+            if isinstance(error, Exception) and is_disk_full(error):
+                return False
             raise
         self._offloaded[id] = self._loaded.pop(id)
+        return True
 
     def _fill(self, tenant: Tenant, tensors: Mapping[str, Tensor]) -> None:
         tenant.fill(tensors, self.learner.model.device)
