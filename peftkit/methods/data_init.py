@@ -74,7 +74,8 @@ def initial_values(
         original = load_base(**names, purpose=settings.purpose, device="cpu", on_event=on_event)
         return method, dict(loftq_starts(base.model, method, original.model))
     task = settings.on(base.model, base.processor, data)
-    rows, _ = task.rows.load_splits(data.model_copy(update={"eval": None}))
+    held_out = data.eval if isinstance(data.eval, float) else None  # a file is not read
+    rows, _ = task.rows.load_splits(data.model_copy(update={"eval": held_out}))
     ranked, starts = init_from_rows(base.model, method, task, rows, seed=seed)
     return as_on_main(base.model, method, ranked, starts, World(base.device))
 
