@@ -27,6 +27,7 @@ from peftkit.data.messages import Message, full_text
 from peftkit.data.records import Record, read_records
 from peftkit.data.tokens import decoded
 from peftkit.errors import DataError
+from peftkit.evaluation.evaluate import trained_length
 from peftkit.evaluation.predict import build_task
 from peftkit.events import Listener, Progress, Stage, Table, ignore
 from peftkit.formats.open_adapter import Opened
@@ -102,9 +103,11 @@ def find_hard_negatives(
         DataError: The rows cannot be read, or no candidate is left for any of them.
     """
     fix = "Give an adapter that was trained with task: embedding."
-    embedder = build_task(
-        opened, isinstance(opened.task, EmbeddingConfig), "makes no embeddings", fix
+    is_embedding, length = (
+        isinstance(opened.task, EmbeddingConfig),
+        trained_length(opened.file.folder),
     )
+    embedder = build_task(opened, is_embedding, "makes no embeddings", fix, length)
     names = (embedder.config.anchor, embedder.config.positive)
     on_event(Stage(f"Reading {data}"))
     pairs = _texts(data, names)

@@ -31,7 +31,7 @@ class FakeQuantized:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._weight: Tensor | None = None
-        self._is_current = False
+        self._versions: tuple[int, int] | None = None
 
     def __call__(self, layer: Any, x: Tensor) -> Tensor:
         """Return the output (..., out) of a LoRALinear for x (..., in)."""
@@ -44,18 +44,22 @@ class FakeQuantized:
 
     @torch.no_grad()
     def weight(self, layer: Any, dtype: torch.dtype) -> Tensor:
-        """Return the quantised weight (out, in); computed again after `forget`."""
-        if self._weight is None or self._weight.dtype != dtype or not self._is_current:
+        """Return the quantised weight (out, in); computed again after `forget`.
+
+        Also if A or B was replaced in place: by a reference's values, or an average.
+        """
+        versions = layer.lora_A._version, layer.lora_B._version
+        if self._weight is None or self._weight.dtype != dtype or self._versions != versions:
             weight = weight_of(layer.base)
             # the sum in float32, as in a merge; a product in bfloat16 would move codes
             merged = layer.merged_weight(weight.float()).to(weight.dtype)
             values = fake_quantized(merged.float(), self.kind)
-            self._weight, self._is_current = values.to(dtype), True
+            self._weight, self._versions = values.to(dtype), versions
         return self._weight
 
     def forget(self) -> None:
-        """Compute the weight again at the next call: A or B has changed."""
-        self._is_current = False
+        """Compute the weight again at the next call: A or B has changed, maybe not its version."""
+        self._versions = None
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -61,7 +61,7 @@ def quantization_aware(run: Run, step: Step) -> Iterator[Callable[[int], None]]:
             if layer.quantized is not None:
                 layer.quantized.forget()
 
-    # not by the tensors' versions: fused optimizers do not change them
+    # fused optimizers do not change the tensors' versions
     handle = step.optimizer.register_step_post_hook(forget)
     try:
         yield before

@@ -99,6 +99,15 @@ def test_they_are_the_closest_that_are_no_answers(chunk, margin, opened, folder,
     assert {*reranked.rows[0]} == {"query", "positive", "negatives"}
 
 
+def test_texts_are_cut_as_in_training(opened, folder):
+    same = ["the fox " * 40 + end for end in ("olives", "pizza")]  # data.max_length is 64
+    rows = [*PAIRS, *({"anchor": f"{text}?", "positive": text} for text in same)]
+    mined = negatives_of(opened, folder, rows, number=9, margin=1e-6, task="reranker")
+    of_same = [row["negatives"] for row in mined.rows if row["positive"] in same]
+    assert of_same
+    assert not {*same} & {text for negatives in of_same for text in negatives}
+
+
 def test_what_is_too_close_is_counted_and_left_out():
     degrees = {"the positive": 20, "nearly it": 30, "closer": 5, "hard": 60, "easy": 120}
     angles = torch.deg2rad(torch.tensor([*degrees.values()], dtype=torch.float32))

@@ -61,6 +61,26 @@ def test_gradients_are_straight_through(family):
         assert not torch.equal(found, functional.linear(x, weight + update))
 
 
+def test_quantised_layers_compute_with_the_values_of_a_reference():
+    model = ARCHITECTURES["llama"]().eval()
+    adapter = attach(model, LORA)
+    states = []
+    for seed in (1, 2):
+        perturb(adapter.parameters(), 0.1, seed=seed)
+        states.append({name: tensor.clone() for name, tensor in adapter.state().items()})
+    for module in adapter.modules.values():
+        module.quantized = FakeQuantized("q4_0")
+    now = model(IDS).logits
+    with adapter.swapped_state(states[0]):
+        before = model(IDS).logits
+    assert torch.equal(model(IDS).logits, now)
+    adapter.load_state(states[0])
+    for module in adapter.modules.values():
+        module.quantized = FakeQuantized("q4_0")
+    assert torch.equal(model(IDS).logits, before)
+    assert not torch.equal(before, now)
+
+
 @pytest.fixture
 def run(tokenizer, tmp_path):
     """Return a function that trains a tiny Llama and returns its state, events and loss."""
