@@ -120,15 +120,19 @@ def note(text: str) -> None:
 
 
 def wrapped(text: str, stream: IO[str]) -> str:
-    """Wrap the lines of a text between words, with their indentation, if a terminal shows them."""
-    if not stream.isatty():  # lines in a file do not wrap, for searches
-        return text
-    width = max(get_terminal_size().columns, 40)
+    """Return `fit` for the width of a terminal; the lines of a file do not wrap, for searches."""
+    return fit(text, get_terminal_size().columns) if stream.isatty() else text
+
+
+def fit(text: str, width: int) -> str:
+    """Wrap the lines of a text between words, with their indentation."""
     lines = []
     for line in text.split("\n"):
         indent = " " * (len(line) - len(line.lstrip()))
         options: Any = {"break_long_words": False, "break_on_hyphens": False}
-        lines.append(fill(line, width, subsequent_indent=indent, **options) if line else "")
+        lines.append(
+            fill(line, max(width, 40), subsequent_indent=indent, **options) if line else ""
+        )
     return "\n".join(lines)
 
 

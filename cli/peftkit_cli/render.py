@@ -21,7 +21,7 @@ from rich.text import Text
 from peftkit import events
 from peftkit.events import Event, Listener, logs_json
 from peftkit.figures import count, duration, loss_name, metric, metric_name, size
-from peftkit_cli.arguments import write_event
+from peftkit_cli.arguments import fit, write_event
 
 STEP_METRICS = ("accuracy", "margin", "reward", "entropy")  # metrics.jsonl has all
 PLAIN_LINES = 40  # approximate number of step lines in a log
@@ -223,7 +223,7 @@ class LiveScreen(Progress):
             elif isinstance(event, events.Table):
                 show_table(self.tables, event, brief=self.brief)
             elif (text := describe(event)) is not None:
-                self.console.print(_styled(event, text))
+                self.console.print(_styled(event, fit(text, self.console.width)))
 
     def finish(self, *, failed: bool = False) -> None:
         """Stop redrawing."""

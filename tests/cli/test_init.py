@@ -326,7 +326,7 @@ def test_max_length_leaves_room_above_the_longest_row_up_to_that_of_the_base(
     limit = json.loads((model_folder / "config.json").read_text())["max_position_embeddings"]
     limit = min(limit, int(ready_made(GOALS[task].recipe)["data"]["max_length"]))
     is_measured = f"the longest row has {longest:,};" in (tmp_path / "recipe.yaml").read_text()
-    assert is_measured == (longest < limit) == (words < 3_000)
+    assert is_measured == (0 < longest < limit) == (words < 3_000)
     assert length == limit or ROOM * longest <= length < 2 * ROOM * longest
 
 

@@ -50,9 +50,9 @@ def plain(happened: list[Event], seconds_each: float = 0.0) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def live(happened: list[Event], *, transient: bool = False) -> str:
+def live(happened: list[Event], *, transient: bool = False, width: int = 100) -> str:
     """Return all that a terminal gets."""
-    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     screen = LiveScreen(console, console, transient=transient)
     screen.start()
     for event in happened:
@@ -132,6 +132,13 @@ def test_a_long_stage_leaves_the_bar_of_the_steps_whole(words):
     assert "7/100  3:07 left" in shown.get()
     assert shown.get().count("answering prompts") >= words // 2, "the text wraps: it is not cut"
     assert max(map(len, shown.get().splitlines())) <= 80
+
+
+def test_a_long_line_of_an_event_keeps_its_indentation():
+    metrics = {f"figure_{n}": 0.5 for n in range(20)}
+    text = live([events.EvalDone(50, metrics | DRIFT, False)], width=60)
+    assert "\n  drift on unrelated prompts: 0.02636 nats a token; 95 % of" in text
+    assert "\n  tokens below 0.09274; 91.7 % unchanged" in text
 
 
 def test_nothing_is_redrawn_while_an_event_is_printed(monkeypatch):
