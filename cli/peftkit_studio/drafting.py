@@ -158,7 +158,6 @@ def warm_up() -> dict[str, Any]:
     import peftkit_cli.start.survey  # noqa: F401
 
     validate("")
-
     return {}
 
 
@@ -196,9 +195,8 @@ def draft_recipe(file: str, task: str, model: str, memory: str) -> dict[str, Any
     else:
         environment = this_machine()
         num_bytes = (environment.memory or 0) if environment.on_gpu else 0
-    on_gpu = bool(num_bytes)
-    model = model or drafts.usual_model(task, on_gpu=on_gpu)
-    model = model or drafts.usual_model(task, on_gpu=True)
+    for on_gpu in (bool(num_bytes), True):
+        model = model or drafts.usual_model(task, on_gpu=on_gpu)
     named = drafts.usual_fields(task, summary)
     if named is None:
         named = drafts.longest_fields(summary)

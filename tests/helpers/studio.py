@@ -1,6 +1,7 @@
 """Run folders as a run writes them, and requests to a studio."""
 
 import json
+import platform
 import time
 import urllib.error
 import urllib.request
@@ -39,6 +40,14 @@ def append_steps(folder: Path, steps: range) -> None:
         line |= {"loss": 2.0 / step, "learning_rate": 1e-3, "grad_norm": 1.0}
         line |= {"num_tokens": 100 * step, "tokens_per_second": 50.0, "peak_bytes": 1 << 28}
         append(folder, {**line, "seconds_left": 1.0, "figures": {}})
+
+
+def hold(folder: Path, pid: int, since: float | None = None) -> None:
+    """Write the lock of a run that a process trains."""
+    (folder / ".locks").mkdir()
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
+    text = f"Process {pid} on {platform.node()}, since {when}.\n"
+    (folder / ".locks" / "holder").write_text(text)
 
 
 def append(folder: Path, line: dict[str, Any]) -> None:

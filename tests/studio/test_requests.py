@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from peftkit_studio.drafting import FORM, Drafting
 from peftkit_studio.edits import Edit
 from peftkit_studio.folder import Folder, file_name, is_name
 from tests.helpers.serving import served_app
-from tests.helpers.studio import KEY, Client, append_steps, write_run
+from tests.helpers.studio import KEY, Client, append_steps, hold, write_run
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the studio needs Linux or macOS")
 RECIPE = """task: {task}
@@ -77,17 +76,12 @@ def recipe(**changes):
     return RECIPE.format(**fields | changes)
 
 
-def holder(folder, pid, since=None):
-    (folder / ".locks").mkdir()
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
-    text = f"Process {pid} on {platform.node()}, since {when}.\n"
-    (folder / ".locks" / "holder").write_text(text)
-
-
 def test_only_the_files_of_the_page_are_served_without_the_key(studio):
     page = studio.get("/", key="")
     assert page.status == 200
     assert b"/static/app.js" in page.content
+    scripts = {f"/static/{name}" for name in ASSETS if name.endswith(".js")}
+    assert set(re.findall("<(.*?)>; rel=modulepreload", page.headers["link"])) == scripts
     for path in ("/api/state", "/api/events", "/api/run?id=first", "/nowhere", "/static/../app.py"):
         assert studio.get(path, key="").status == 401, path
         assert studio.get("/api/state", key="wrong").status == 401
@@ -174,6 +168,9 @@ def test_a_new_run_and_its_new_steps_appear(studio, folder):
 def test_two_runs_are_compared(studio):
     compared = studio.get("/api/compare?id=first&id=sweep/second").json
     assert [row["differs"]["method.rank"] for row in compared["rows"]] == ["16", "4"]
+    assert compared["loss_name"] == "loss (mean of the last 10 steps)"
+    names = [f"loss (mean of the last {steps} steps)" for steps in (10, 4)]
+    assert [row["loss_name"] for row in compared["rows"]] == names
     assert len(studio.get("/api/charts?id=first&id=sweep/second").json["charts"][0]["lines"]) >= 2
     assert b"sweep/second" in studio.get("/api/report?id=first&id=sweep/second").content
 
@@ -354,7 +351,7 @@ def test_no_location_leaves_the_folder_on_any_route(studio, folder, monkeypatch,
     assert studio.post("/api/validate", recipe=allowed).json["problems"] == []
 
 
-def test_validation_does_not_wait_for_a_plan(folder, monkeypatch):
+def test_cheap_requests_do_not_wait_for_a_plan(folder, monkeypatch):
     begun, ended = Event(), Event()
 
     async def run(self, function, *arguments):
@@ -371,6 +368,8 @@ def test_validation_does_not_wait_for_a_plan(folder, monkeypatch):
         assert begun.wait(20)
         assert studio.post("/api/validate", recipe="").status == 200
         assert studio.post("/api/train", recipe="").status == 400
+        for path in ("survey", "draft"):
+            assert studio.post(f"/api/{path}", file="a.jsonl").status == 200
         assert not plan.done()
         ended.set()
 
@@ -431,13 +430,13 @@ def test_only_the_process_that_trains_is_stopped(studio, folder):
     sleeping = subprocess.Popen(["sleep", "60"])
     python = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        holder(folder / "runs" / "first", sleeping.pid)  # not Python
-        holder(folder / "runs" / "sweep" / "second", python.pid, since=time.time() - 3600)
+        hold(folder / "runs" / "first", sleeping.pid)  # not Python
+        hold(folder / "runs" / "sweep" / "second", python.pid, since=time.time() - 3600)
         for id in ("first", "sweep/second"):
             assert studio.post("/api/stop", id=id).status == 409
         assert sleeping.poll() is python.poll() is None
         write_run(folder / "runs" / "third", 2, done=False)
-        holder(folder / "runs" / "third", python.pid)
+        hold(folder / "runs" / "third", python.pid)
         assert studio.get("/api/run?id=third").json["row"]["state"] == "running"
         assert studio.post("/api/stop", id="third").status == 200
         assert python.wait(20) == -15
@@ -526,7 +525,7 @@ def test_files_of_the_folder_are_offered_and_only_those_in_data_are_removed(stud
     write_run(folder / "runs" / "reads", 2, done=False)
     facts = {"recipe_yaml": recipe(rows="data/both.jsonl")}
     (folder / "runs" / "reads" / "run.json").write_text(json.dumps(facts))
-    holder(folder / "runs" / "reads", os.getpid())
+    hold(folder / "runs" / "reads", os.getpid())
     assert studio.delete("/api/files/both.jsonl").status == 409
     (folder / "runs" / "reads" / ".locks" / "holder").unlink()
     starting = {"command": "", "pid": os.getpid(), "began": time.time(), "code": None}
