@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-WALK = {"files": 116, "lines": 11_550, "climbs": 77}
+WALK = {"files": 116, "lines": 11_600, "climbs": 77}
 """Budgets of `peftkit train` with LoRA on nf4 and packed rows, on a CPU:
 
 - files with an executed function;
@@ -32,11 +32,11 @@ They differ by a few lines on a machine so slow that the run prints its progress
 """
 
 SIZES = {
-    "peftkit": 64_400,
-    "cli/peftkit_cli": 6_300,
-    "cli/peftkit_server": 11_200,
+    "peftkit": 64_300,
+    "cli/peftkit_cli": 6_400,
+    "cli/peftkit_server": 11_000,
     "cli/peftkit_studio": 1_800,
-    "tests": 66_500,
+    "tests": 66_600,
 }
 """Budgets of the lines of Python in each folder, in hundreds."""
 
