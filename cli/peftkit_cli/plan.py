@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from peftkit.planning.plan import Plan
 
 COLUMNS = (
-    *("base", "activations", "peak", "weights", "adapter", "step", "rest", "main"),
+    *("base", "activations", "peak", "weights", "adapter", "step", "main"),
     *("fits", "longest"),
 )
 """Sizes are in GB. peak: the sum of weights, adapter (with gradients and optimizer state), step
-(activations) and rest (the process); main: streamed weights and offloaded activations in main
+(activations) and what the process takes; main: streamed weights and offloaded activations in main
 memory; longest: longest row that fits, in tokens."""
 
 
@@ -74,7 +74,7 @@ def _show(plan: Plan) -> None:
         markup=False,
     )
     title = (
-        f"Memory, in GB, of batches of {plan.rows} x {plan.length:,} tokens on {where}: "
+        f"Memory in GB, batches of {plan.rows} x {plan.length:,} tokens on {where}: "
         f"{size(plan.usable_bytes, 2)} usable of {size(plan.memory_bytes, 2)}"
     )
     rows = tuple(_strategy_row(strategy, plan.rows) for strategy in plan.ways)
@@ -84,18 +84,25 @@ def _show(plan: Plan) -> None:
         columns, *rest = ((*row[:at], *row[at + 1 :]) for row in (COLUMNS, *rows))
         rows = tuple(rest)
     show_table(console, Table(title, columns, rows))
-    show_table(console, Table("", ("what", "how much"), tuple(plan.facts().items())))
+    process = sorted({size(way.peak_bytes - sum(_parts(way)), 2) for way in plan.ways})
+    facts = {"of each peak, the process": " or ".join(process), **plan.facts()}
+    show_table(console, Table("", ("what", "how much"), tuple(facts.items())))
     console.print(plan.verdict(), markup=False)
 
 
-def _strategy_row(strategy: Strategy, rows: int) -> tuple[str, ...]:
-    sizes, most_rows = strategy.by_category, strategy.most_rows
+def _parts(strategy: Strategy) -> tuple[int, int, int]:
+    """Return the bytes of weights, of the adapter and its optimizer, and of activations."""
+    sizes = strategy.by_category
     adapter = sum(sizes[name] for name in ("adapters", "gradients", "optimizer"))
-    peak, parts = strategy.peak_bytes, (sizes["weights"], adapter, sizes["activations"])
+    return sizes["weights"], adapter, sizes["activations"]
+
+
+def _strategy_row(strategy: Strategy, rows: int) -> tuple[str, ...]:
+    most_rows = strategy.most_rows
     return (
         strategy.placement,
         strategy.activations,
-        *(f"{n / 1e9:.2f}" for n in (peak, *parts, peak - sum(parts))),
+        *(f"{n / 1e9:.2f}" for n in (strategy.peak_bytes, *_parts(strategy))),
         f"{strategy.host_bytes / 1e9:.2f}" if strategy.host_bytes else "",
         "yes" if strategy.fits else f"{most_rows} of {rows} rows" if most_rows else "no",
         f"{strategy.longest_row:,}",
