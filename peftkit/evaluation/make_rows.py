@@ -103,10 +103,8 @@ def find_hard_negatives(
         DataError: The rows cannot be read, or no candidate is left for any of them.
     """
     fix = "Give an adapter that was trained with task: embedding."
-    is_embedding, length = (
-        isinstance(opened.task, EmbeddingConfig),
-        trained_length(opened.file.folder),
-    )
+    is_embedding = isinstance(opened.task, EmbeddingConfig)
+    length = trained_length(opened.file.folder)
     embedder = build_task(opened, is_embedding, "makes no embeddings", fix, length)
     names = (embedder.config.anchor, embedder.config.positive)
     on_event(Stage(f"Reading {data}"))

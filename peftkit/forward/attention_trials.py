@@ -69,8 +69,8 @@ class Trials:
         start = rng.capture(arrays[0].device)  # dropout draws what it draws without a trial
         try:
             expected = _with_gradients(arrays, attend, False)
-            moved = (_with_gradients(_moved(arrays), attend, False) for _ in range(DRAWS))
-            noise = noise_of(moved, expected)
+            others = (_with_gradients(_moved(arrays), attend, False) for _ in range(DRAWS))
+            noise = noise_of(others, expected)
             if not is_noise(sizes_of(_with_gradients(arrays, attend, True), expected), noise):
                 self._problem = "It computed another result than the flash kernel."
                 return 0.0

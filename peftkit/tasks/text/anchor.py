@@ -107,7 +107,7 @@ class AnchoredLM(RunHooks, CausalLM):
                 before = self.before_head(run.model, batch).cpu()
                 of_each = before.split([row.num_targets for row in part])
                 self._before |= {
-                    row.number: of_row for row, of_row in zip(part, of_each, strict=True)
+                    row.number: hidden for row, hidden in zip(part, of_each, strict=True)
                 }
         if self._rows:
             self._mean_tokens = tokens_of_each(self._rows).double().mean().item()
